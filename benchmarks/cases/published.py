@@ -91,7 +91,8 @@ def not_told(sources: tuple[str, ...]) -> dict[str, int]:
     reasons = defaultdict[str, int](int)
     for line in (PUBLISHED / "training.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if any(source in row["source"] for source in sources) and row["method"] in ("pretrain", "full"):
+        asked = not sources or any(source in row["source"] for source in sources)
+        if asked and row["method"] in ("pretrain", "full"):
             missing = [field for field in NEEDED if row[field] is None]
             if not row["verified"]:
                 reasons[f"{row['source']}: second hand"] += 1

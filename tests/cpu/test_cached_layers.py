@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from command import Command
 
-from upshift.models.cache import returned_cache
+from upshift.inference.generation.model import plain_cache
+from upshift.models.cache import NAMES, returned_cache, with_cache
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
+from upshift.training.data.tokenizer import train_byte_level_bpe
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -57,3 +62,48 @@ def test_a_profile_without_steps_says_what_ranks_may_share() -> None:
     assert profile.cache[0].heads == 2
     assert profile.kv_elements is not None
     assert profile.kv_elements.at(3, 50) == pytest.approx(3 * 50 * 6 * 2 * 2 * 16)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_in_two_parts_is_the_text(name: str) -> None:
+    """The second part reads the keys and values of the first, whatever transformers calls the argument that takes them."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    tokens = torch.arange(24)[None] % 200
+    cache = plain_cache()
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        first = model(tokens[:, :10], **with_cache(model, cache)).logits
+        second = model(tokens[:, 10:], **with_cache(model, cache)).logits
+    assert torch.allclose(torch.cat([first, second], 1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_model_has_its_own_name_for_the_cache(name: str) -> None:
+    def forward(self: Any, ids: torch.Tensor, **given: Any) -> dict[str, Any]:
+        return {name: given[name]}
+
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", "ids", name, "use_cache")]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    model = type("OfACheckpoint", (torch.nn.Module,), {"forward": forward})()
+    cache = plain_cache()
+    assert returned_cache(model(torch.zeros(1, 1), **with_cache(model, cache))) is cache
+
+
+def test_a_model_that_takes_no_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upshift: Command) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | {"vocab_size": 260}))
+    model.save_pretrained(tmp_path / "model")
+    train_byte_level_bpe(["a text of some words"], 260).save_pretrained(tmp_path / "model")
+    ask = ("generate", tmp_path / "model", "--prompt", "a text", "--max-new-tokens", 3, "--engine", "torch")
+    assert upshift(*ask).code == 0
+    forward = transformers.LlamaForCausalLM.forward
+
+    def forgets(self: Any, *given: Any, **named: Any) -> Any:
+        return forward(self, *given, **{key: value for key, value in named.items() if key not in NAMES})
+
+    its_own = inspect.signature(forward)
+    nameless = its_own.replace(parameters=[value for name, value in its_own.parameters.items() if name not in NAMES])
+    for signature, words in ((its_own, "kept no keys and values"), (nameless, "takes no cache")):
+        forgets.__signature__ = signature  # type: ignore[attr-defined]
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forgets)
+        done = upshift(*ask)
+        assert done.code == 2 and words in done.err and done.out == "", done.err

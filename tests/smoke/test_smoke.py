@@ -1,7 +1,7 @@
 """Every road of the package once, as a user takes it: a process of its own, a tiny model, results that another program reads.
 
-`make test` runs these with the pinned libraries and `make test-newest` with the newest ones. Standard error holds only lines that
-Upshift wrote: what a library prints there stands in front of the result.
+`make test-newest` runs these with the newest libraries. Standard error holds only lines that Upshift wrote: what a library prints
+there stands in front of the result.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ trainer.save_model()
 BY_TRANSFORMERS = """
 import json
 import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+kind, folder, new_tokens, *prompts = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
-given = tokenizer(prompt, return_tensors="pt")
-model = AutoModelForCausalLM.from_pretrained(folder).eval()
-tokens = model.generate(**given, max_new_tokens=new_tokens, do_sample=False)[0, given["input_ids"].shape[1] :]
-print(json.dumps({"tokens": tokens.tolist(), "text": tokenizer.decode(tokens, skip_special_tokens=True)}))
+model = (AutoModelForCausalLM if kind == "decoder" else AutoModelForSeq2SeqLM).from_pretrained(folder).eval()
+texts = []
+for prompt in prompts:
+    given = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**given, max_new_tokens=int(new_tokens), do_sample=False)[0]
+    answer = tokens[given["input_ids"].shape[1] :] if kind == "decoder" else tokens[1:]
+    texts.append({"tokens": len(answer), "text": tokenizer.decode(answer, skip_special_tokens=True)})
+print(json.dumps(texts))
 """
 FAST = ("--trial-seconds", "0", "--set", "torch_compile=off")  # no trial, no compiler: the road is what is tested
 
@@ -61,7 +65,7 @@ class Ended(NamedTuple):
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model, an encoder and texts."""
     import torch
-    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
     from upshift.training.data.tokenizer import train_byte_level_bpe
 
@@ -77,6 +81,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 320}
     tokenizer.save_pretrained(folder / "llama")
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=256)).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "t5")
+    t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2, "vocab_size": 320, "decoder_start_token_id": 0}
+    T5ForConditionalGeneration(T5Config(**t5, eos_token_id=None)).save_pretrained(folder / "t5")
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder / "bert")
     BertModel(BertConfig(**sizes, max_position_embeddings=64)).save_pretrained(folder / "bert")
@@ -101,6 +108,12 @@ def run(home: Path, *command: str | Path) -> Ended:
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     written = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     return Ended(ended.stdout, ended.stderr, written)
+
+
+def by_transformers(home: Path, kind: str, model: str, new_tokens: int, *prompts: str) -> list[dict[str, Any]]:
+    """Return what transformers alone generates from each prompt, one at a time."""
+    texts: list[dict[str, Any]] = json.loads(run(home, "-c", BY_TRANSFORMERS, kind, model, str(new_tokens), *prompts).out)
+    return texts
 
 
 def upshift(home: Path, *arguments: str | Path) -> Ended:
@@ -143,9 +156,7 @@ def test_train_and_load(home: Path) -> None:
     )  # fmt: skip
     assert (home / "trained" / "model.safetensors").is_file()
     answer = upshift(home, "generate", "trained", "--prompt", "the quick", "--max-new-tokens", "4", "--engine", "torch", "--json")
-    expected = json.loads(run(home, "-c", BY_TRANSFORMERS, "trained", "the quick", "4").out.splitlines()[-1])
-    assert json.loads(answer.out)["text"] == expected["text"]
-    assert len(expected["tokens"]) == 4
+    assert by_transformers(home, "decoder", "trained", 4, "the quick") == [{"tokens": 4, "text": json.loads(answer.out)["text"]}]
 
 
 def test_trials_of_plans(home: Path) -> None:
@@ -167,9 +178,13 @@ def test_encode(home: Path) -> None:
     assert numpy.load(home / "rows.npy").shape == (8, 32)
 
 
-def test_generate_by_a_race(home: Path) -> None:
-    upshift(home, "generate", "llama", "--prompts", "texts.txt", "-o", "answers.jsonl", "--max-new-tokens", "4")
-    assert len((home / "answers.jsonl").read_text().splitlines()) == 8
+@pytest.mark.parametrize(("kind", "model"), [("decoder", "llama"), ("seq2seq", "t5")])
+def test_generate_by_a_race(home: Path, kind: str, model: str) -> None:
+    answers = home / f"{model}.jsonl"
+    upshift(home, "generate", model, "--prompts", "texts.txt", "-o", answers, "--max-new-tokens", "4")
+    texts = [json.loads(line)["text"] for line in answers.read_text().splitlines()]
+    prompts = (home / "texts.txt").read_text().splitlines()
+    assert texts == [answer["text"] for answer in by_transformers(home, kind, model, 4, *prompts)]
 
 
 def test_shard(home: Path) -> None:
