@@ -189,7 +189,7 @@ def test_a_server_expects_what_the_model_has_positions_for(few: str) -> None:
 
 def test_an_encoder_and_a_decoder_have_positions_apart(tmp_path: Path) -> None:
     source = find_model(written(tmp_path, *TABLES["bart"]))
-    lengths = {"defaults": (128, 128), "options": ("--prompt-length", "--output-length"), "apart": True}
+    lengths = {"defaults": (128, 128), "options": ("--prompt-length", "--output-length")}
     assert prompt_and_answer_of(source, None, None, **lengths) == (FEW, FEW - 1)
     with pytest.raises(RequestError, match=f"--output-length {FEW} .* at most {FEW - 1}"):
         prompt_and_answer_of(source, None, FEW, **lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from upshift.errors import RequestError
 from upshift.models.source import ModelSource
-from upshift.models.store import positions_of
+from upshift.models.store import positions_are_apart, positions_of
 
 DEFAULT_SEQUENCE_LENGTH = 512
 SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions where they are fewer"
@@ -35,18 +35,18 @@ def _upper(positions: int | None) -> str:
 
 
 def prompt_and_answer_of(
-    source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str],
-    apart: bool = False,
-) -> tuple[int, int]:  # fmt: skip
+    source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str]
+) -> tuple[int, int]:
     """Return the number of tokens of a prompt, and of the answer behind it.
 
     None takes the default, or less if the model has no positions for it. If neither is given, they share the positions as the
-    defaults do. ``options``: their names on the command line. ``apart``: an encoder has the prompt, and the answer follows the
-    one token that the decoder begins with. Raise RequestError for more tokens than the model has positions for."""
+    defaults do. Where an encoder has the prompt, each has all positions, and the answer follows the one token that the decoder
+    begins with. ``options``: their names on the command line. Raise RequestError for more tokens than the model has positions
+    for."""
     positions = positions_of(source)
     if positions is None:
         return (defaults[0] if prompt is None else prompt), (defaults[1] if answer is None else answer)
-    if apart:
+    if positions_are_apart(source):
         return _within(prompt, positions, defaults[0], options[0]), _within(answer, positions - 1, defaults[1], options[1])
     if prompt is None and answer is None:
         answer = max(min(defaults[1], positions * defaults[1] // sum(defaults)), 1)

@@ -28,6 +28,7 @@ Answer = TypeVar("Answer", bound=Value)
 
 class Positions(Value):
     tokens: int | None  # None: the model sets no limit
+    apart: bool  # an encoder reads the prompt, and its decoder counts the answer's positions from the first
 
 
 class Variant(NamedTuple):
@@ -88,12 +89,22 @@ def positions_of(source: ModelSource) -> int | None:
 
     The answer comes from the cache, or from the model's modules (imports torch)."""
 
+    return _positions(source).tokens
+
+
+def positions_are_apart(source: ModelSource) -> bool:
+    """Return whether an encoder reads the prompt, so that prompt and answer do not share the positions."""
+    return _positions(source).apart
+
+
+def _positions(source: ModelSource) -> Positions:
     def count() -> Positions:
+        from upshift.models.build import read_config
         from upshift.models.describe import empty_positions
 
-        return Positions(tokens=empty_positions(source))
+        return Positions(tokens=empty_positions(source), apart=read_config(source).is_encoder_decoder)
 
-    return _remembered("positions", (source.model_hash, _versions(source)), Positions, count).tokens
+    return _remembered("positions", (source.model_hash, _versions(source)), Positions, count)
 
 
 def _remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:

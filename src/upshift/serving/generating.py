@@ -93,7 +93,7 @@ class Generating:
         )  # fmt: skip
         self.prompt_length, self.output_length = prompt_and_answer_of(
             self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED,
-            options=("--prompt-length", "--output-length"), apart=self.generator.start is not None,
+            options=("--prompt-length", "--output-length"),
         )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
         self._open: dict[int, Open] = {}
