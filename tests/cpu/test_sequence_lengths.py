@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +194,12 @@ def test_an_encoder_and_a_decoder_have_positions_apart(tmp_path: Path) -> None:
     assert prompt_and_answer_of(source, None, None, **lengths) == (FEW, FEW - 1)
     with pytest.raises(RequestError, match=f"--output-length {FEW} .* at most {FEW - 1}"):
         prompt_and_answer_of(source, None, FEW, **lengths)
+
+
+@pytest.mark.parametrize("lengths", [(), ("--prompt-length", FEW, "--output-length", FEW - 1)])
+def test_an_encoder_decoder_is_refused_for_what_it_is(lengths: tuple[Any, ...], tmp_path: Path, upshift: Command) -> None:
+    done = upshift("plan", written(tmp_path, *TABLES["bart"]), "--generate", "--on", "h100", *lengths)
+    assert done.code == 2 and "one stack and generates with another" in done.err.splitlines()[-1], done.err
 
 
 def test_an_answer_without_a_length_ends_where_positions_end(few: str, tmp_path: Path) -> None:

@@ -223,8 +223,8 @@ class Host(Value):
 
     @property
     def medium_is_bf16(self) -> bool:
-        """Whether torch's ``medium`` precision of fp32 matrix products computes in bf16 here, as on CPUs with AMX. Elsewhere it
-        stays in fp32 on a CPU."""
+        """Return whether torch's ``medium`` precision of fp32 matrix products is bf16 here, as on CPUs with AMX. On other CPUs
+        it is fp32."""
         isa = self.cpu.isa if self.cpu is not None and self.device == "cpu" else None
         return isa is not None and "amx_bf16" in isa
 

@@ -98,6 +98,9 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         raise RequestError(f"{host.name} has different devices ({names}); plan for one kind of them")
+    if workload.task == "generate" and profile.objective == "seq2seq-lm":
+        two = "encodes prompts with one stack and generates with another"
+        raise RequestError(f"{profile.architecture} {two}, which is not planned yet; plan its encoder with --encode")
     if profile.max_positions is not None and workload.longest > profile.max_positions:
         what = "--prompt-length + --output-length" if workload.task == "generate" else "--sequence-length"
         raise RequestError(
@@ -113,9 +116,6 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
         raise RequestError("--output-length 0 generates nothing; use 1 or more, or --encode")
     if not profile.declares.can_generate or not profile.cache:
         raise RequestError(f"{profile.architecture} does not generate with a cache of keys and values; plan it with --encode")
-    if profile.objective == "seq2seq-lm":
-        two = "encodes prompts with one stack and generates with another"
-        raise RequestError(f"{profile.architecture} {two}, which is not planned yet; plan its encoder with --encode")
     if workload.concurrency is not None and any(entry.startswith("max_concurrency=") for entry in fixed):
         raise RequestError("--concurrency and --set max_concurrency both say how many sequences there are; give one of them")
 
