@@ -35,3 +35,15 @@ def test_no_text_of_a_study_becomes_markup() -> None:
     for name in ("objective", "parameter"):
         hostile, harmless = (study_page_html(study(**{name: words})) for words in (HOSTILE, HARMLESS))
         assert assert_is_text(hostile, harmless, name)
+
+
+def test_the_front_names_its_objectives() -> None:
+    one = study()
+    for count, words in ((2, "loss and o1"), (3, "loss and o1 and o2"), (4, "Two or three objectives can be drawn")):
+        extra = [f"o{number}" for number in range(1, count)]
+        rows = tuple(
+            row.changed(values=row.values and row.values | {name: 1.0 + row.number for name in extra}) for row in one.trials
+        )
+        several = one.changed(objectives=one.objectives | dict.fromkeys(extra, "minimize"), trials=rows, best=rows[1:2])
+        front = study_page_html(several).split('id="front"')[1].split("</section>")[0]
+        assert words in front and "unknown" not in front

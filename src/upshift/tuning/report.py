@@ -40,8 +40,9 @@ def study_page_html(result: Found) -> str:
             Plot(f"{name}-plot-{index}", f"{name} {objective}", objective)
             for index, (objective, _) in enumerate(drawings)
         ]
-        is_drawable = len(study.trials) >= MIN_COMPLETE
-        return Section(name, title, link, plots if is_drawable else [empty("Too few trials came to their end to draw this.")])
+        few = len(study.trials) < MIN_COMPLETE
+        why = "Too few trials came to their end to draw this." if few else "Two or three objectives can be drawn, no more."
+        return Section(name, title, link, plots or [empty(why)])
 
     sections = [
         section("history", "Results in the order of trials", "History"),
@@ -104,7 +105,9 @@ def _drawings(name: str, study: optuna.Study, result: Found) -> list[tuple[str, 
     if len(study.trials) < MIN_COMPLETE:
         return []
     if name == "front":  # Optuna draws two or three objectives
-        return [("", _figure(plot_pareto_front(study, target_names=objectives)))] if len(objectives) in (2, 3) else []
+        if len(objectives) not in (2, 3):
+            return []
+        return [(" and ".join(objectives), _figure(plot_pareto_front(study, target_names=objectives)))]
     plot: Any = PLOTS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the warning says that low values count as good: _target turns the sign
