@@ -61,7 +61,7 @@ def test_a_blocked_port_between_two_namespaces_is_named(tmp_path: Path) -> None:
     one, two = in_namespaces(tmp_path, blocked="29400")
     assert [finding.severity for finding in one] == ["error"], one
     assert one[0].subject == "10.7.0.1 -> 10.7.0.2"
-    assert "port 29400 of 10.7.0.2 is blocked" in one[0].what
+    assert "port 29400 of 10.7.0.2 does not answer at 10.7.0.2:29400" in one[0].what
     assert "--dport 29400 -j ACCEPT" in (one[0].fix or "")
     assert [finding.severity for finding in two] in (["ok"], ["warning"], ["error"])  # that way is open, if it began in time
 

@@ -250,8 +250,8 @@ def _blocked(subject: str, host: str, address: str, port: int, failure: OSError)
             fix=f"ip route get {address}; name the host by an address of a shared network",
         )
     return error(
-        subject, what=f"port {port} of {host} is blocked: {where} does not answer",
+        subject, what=f"port {port} of {host} does not answer at {where}",
         evidence=f"{failure}, {CONNECT_SECONDS:.0f} s",
-        cause="a firewall drops them",
+        cause="a firewall drops what is sent there, or the host is off or too busy to answer",
         fix=f"on {host}: sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT; or another port: --port",
     )  # fmt: skip
