@@ -1,6 +1,7 @@
 """Run the process behind ``ForkServer``: import a worker, then fork a child for each request on standard input.
 
-SIGINT ends it and the child, and so does the end of the process that sends requests."""
+SIGINT ends it and the child, and so does the end of the process that sends requests. Where an import of the worker has asked CUDA
+something, no fork could use a GPU: the child runs this module anew then, and imports the worker for its request alone."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from types import FrameType, ModuleType
+from typing import Any, NoReturn, TextIO
 
+from upshift import with_parent
+from upshift.internals.torch_names import cuda_was_asked
 from upshift.settings import quiet_libraries
-from upshift.value import Value
 from upshift.with_parent import end_with
 
 POLL_SECONDS = 0.02
@@ -35,7 +36,7 @@ def main(worker_name: str) -> None:
     for line in sys.stdin:
         task = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the handler that ends this process must know the child
-        children.append(_start_child(worker.main, Path(task["request"]), said))
+        children.append(_start_child(worker, Path(task["request"]), said))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _say(said, {"child": children[0]})
         ending = _wait(children[0], limit_seconds=float(task["limit"]), asker=asker)
@@ -43,26 +44,50 @@ def main(worker_name: str) -> None:
         _say(said, ending)
 
 
-def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO) -> int:
+def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
     server = os.getpid()
     child = os.fork()
     if child == 0:
-        code = 1
         try:
             os.setpgid(0, 0)
             end_with(server)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            work(request, lambda value: _say(said, {"answer": value.to_json()}))
-            code = 0
-        except BaseException:  # the log says what it was
+            if cuda_was_asked():
+                _begin_anew(request, said)
+        except BaseException:  # a fork never returns into the server's code
             traceback.print_exc()
-        finally:  # do not run the libraries' exit handlers
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            os._exit(1)
+        _work(worker, request, said)
     os.setpgid(child, child)  # as the child itself does: whoever is first, the group is there before it is killed
     return child
+
+
+def _begin_anew(request: Path, said: TextIO) -> NoReturn:
+    os.set_inheritable(said.fileno(), True)
+    command = [*with_parent.begin_again(), str(request), str(said.fileno())]
+    os.execv(command[0], command)
+
+
+def answer_alone(worker_name: str, request: Path, said: int) -> NoReturn:
+    """Answer one request in this process, which is new. ``said``: the file descriptor of the answers."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quiet_libraries()
+    _work(importlib.import_module(worker_name), request, os.fdopen(said, "w"))
+
+
+def _work(worker: ModuleType, request: Path, said: TextIO) -> NoReturn:
+    """Run the worker, and end this process without the exit handlers of libraries."""
+    code = 1
+    try:
+        worker.main(request, lambda value: _say(said, {"answer": value.to_json()}))
+        code = 0
+    except BaseException:  # the log says what it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
@@ -97,4 +122,6 @@ def _end(children: list[int], number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        answer_alone(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
     main(sys.argv[1])

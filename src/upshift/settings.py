@@ -116,6 +116,25 @@ def quiet_libraries() -> None:
         logging.getLogger(name).addFilter(_WithoutNoise(noise))
 
 
+class OwnRank(Value):
+    rank: int
+    port: int  # where rank 0 waits, on this host
+
+
+OWN_RANK = "UPSHIFT_OWN_RANK"  # Upshift's own, for a rank that cannot be forked
+
+
+def environment_of_rank(own: OwnRank) -> dict[str, str]:
+    """Return the environment of a rank that begins as a new process."""
+    return {**os.environ, OWN_RANK: own.to_json()}
+
+
+def take_own_rank() -> OwnRank | None:
+    """Return the rank as which Upshift started this process, once: what this process starts is no rank."""
+    text = os.environ.pop(OWN_RANK, None)
+    return None if text is None else OwnRank.from_json(text, origin=OWN_RANK)
+
+
 def take_gpu(number: int) -> None:
     """Choose one of the GPUs that this process may use, as CUDA counts them.
 

@@ -28,6 +28,13 @@ def command(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list
     return [sys.executable, *options, "-m", "upshift.with_parent", str(os.getpid()), by_kernel, module, *arguments]
 
 
+def begin_again() -> list[str]:
+    """Return the command of this process, for a child of its parent that runs the same from the beginning: call it in a fork of a
+    process that ``command`` started."""
+    start = sys.orig_argv.index("upshift.with_parent") + 1
+    return [sys.executable, *sys.orig_argv[1:start], str(os.getppid()), "1", *sys.orig_argv[start + 2 :]]
+
+
 def end_with(parent: int, *, by_kernel: bool = True) -> None:
     """Arrange that this process is killed when the process ``parent``, which started it, ends.
 

@@ -36,6 +36,14 @@ def main(path, answer):
     if asked == "raise":
         raise ValueError("no such kernel")
 """
+# Of a worker whose import asks CUDA something, as torch tells it in the forks of that process.
+ASKS_CUDA = """
+import torch
+
+def lost():
+    torch.cuda._is_in_bad_fork = lambda: True
+os.register_at_fork(after_in_child=lost)
+"""
 ANSWERS = """
 from upshift.value import Value
 
@@ -48,10 +56,15 @@ class Said(Value):
     text: str
 
 
+@pytest.fixture(scope="module", params=["a fork", "asks CUDA"])
+def worker(request: pytest.FixtureRequest) -> str:
+    return WORKER if request.param == "a fork" else WORKER.replace("LOADED =", f"{ASKS_CUDA}LOADED =")
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def server(worker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     folder = tmp_path_factory.mktemp("worker")
-    (folder / "worker_of_a_test.py").write_text(WORKER)
+    (folder / "worker_of_a_test.py").write_text(worker)
     (folder / "answers.py").write_text(ANSWERS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -65,21 +78,23 @@ def ask(server: ForkServer, text: str, limit: float = 60.0) -> tuple[list[str], 
     return [one.text for one in said if isinstance(one, Said)], ending
 
 
-def test_children_answer_and_die_alone(server: ForkServer) -> None:
+def test_children_answer_and_die_alone(server: ForkServer, worker: str) -> None:
     (first, second), ending = ask(server, "print")
     assert second == "again" and (ending.exit, ending.signal, ending.last_words) == (0, None, "a warning")
     _, _, child, _, parent = first.split()
-    assert child != parent and int(parent) not in (os.getpid(), int(child))
+    assert (child == parent) == (worker != WORKER) and os.getpid() not in (int(child), int(parent))
     assert ask(server, "die")[1].exit == 7
     (raised,), ending = ask(server, "raise")
-    assert raised.endswith(parent) and (ending.exit, ending.last_words) == (1, "ValueError: no such kernel")
+    _, _, child, _, loaded = raised.split()
+    assert loaded == (parent if worker == WORKER else child)
+    assert (ending.exit, ending.last_words) == (1, "ValueError: no such kernel")
     _, late = ask(server, "sleep", limit=0.5)
     assert late.timed_out and late.signal == 9 and ask(server, "die")[1].timed_out is False
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "worker_of_a_test.py").write_text(WORKER)
+def written(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_of_a_test.py").write_text(worker)
     (tmp_path / "answers.py").write_text(ANSWERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 

@@ -5,6 +5,7 @@ feature alone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -66,6 +67,7 @@ EXCHANGES = tuple(
     for operation in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor")
 )
 CHUNK_CAT = Internal("torch", "torch:_chunk_cat", DIVIDED, DIVIDED_INSTEAD)
+BAD_FORK = Internal("torch", "torch.cuda:_is_in_bad_fork", "Starting processes that use a GPU", "make CUDA_VISIBLE_DEVICES empty")
 DEFAULT_STORE = Internal("torch", "torch.distributed.distributed_c10d:_get_default_store", "What ranks tell each other")
 FLIGHT_RECORDER = Internal("torch", "torch._C:_distributed_c10d", "Naming the collective that ranks wait in")
 FSDP_GATHER = Internal(
@@ -90,6 +92,13 @@ LAST_RATE = Internal("torch", "LRScheduler._last_lr", "Population based training
 SOFTMAX_BACKWARD = Internal("torch", "torch:_softmax_backward_data", "The backward pass of block attention")
 NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
 TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")
+
+
+def cuda_was_asked() -> bool:
+    """Return whether this process is a fork of one that had asked CUDA something: no fork can use a GPU then.
+
+    Some libraries ask it while they are imported (torchao 0.18: float8_utils, mx_formats/kernels)."""
+    return "torch" in sys.modules and bool(BAD_FORK.get()())
 
 
 def dispatch_mode(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:

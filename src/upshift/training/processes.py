@@ -11,13 +11,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from upshift import with_parent
 from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
-from upshift.internals.torch_names import DEFAULT_STORE
+from upshift.internals.torch_names import DEFAULT_STORE, cuda_was_asked
 from upshift.planning.plan import Plan
+from upshift.settings import OwnRank, environment_of_rank, take_own_rank
 from upshift.training.out_of_memory import find_out_of_memory
 from upshift.with_parent import end_with
 
@@ -36,10 +38,14 @@ def rank_environment() -> tuple[int, int]:
 def join_processes(plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
     """Run ``work(request)`` in ``plan.num_processes`` processes. Return rank 0's result.
 
-    The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation.
+    The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation. Where this process
+    has asked CUDA something, forks could not use it. Each then runs this process's command from the beginning, and comes here.
     """
     if plan.num_processes == 1:
         return work(request)
+    own = take_own_rank()
+    if own is not None:
+        _be_rank(own, plan, work, request)
     port = free_port()
     children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
     try:
@@ -82,14 +88,27 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
     child = os.fork()
     if child:
         return child
-    code = 1
     try:
         end_with(parent)
-        _run_rank(rank, port, plan, work, request)
+        own = OwnRank(rank=rank, port=port)
+        if cuda_was_asked():
+            command = with_parent.begin_again()
+            os.execve(command[0], command, environment_of_rank(own))
+        _be_rank(own, plan, work, request)
+    finally:  # a fork never returns into the parent's code
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _be_rank(own: OwnRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
+    """Run the rank, and end this process."""
+    code = 1
+    try:
+        _run_rank(own.rank, own.port, plan, work, request)
         code = 0
     except UpshiftError:
         pass  # rank 0 fails with these words
-    except BaseException:  # a forked rank must end here, whatever happened, and never return into the parent's code
+    except BaseException:  # the rank must end here, whatever happened, and never return into the code of rank 0
         traceback.print_exc()
     finally:
         os._exit(code)
