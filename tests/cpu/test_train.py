@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.hardware import detect
 from upshift.hardware.base_process import compiler_works
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
@@ -157,6 +158,8 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_plans_train_alike(name: str, home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path) -> None:
+    if name == "tf32" and detect().medium_is_bf16:
+        pytest.skip("with this CPU's AMX torch computes tf32 in bf16, and no plan has it")
     record = run_job(a_job(home, tmp_path, plan=a_plan(**SAME[name])), prepared("llama"))
     largest = difference(plain, record)
     print(f"{name}: {largest:.1e}")
