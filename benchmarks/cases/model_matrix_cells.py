@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -20,11 +20,12 @@ from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.engines.engine import check_encodes
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.engines import build_engine
-from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
 from upshift.inference.setup import EngineSetup
 from upshift.models.inspect import inspect
 from upshift.models.source import find_model
+from upshift.models.store import isolation_of
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
@@ -237,29 +238,42 @@ def encode(model: TinyModel) -> str:
 
 
 def generate(model: TinyModel) -> str:
-    """Tokens of prompts that are generated together against greedy generate() of each alone."""
+    """Tokens of prompts that are generated together, where they may be, against greedy generate() of each alone."""
     source = find_model(str(model.folder))
     task = generation_task(source)
     check_weights(source)
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=len(TEXTS))
+    rows = 1 if isolation_of(source).left_padding else len(TEXTS)  # as Generator has it
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=rows)
     decoder = build_engine(task, "torch", DecoderBuild(source, setup, model.folder / "engine"))
+    worst = 0.0
+    for first in range(0, len(TEXTS), rows):
+        texts = TEXTS[first : first + rows]
+        found = _followed(decoder, texts)
+        for place, text in enumerate(texts):
+            worst = max(worst, _difference(found[:, place], _generated(model, list(text)), f"prompt {first + place + 1}"))
+    return f"{worst:.1e}"
+
+
+def _followed(decoder: Decoder, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the logits [tokens, N, V] of greedy generation."""
     decoder.keep([])
-    logits = [decoder.admit([list(text) for text in TEXTS])]
+    logits = [decoder.admit([list(text) for text in texts])]
     while len(logits) < NEW_TOKENS:
         logits.append(decoder.step(logits[-1].argmax(1)))
-    found = np.stack(logits)
+    return np.stack(logits)
+
+
+def _difference(found: np.ndarray, expected: tuple[list[int], list[np.ndarray]], name: str) -> float:
+    """Return the largest difference of logits [tokens, V], of the largest of them. Raise Wrong beyond the limit."""
     worst = 0.0
-    for place, text in enumerate(TEXTS):
-        tokens, scores = _generated(model, list(text))
-        for step, token in enumerate(tokens):
-            ours = found[step, place]
-            difference = float(np.abs(ours - scores[step]).max() / max(1.0, float(np.abs(scores[step]).max())))
-            worst = max(worst, difference)
-            if difference > IN_FP32:
-                raise Wrong(f"prompt {place + 1}, token {step + 1}: logits differ by {difference:.1e} of the largest")
-            if ours.argmax() != token:
-                break  # two that are alike: what follows is another text
-    return f"{worst:.1e}"
+    for step, (token, scores) in enumerate(zip(*expected, strict=True)):
+        difference = float(np.abs(found[step] - scores).max() / max(1.0, float(np.abs(scores).max())))
+        worst = max(worst, difference)
+        if difference > IN_FP32:
+            raise Wrong(f"{name}, token {step + 1}: logits differ by {difference:.1e} of the largest")
+        if found[step].argmax() != token:
+            break  # two that are alike: what follows is another text
+    return worst
 
 
 def _generated(model: TinyModel, text: list[int]) -> tuple[list[int], list[np.ndarray]]:

@@ -232,6 +232,26 @@ def test_a_copy_has_every_kind_of_layer_and_small_sizes():
     assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
 
 
+BERT = SMALL | {"intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "words"),
+    [
+        (transformers.LlamaConfig(**DECODER), "LlamaForCausalLM", ""),
+        (transformers.MistralConfig(**DECODER, sliding_window=8), "MistralForCausalLM", ""),
+        (transformers.BertConfig(**BERT, is_decoder=True), "BertLMHeadModel", ""),
+        (transformers.BertConfig(**BERT), "BertLMHeadModel", "depend on the tokens behind it"),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4), "MambaForCausalLM", "cache"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_same_token_by_token_is_seen(config, architecture, words):
+    """The same class reads both ways or one way, by its config: the test runs it."""
+    found = measure_isolation(config, getattr(transformers, architecture), "causal-lm")
+    assert found.proven, found.reason
+    assert words in found.by_token and bool(words) == bool(found.by_token)
+
+
 def test_reasons_name_the_kernel():
     isolation = Isolation(proven=True, reason="", packing={"sdpa": "", "eager": "it leaks"})
     assert isolation.why_not_packed("sdpa") is None and isolation.why_not_packed("eager") == "it leaks"

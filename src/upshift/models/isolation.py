@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
@@ -32,6 +32,8 @@ from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
 FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
+STEPS = 2  # tokens that are computed one at a time, behind the others
+CACHE_ARGUMENTS = ("past_key_values", "cache")  # of ``forward``, by the version of transformers
 TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-4
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
@@ -112,13 +114,14 @@ class _Probe:
         """Return the result of all checks."""
         padding, padding_reason = self._padding()
         left = self._left_padding() if self.objective == "causal-lm" else ""
+        by_token = self._by_token() if self.objective == "causal-lm" else ""
         splits = not self.has_loss or self._loss_splits()
         packing = self._packing_by_kernel() if self.objective == "causal-lm" else {}
         if not splits:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
             proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason,
-            left_padding=left, loss_splits=splits,
+            left_padding=left, by_token=by_token, loss_splits=splits,
         )  # fmt: skip
 
     # Packing
@@ -247,6 +250,27 @@ class _Probe:
         same = all(_is_close(found[row], self._alone(text)[-1]) for row, text in enumerate((self.first, self.second)))
         return "" if same else "padding on the left of a text changes its results"
 
+    # Generation
+
+    def _by_token(self) -> str:
+        """Return why a text must not be generated token by token with a cache of keys and values, or nothing."""
+        text, name = self.second[None], next((name for name in CACHE_ARGUMENTS if name in self.takes), None)
+        whole = self._alone(self.second)
+        if not _is_close(self._run(text[:, :-STEPS])[0], whole[:-STEPS]):
+            return "a token's results depend on the tokens behind it"
+        if name is None:
+            return "the model takes no cache of keys and values"
+        cache, found, start = DynamicCache(), [], 0
+        try:
+            for end in range(SECOND - STEPS, SECOND + 1):
+                given = {"attention_mask": torch.ones(1, end, dtype=torch.long), "position_ids": torch.arange(start, end)[None]}
+                given = {key: value for key, value in given.items() if key in self.takes}
+                found.append(self._run(text[:, start:end], **given, **{name: cache, "use_cache": True})[0])
+                start = end
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            return f"a cache of keys and values does not run: {' '.join(str(error).split())[:120]}"
+        return "" if _is_close(torch.cat(found), whole) else "a text gives other results token by token than whole"
+
     # The loss
 
     def _loss_splits(self) -> bool:
@@ -279,7 +303,7 @@ class _Probe:
             self._alone_results[key] = self._run(text[None])[0]
         return self._alone_results[key]
 
-    def _run(self, ids: Tensor, **given: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, **given: Any) -> Tensor:
         """Return [rows, tokens, ...] logits or states, or [rows, ...] of a model that gives each text one answer."""
         with torch.no_grad():
             output: Any = self.model(input_ids=ids, **given)
