@@ -305,9 +305,10 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
 
     transformers looks at position values to find packed rows. Fake tensors have none, so it is told that there are no packed
     rows. Experts take transformers' own grouped product, which allocates what PyTorch's does. It has fakes for every dtype;
-    PyTorch's has them for bf16 only.
+    PyTorch's has them for bf16 only. A model looks for padding in its tokens only to warn of it.
     """
     rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
-    with rows, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
+    unwarned = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
+    with rows, unwarned, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -139,7 +139,8 @@ def passes_of(model: Any, source: ModelSource) -> Passes:
             )
         if isolation.left_padding:  # every prompt is padded to the width of a program
             raise RequestError(
-                f"{type(model).__name__} cannot generate by XLA, which pads prompts: {isolation.left_padding}; use upshift.Generator"
+                f"{type(model).__name__} cannot generate by XLA, which pads prompts: {isolation.left_padding}; "
+                "use upshift.Generator"
             )
         return DecoderOnly(model, lower)
     return EncoderDecoder(model, lower, start_token(source))
