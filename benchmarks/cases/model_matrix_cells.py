@@ -299,6 +299,7 @@ def _generated(model: TinyModel, text: list[int]) -> tuple[list[int], list[np.nd
     ids = torch.tensor([text])
     reference = model.reference()
     reference.generation_config.eos_token_id = None
+    reference.generation_config.use_cache = True  # transformers' default; the tiny config's is for tracing
     try:
         answer = reference.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, num_beams=1,
