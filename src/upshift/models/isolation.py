@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, forget_cache, read_config
+from upshift.models.build import build_model, choose_class, encoder_of, forget_cache, read_config
 from upshift.models.describe import attention_kernels
 from upshift.models.narrow import narrow_copies
 from upshift.models.profile import Isolation, Objective
@@ -95,10 +95,9 @@ class _Probe:
 
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
-        encoder = self.model.get_encoder() if objective is None and config.is_encoder_decoder else None
-        if isinstance(encoder, PreTrainedModel):  # the encoder alone gives the states of a text
-            self.model = encoder
         forget_cache(self.model)
+        if objective is None:
+            self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
         _fill(self.model)
         self.objective = objective
