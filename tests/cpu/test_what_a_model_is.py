@@ -250,3 +250,11 @@ def test_vectors_are_those_of_the_model_inside(name: str, tmp_path: Path) -> Non
     reference = model_class.from_pretrained(folder).eval()
     states = reference.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
     assert torch.allclose(forward(ids, torch.ones_like(ids)), states, atol=1e-6)
+
+
+def test_a_model_that_looks_at_its_numbers_is_refused_in_words(tmp_path: Path) -> None:
+    config = transformers.XLMConfig(vocab_size=96, emb_dim=32, n_layers=2, n_heads=2, max_position_embeddings=64)
+    folder = saved(transformers.XLMWithLMHeadModel, config, tmp_path)
+    with pytest.raises(RequestError, match=r"XLMModel \(modeling_xlm.py:\d+\) looks at the numbers in its tensors.*Trainer") as told:
+        upshift.inspect(str(folder), sequence_length=32)
+    assert "Exception" not in str(told.value)
