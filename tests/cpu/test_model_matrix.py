@@ -74,6 +74,25 @@ def test_a_cell_that_ends_its_process_is_wrong_and_the_others_run(monkeypatch: p
     assert found["plan"][1].startswith("its process ended")
 
 
+def test_a_cell_that_computes_for_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        def __init__(self, *_: object) -> None: ...
+
+    def spin() -> str:
+        while True:
+            pass
+
+    def made_cells(_: object) -> dict[str, object]:
+        return {name: (lambda: "1") if name != "plan" else spin for name in model_matrix.CELLS}
+
+    monkeypatch.setattr(model_matrix, "SECONDS_OF_A_CELL", 1)
+    monkeypatch.setattr(model_matrix_cells, "TinyModel", Made)
+    monkeypatch.setattr(model_matrix_cells, "cells", made_cells)
+    found = model_matrix.run_model("causal", "gpt2", "GPT2LMHeadModel")["cells"]
+    assert {name for name, (outcome, _) in found.items() if outcome != "ok"} == {"plan"}
+    assert found["plan"][1].startswith("not done in 1 s of a processor")
+
+
 def test_the_page_has_every_model_and_every_reason() -> None:
     cells = {name: ["ok", "1e-7"] for name in model_matrix.CELLS}
     rows = {
