@@ -16,8 +16,8 @@ generate           logits of greedy generation of prompts in one batch against m
 
 A cell is ok (with the largest difference), refused (with the words), WRONG (with figures) or none: transformers alone does not do
 it. Each model runs in a process that is forked from one that has imported everything, with a limit of memory, and of processor
-seconds for each cell. Types that have a row of these versions are not run again: give another --results, or --again. --only and --sample take
-few of them. --write makes the page from the newest rows.
+seconds for each cell. Types that have a row of these versions are not run again: give another --results, or --again. --only and
+--sample take few of them. --write makes the page from the newest rows.
 """
 
 from __future__ import annotations

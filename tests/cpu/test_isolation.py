@@ -253,6 +253,16 @@ def test_what_is_not_the_same_token_by_token_is_seen(config, architecture, words
     assert words in found.by_token and bool(words) == bool(found.by_token)
 
 
+def test_a_loss_that_is_not_of_next_tokens_is_refused(tmp_path):
+    """XLNet's class, and CPM-Ant's, leave it to the user to shift the labels."""
+    small = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "vocab_size": 96}
+    source = source_of(tmp_path / "own", "XLNetConfig", "XLNetLMHeadModel", small)
+    assert not isolation_of(source).loss_shifts
+    with pytest.raises(RequestError, match="XLNetLMHeadModel compares a label with the output of the label's own place"):
+        objective_of(source)
+    assert isolation_of(source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)).loss_shifts
+
+
 def test_reasons_name_the_kernel():
     isolation = Isolation(proven=True, reason="", packing={"sdpa": "", "eager": "it leaks"})
     assert isolation.why_not_packed("sdpa") is None and isolation.why_not_packed("eager") == "it leaks"

@@ -172,8 +172,8 @@ def why_untraceable(source: ModelSource, error: BaseException) -> str:
         frame = frame.tb_next
     if type(error).__name__ in NEEDS_NUMBERS:
         return (
-            f"{source.reference!r} cannot be traced: {where} looks at the numbers in its tensors, and a trace without weights has "
-            f"none; use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
+            f"{source.reference!r} cannot be traced: {where} looks at the numbers in its tensors, and a trace without weights "
+            f"has none; use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
         )
     reason = " ".join(str(error).split())[:240]
     return (

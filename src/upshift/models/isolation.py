@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -119,8 +120,9 @@ class _Probe:
         if not splits:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
-            proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits
-        )
+            proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits,
+            loss_shifts=self.objective != "causal-lm" or self._loss_shifts(),
+        )  # fmt: skip
 
     # Packing
 
@@ -279,6 +281,17 @@ class _Probe:
             total += count * self._loss(text[None], torch.ones(1, len(text), dtype=torch.long), masked=False)
             labels += count
         return _is_close_loss(both, total / labels)
+
+    def _loss_shifts(self) -> bool:
+        """Return whether a label's loss is that of the logits one place before it. False: it is that of its own place."""
+        place = SECOND // 2
+        labels = torch.full((1, SECOND), IGNORED)
+        labels[0, place] = label = self.second[place]
+        with torch.no_grad():
+            loss = float(self.model(input_ids=self.second[None], labels=labels).loss)
+        logits = self._alone(self.second)
+        own, before = (float(cross_entropy(logits[at], label)) for at in (place, place - 1))
+        return _is_close_loss(loss, before) or not _is_close_loss(loss, own)
 
     def _num_labels(self, length: int) -> int:
         return length - 1 if self.objective == "causal-lm" else length
