@@ -177,6 +177,6 @@ def why_untraceable(source: ModelSource, error: BaseException) -> str:
         )
     reason = " ".join(str(error).split())[:240]
     return (
-        f"{source.reference!r} cannot be traced in {where}: {type(error).__name__}: {reason}; "
-        f"check the config's sizes, or report this architecture (transformers {transformers.__version__})"
+        f"{source.reference!r} cannot be traced: {where} does not run on sample inputs ({reason}); check the config's sizes, use "
+        f"transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
     )
