@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -283,15 +282,14 @@ class _Probe:
         return _is_close_loss(both, total / labels)
 
     def _loss_shifts(self) -> bool:
-        """Return whether a label's loss is that of the logits one place before it. False: it is that of its own place."""
-        place = SECOND // 2
-        labels = torch.full((1, SECOND), IGNORED)
-        labels[0, place] = label = self.second[place]
-        with torch.no_grad():
-            loss = float(self.model(input_ids=self.second[None], labels=labels).loss)
-        logits = self._alone(self.second)
-        own, before = (float(cross_entropy(logits[at], label)) for at in (place, place - 1))
-        return _is_close_loss(loss, before) or not _is_close_loss(loss, own)
+        """Return whether a label's loss is that of the place before it, where the first label of a text counts for nothing."""
+        losses = []
+        for token in (int(self.second.min()), int(self.second.max())):
+            labels = torch.full((1, SECOND), IGNORED)
+            labels[0, 0] = token
+            with torch.no_grad():
+                losses.append(float(self.model(input_ids=self.second[None], labels=labels).loss))
+        return not all(map(math.isfinite, losses)) or _is_close_loss(*losses)
 
     def _num_labels(self, length: int) -> int:
         return length - 1 if self.objective == "causal-lm" else length
