@@ -1,6 +1,7 @@
 """What Upshift does with every model type of the installed transformers that can be made tiny: right, refused in words, or wrong.
 
-    python benchmarks/cases/model_matrix.py [--only bert,llama] [--sample N] [--processes 2] [--write docs/model_matrix.md]
+    python benchmarks/cases/model_matrix.py [--only bert,llama] [--sample N] [--cells load,encode] [--processes 2]
+        [--write docs/model_matrix.md]
 
 A model is two layers of width 32 or so with random weights, saved by transformers. Its cells:
 
@@ -15,9 +16,9 @@ encode             vectors of texts in one batch against each text alone
 generate           logits of greedy generation of prompts in one batch against model.generate() of each alone
 
 A cell is ok (with the largest difference), refused (with the words), WRONG (with figures) or none: transformers alone does not do
-it. Each model runs in a process that is forked from one that has imported everything, with a limit of memory, and of seconds for
-each cell. Types that have a row of these versions are not run again: give another --results, or --again. --only and --sample take
-few of them. --write makes the page from the newest rows.
+it. Each model runs in a process that is forked from one that has imported everything, with a limit of memory, and of processor
+seconds for each cell. Cells that a row of these versions has are not run again: give another --results, or --again. --only and
+--sample take few types, --cells few cells. --write makes the page from the newest cells.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ OUTCOMES = ("ok", "refused", "WRONG", "none")
 KINDS = "causal,masked,seq2seq"
 SUITE = "--sample 6 --again"
 QUICK = "gpt2,bert"
-SECONDS_OF_A_CELL = 300
+SECONDS_OF_A_CELL = 300  # of a processor: on a busy machine the clock says nothing of the cell
+WAITED_SECONDS = 3600  # by the clock, of a cell that computes nothing
 GIB_OF_A_MODEL = 3.0
 CLAIMS = (
     Claim(
@@ -63,8 +65,8 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def work(kind: str, model_type: str, architecture: str, file: Path, skipped: dict[str, list[str]]) -> None:
-    """In a process of its own: a line of ``file`` for each cell, as it ends. ``skipped``: cells that ended a process before."""
+def work(kind: str, model_type: str, architecture: str, file: Path, wanted: list[str]) -> None:
+    """In a process of its own: a line of ``file`` for each cell that is wanted, as it ends."""
     import model_matrix_cells as matrix
 
     limit = int(GIB_OF_A_MODEL * 2**30)
@@ -77,24 +79,26 @@ def work(kind: str, model_type: str, architecture: str, file: Path, skipped: dic
             return
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         for name, run in matrix.cells(model).items():
-            if name not in skipped:
+            if name in wanted:
                 print(json.dumps([name, None]), file=lines, flush=True)
-                signal.alarm(SECONDS_OF_A_CELL)  # whose default is to end the process
+                signal.setitimer(signal.ITIMER_PROF, SECONDS_OF_A_CELL)  # both end the process
+                signal.alarm(WAITED_SECONDS)
                 found = matrix.outcome_of(run)
                 signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 print(json.dumps([name, found]), file=lines, flush=True)
 
 
-def run_model(kind: str, model_type: str, architecture: str) -> dict[str, Any]:
-    """Every cell's outcome. A cell that ends its process is wrong, and the others run in the next one."""
+def run_model(kind: str, model_type: str, architecture: str, wanted: tuple[str, ...] = CELLS) -> dict[str, Any]:
+    """The outcome of each cell that is wanted. A cell that ends its process is wrong, and the others run in the next one."""
     with tempfile.NamedTemporaryFile(prefix="upshift-matrix-", suffix=".jsonl") as file:
         cells: dict[str, list[str]] = {}
-        while len(cells) < len(CELLS):
+        while len(cells) < len(wanted):
             child = os.fork()
             if child == 0:
                 try:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say on the way
-                    work(kind, model_type, architecture, Path(file.name), cells)
+                    work(kind, model_type, architecture, Path(file.name), [name for name in wanted if name not in cells])
                 finally:
                     os._exit(0)
             _, status = os.waitpid(child, 0)
@@ -103,16 +107,16 @@ def run_model(kind: str, model_type: str, architecture: str) -> dict[str, Any]:
             if "not tiny" in cells:
                 return {"not_tiny": ": ".join(cells["not tiny"])}
             begun = [name for name, found in lines if found is None and name not in cells]
-            if not begun and len(cells) < len(CELLS):
-                begun = [name for name in CELLS if name not in cells]
+            if not begun and len(cells) < len(wanted):
+                begun = [name for name in wanted if name not in cells]
             for name in begun:
                 cells[name] = ["WRONG", _ending(status)]
-    return {"cells": {name: cells[name] for name in CELLS}}
+    return {"cells": {name: cells[name] for name in wanted}}
 
 
 def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        return f"not done in {SECONDS_OF_A_CELL} s"
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
+        return f"not done in {SECONDS_OF_A_CELL} s of a processor, or {WAITED_SECONDS} s by the clock"
     return f"its process ended with status {status}"
 
 
@@ -123,10 +127,22 @@ def versions() -> dict[str, str]:
 
 
 def newest_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Details by (kind, model type), of these versions."""
+    """Details by (kind, model type), of these versions, with the newest outcome of each cell."""
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [row["details"] for row in map(json.loads, lines) if "model" in row["details"]]
-    return {(one["kind"], one["model"]): one for one in found if one["versions"] == versions()}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in map(json.loads, lines):
+        if row["details"].get("versions") == versions() and "model" in row["details"]:
+            _add(found, row["details"])
+    return found
+
+
+def _add(known: dict[tuple[str, str], dict[str, Any]], details: dict[str, Any]) -> None:
+    """Put a row's cells beside those that are known of its model."""
+    key = (details["kind"], details["model"])
+    if "cells" in details:
+        cells = known.get(key, {}).get("cells", {}) | details["cells"]
+        details = details | {"cells": {name: cells[name] for name in CELLS if name in cells}}
+    known[key] = details
 
 
 def chosen(only: str | None, sample: int | None) -> list[tuple[str, str, str]]:
@@ -136,9 +152,15 @@ def chosen(only: str | None, sample: int | None) -> list[tuple[str, str, str]]:
     return every if sample is None else [every[number * len(every) // sample] for number in range(min(sample, len(every)))]
 
 
-def run_all(entries: list[tuple[str, str, str]], processes: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """In so many processes at once, each forked from this one, which has imported what they need."""
-    running: dict[int, tuple[tuple[str, str, str], Path]] = {}
+def _missing(known: dict[str, Any], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cells to run of a model of which this is known."""
+    return () if "not_tiny" in known else tuple(name for name in wanted if name not in known.get("cells", {}))
+
+
+def run_all(entries: list[tuple[Any, ...]], processes: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """In so many processes at once, each forked from this one, which has imported what they need. ``entries``: run_model's
+    arguments."""
+    running: dict[int, tuple[tuple[Any, ...], Path]] = {}
     waiting = list(entries)
     with tempfile.TemporaryDirectory(prefix="upshift-matrix-") as folder:
         while waiting or running:
@@ -154,7 +176,7 @@ def run_all(entries: list[tuple[str, str, str]], processes: int) -> Iterator[tup
                 running[child] = (entry, file)
             child, status = os.waitpid(-1, 0)
             entry, file = running.pop(child)
-            yield *entry, json.loads(file.read_text()) if file.exists() else {"not_tiny": _ending(status)}
+            yield *entry[:3], json.loads(file.read_text()) if file.exists() else {"not_tiny": _ending(status)}
 
 
 def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
@@ -162,6 +184,7 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     tried = {key: row for key, row in sorted(rows.items()) if "cells" in row}
     counts = Counter(found[0] for row in tried.values() for found in row["cells"].values())
     shown = versions()
+    waiting = sum(name not in row["cells"] for row in tried.values() for name in CELLS)
     lines = [
         "# Model matrix",
         "",
@@ -176,13 +199,14 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "- **WRONG**: another result, or a crash. The figures are below the table.",
         "- **none**: transformers alone does not do it.",
         "",
-        f"{', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}.",
+        f"{', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}."
+        + (f" {waiting:,} cells have not been run (-)." if waiting else ""),
         "",
         "| model type | kind | " + " | ".join(CELLS) + " |",
         "| --- | --- | " + " | ".join("---" for _ in CELLS) + " |",
     ]
     for (kind, model), row in sorted(tried.items(), key=lambda item: (item[0][1], item[0][0])):
-        lines.append(f"| {model} | {kind} | " + " | ".join(row["cells"][name][0] for name in CELLS) + " |")
+        lines.append(f"| {model} | {kind} | " + " | ".join(row["cells"].get(name, "-")[0] for name in CELLS) + " |")
     for outcome in ("WRONG", "refused"):
         lines += ["", f"## {outcome[0].upper() + outcome[1:].lower()}", ""]
         lines += _words(tried, outcome) or ["Nothing."]
@@ -211,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--only", help="model types, with commas")
     parser.add_argument("--sample", type=int, help="so many, spread over all")
+    parser.add_argument("--cells", default=",".join(CELLS), help="cells, with commas")
     parser.add_argument("--again", action="store_true", help="types that have a row, too")
     parser.add_argument("--processes", type=int, default=max(min(os.cpu_count() or 1, 8), 1), help="models at once")
     parser.add_argument("--write", type=Path, help="the page to make from the newest rows")
@@ -219,18 +244,20 @@ def main(arguments: list[str] | None = None) -> int:
     case = Case("model_matrix", options.results, detect(), options.quick, {"host": HOST})
     known, start = newest_rows(case.path), time.monotonic()
     entries = chosen(QUICK if options.quick else options.only, options.sample)
-    entries = [entry for entry in entries if options.again or entry[:2] not in known]
+    wanted = tuple(name for name in CELLS if name in options.cells.split(","))
+    left = [(*entry, wanted if options.again else _missing(known.get(entry[:2], {}), wanted)) for entry in entries]
+    left = [entry for entry in left if entry[3]]
     import model_matrix_cells  # noqa: F401  once, before processes are forked
 
-    for number, (kind, model, architecture, found) in enumerate(run_all(entries, options.processes), start=1):
+    for number, (kind, model, architecture, found) in enumerate(run_all(left, options.processes), start=1):
         found = {"kind": kind, "model": model, "class": architecture, "versions": versions(), **found}
         wrong = [name for name, (outcome, _) in found.get("cells", {}).items() if outcome == "WRONG"]
         case.add(
             f"{kind} {model}", plan={}, measured=None, details=found, failure=f"wrong: {', '.join(wrong)}" if wrong else None
         )
-        known[kind, model] = found
+        _add(known, found)
         short = found.get("not_tiny") or " ".join(f"{name}={outcome}" for name, (outcome, _) in found["cells"].items())
-        tell(f"{number}/{len(entries)} {kind} {model}: {short}")
+        tell(f"{number}/{len(left)} {kind} {model}: {short}")
     tried = [row for row in known.values() if "cells" in row]
     counts = Counter(found[0] for row in tried for found in row["cells"].values())
     details = {

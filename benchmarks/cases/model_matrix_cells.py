@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -19,12 +19,16 @@ from upshift.hardware.spec import Host
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.engines.engine import check_encodes
 from upshift.inference.encoding.recipe import Recipe, read_recipe
+from upshift.inference.encoding.tokens import reads_alone
 from upshift.inference.engines import build_engine
-from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
 from upshift.inference.setup import EngineSetup
+from upshift.models.block_attention import NAME as BLOCK
+from upshift.models.describe import attention_kernels
 from upshift.models.inspect import inspect
 from upshift.models.source import find_model
+from upshift.models.store import isolation_of
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
@@ -43,6 +47,8 @@ LENGTHS = (5, 9, 14, 7, 20, 11, 6, 17)  # of the sequences of a global batch
 STEPS = 3
 # A cell is one process, its models compile for longer than they run, and rounding would hide a wrong loss.
 FIXED = ("num_processes=1", "torch_compile=off", "precision=fp32")
+# Tracing block attention takes half of all cells' time, so plans are for this kernel, and train() runs them with both.
+TRACED = "attention=sdpa"
 LEARNING_RATE = 1e-3
 NEW_TOKENS = 8
 TEXTS = ([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15, 16, 17, 18, 19])
@@ -80,7 +86,12 @@ class TinyModel:
     def _plan(self, *fixed: str) -> Planning:
         lengths = LengthHistogram.of_documents(LENGTHS * STEPS, TRAINED_LENGTH)
         workload = Workload(sequence_length=TRAINED_LENGTH, global_batch=len(LENGTHS), lengths=lengths, total_steps=STEPS)
-        return plan_training(find_model(str(self.folder)), self.host, workload, fixed=(*FIXED, *fixed), described=True)
+        fixed = (*FIXED, *((TRACED,) if "sdpa" in self.kernels else ()), *fixed)
+        return plan_training(find_model(str(self.folder)), self.host, workload, fixed=fixed, described=True)
+
+    @cached_property
+    def kernels(self) -> tuple[str, ...]:
+        return tuple(attention_kernels(self.reference()))
 
 
 def _saved(kind: str, model_type: str, architecture: str, folder: Path) -> Any:
@@ -111,9 +122,9 @@ def cells(model: TinyModel) -> dict[str, Callable[[], str]]:
         "load": lambda: load(model),
         "plan": lambda: f"{len(model.planning.ranking.candidates):,} plans",
         "train plain": lambda: train(model, model.planning.default.plan),
-        "train as planned": lambda: train(model, model.planning.ranking.candidates[0].plan),
+        "train as planned": lambda: train_by_each_kernel(model, model.planning.ranking.candidates[0].plan),
         "recompute": lambda: train(model, _recomputed(model)),
-        "packed": lambda: train(model, model.planned("packing=True")),
+        "packed": lambda: train_by_each_kernel(model, model.planned("packing=True")),
         "encode": lambda: encode(model),
         "generate": lambda: generate(model),
     }
@@ -141,6 +152,15 @@ def train(model: TinyModel, plan: Plan) -> str:
         if not abs(ours - theirs) <= limit * max(1.0, abs(theirs)):
             raise Wrong(f"step {step + 1}: loss {ours:.5f}, each sequence alone {theirs:.5f} ({plan.label()})")
     return f"{max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)):.1e} ({plan.label()})"
+
+
+def train_by_each_kernel(model: TinyModel, plan: Plan) -> str:
+    """Train as planned, and with block attention, where the model has it and packs with it if the plan does."""
+    by_plan = train(model, plan)
+    isolation = isolation_of(find_model(str(model.folder)))
+    if BLOCK not in model.kernels or plan.packing and isolation.why_not_packed(BLOCK) is not None:
+        return by_plan
+    return f"{by_plan}, {train(model, plan.changed(attention=BLOCK))}"
 
 
 def _sequences() -> Sequences:
@@ -214,16 +234,16 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
 
 
 def encode(model: TinyModel) -> str:
-    """Vectors of texts that are batched against those of each text alone, by transformers."""
+    """Vectors of texts that are batched, where they may be, against those of each text alone, by transformers."""
     source = find_model(str(model.folder))
     recipe: Recipe = read_recipe(source)
     check_encodes(source, recipe)
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=64)
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
     found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     if recipe.output != "embeddings":
         raise NoReference(f"it gives {recipe.output}")
     reference = model.reference()
-    inside = reference.get_encoder() if model.kind == "seq2seq" else reference.base_model
+    inside = reference.get_encoder() if reference.config.is_encoder_decoder else reference.base_model
     expected = []
     for text in TEXTS:
         ids = torch.tensor([text])
@@ -237,35 +257,49 @@ def encode(model: TinyModel) -> str:
 
 
 def generate(model: TinyModel) -> str:
-    """Tokens of prompts that are generated together against greedy generate() of each alone."""
+    """Tokens of prompts that are generated together, where they may be, against greedy generate() of each alone."""
     source = find_model(str(model.folder))
     task = generation_task(source)
     check_weights(source)
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=len(TEXTS))
+    rows = 1 if isolation_of(source).left_padding else len(TEXTS)  # as Generator has it
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=rows)
     decoder = build_engine(task, "torch", DecoderBuild(source, setup, model.folder / "engine"))
+    worst = 0.0
+    for first in range(0, len(TEXTS), rows):
+        texts = TEXTS[first : first + rows]
+        found = _followed(decoder, texts)
+        for place, text in enumerate(texts):
+            worst = max(worst, _difference(found[:, place], _generated(model, list(text)), f"prompt {first + place + 1}"))
+    return f"{worst:.1e}"
+
+
+def _followed(decoder: Decoder, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the logits [tokens, N, V] of greedy generation."""
     decoder.keep([])
-    logits = [decoder.admit([list(text) for text in TEXTS])]
+    logits = [decoder.admit([list(text) for text in texts])]
     while len(logits) < NEW_TOKENS:
         logits.append(decoder.step(logits[-1].argmax(1)))
-    found = np.stack(logits)
+    return np.stack(logits)
+
+
+def _difference(found: np.ndarray, expected: tuple[list[int], list[np.ndarray]], name: str) -> float:
+    """Return the largest difference of logits [tokens, V], of the largest of them. Raise Wrong beyond the limit."""
     worst = 0.0
-    for place, text in enumerate(TEXTS):
-        tokens, scores = _generated(model, list(text))
-        for step, token in enumerate(tokens):
-            ours = found[step, place]
-            difference = float(np.abs(ours - scores[step]).max() / max(1.0, float(np.abs(scores[step]).max())))
-            worst = max(worst, difference)
-            if difference > IN_FP32:
-                raise Wrong(f"prompt {place + 1}, token {step + 1}: logits differ by {difference:.1e} of the largest")
-            if ours.argmax() != token:
-                break  # two that are alike: what follows is another text
-    return f"{worst:.1e}"
+    for step, (token, scores) in enumerate(zip(*expected, strict=True)):
+        difference = float(np.abs(found[step] - scores).max() / max(1.0, float(np.abs(scores).max())))
+        worst = max(worst, difference)
+        if difference > IN_FP32:
+            raise Wrong(f"{name}, token {step + 1}: logits differ by {difference:.1e} of the largest")
+        if found[step].argmax() != token:
+            break  # two that are alike: what follows is another text
+    return worst
 
 
 def _generated(model: TinyModel, text: list[int]) -> tuple[list[int], list[np.ndarray]]:
     ids = torch.tensor([text])
     reference = model.reference()
     reference.generation_config.eos_token_id = None
+    reference.generation_config.use_cache = True  # transformers' default; the tiny config's is for tracing
     try:
         answer = reference.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, num_beams=1,

@@ -11,6 +11,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 LENGTH = 16
+START = 2  # of a decoder's text
 SIZES = {
     32: "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim d_embed lru_width "
         "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim",
@@ -72,12 +73,18 @@ def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
         asked["use_cache"] = False
     fields = default.to_dict()
     asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in fields}
-    if default.is_encoder_decoder and _value(default, "decoder_start_token_id") is None:
-        asked["decoder_start_token_id"] = 0
+    if default.is_encoder_decoder:
+        asked["decoder_start_token_id"] = _start(default)
     for name, part in default.sub_configs.items():
         if isinstance(_value(default, name), transformers.PretrainedConfig) and part in transformers.CONFIG_MAPPING.values():
             asked[name] = tiny_config(type(_value(default, name)), otherwise).to_dict()
     return config_class(**asked)
+
+
+def _start(default: Any) -> int:
+    """Return a token that a text begins with. It is padding where it is so by default."""
+    start, padding = (_value(default, name) for name in ("decoder_start_token_id", "pad_token_id"))
+    return 0 if start is None or start == padding else START
 
 
 def _layers(default: Any) -> dict[str, Any]:

@@ -75,15 +75,24 @@ def test_scores_of_a_decoder_are_those_of_its_last_token(tmp_path: Path, pad: in
     assert np.abs(encoder.encode(texts) - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["T5Model", "T5EncoderModel", "BartModel"])
+BESIDE = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+
+
+# The files of Marian have no table of positions, and FSMT's encoder is a module that is no model.
+@pytest.mark.parametrize("kind", ["T5Model", "T5EncoderModel", "BartModel", "MarianMTModel", "FSMTForConditionalGeneration"])
 def test_an_encoder_decoder_gives_its_encoders_states(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
     config: Any = transformers.T5Config(vocab_size=260, d_model=32, **sizes)
     if kind == "BartModel":
-        config = transformers.BartConfig(
-            vocab_size=260, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
-        )
+        config = transformers.BartConfig(vocab_size=260, **BESIDE)
+    if kind == "MarianMTModel":
+        config = transformers.MarianConfig(vocab_size=260, decoder_start_token_id=0, forced_eos_token_id=2, **BESIDE)
+    if kind == "FSMTForConditionalGeneration":
+        config = transformers.FSMTConfig(src_vocab_size=260, tgt_vocab_size=260, langs=["en", "de"], **BESIDE)
     model = getattr(transformers, kind)(config).eval()
     source = find_model(save(tmp_path, model))
     recipe = read_recipe(source)

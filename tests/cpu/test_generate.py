@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     BertConfig,
+    BertLMHeadModel,
     BertModel,
     BloomConfig,
     Gemma2Config,
@@ -47,6 +48,7 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
+from upshift.inference.generation.model import generation_task
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
@@ -448,6 +450,17 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError, match="mamba.*state is not keys and values"):
         upshift.Generator(str(tmp_path / "mamba"))
+
+
+def test_a_model_that_reads_both_ways_is_refused(tmp_path: Path) -> None:
+    """transformers computes the whole text again for every token: what a cache has kept would be another result."""
+    config = BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    BertLMHeadModel(config).save_pretrained(tmp_path / "both")
+    with pytest.raises(RequestError, match=r"BertLMHeadModel.*depend on the tokens behind it; use transformers' generate\(\)"):
+        upshift.Generator(str(tmp_path / "both"))
+    config.is_decoder = True
+    BertLMHeadModel(config).save_pretrained(tmp_path / "one")
+    assert generation_task(find_weights(str(tmp_path / "one"))) == "generate"
 
 
 def test_a_model_that_does_not_fit_is_not_loaded(made: dict[str, str]) -> None:

@@ -202,9 +202,10 @@ def test_without_a_router_loss_a_mixture_is_split_and_packed(tmp_path):
     assert isolation.loss_splits and isolation.padding == "unmasked" and isolation.why_not_packed("block") is None
 
 
-@pytest.mark.parametrize(("family", "padding"), [("FNet", "none"), ("Bert", "masked")])
+# MobileBert reads the tokens beside each one, and files may have numbers for padding.
+@pytest.mark.parametrize(("family", "padding"), [("FNet", "none"), ("MobileBert", "none"), ("Bert", "masked")])
 def test_an_encoder_that_does_not_look_at_its_mask_reads_texts_alone(family, padding, tmp_path):
-    small = {name: value for name, value in SMALL.items() if family == "Bert" or name != "num_attention_heads"}
+    small = {name: value for name, value in SMALL.items() if family != "FNet" or name != "num_attention_heads"}
     arguments = small | {"intermediate_size": 48}
     source = source_of(tmp_path, f"{family}Config", f"{family}Model", arguments)
     isolation = isolation_of(source, states=True)
@@ -230,6 +231,36 @@ def test_a_copy_has_every_kind_of_layer_and_small_sizes():
     assert {*copy.layer_types} == {*config.layer_types} and copy.num_hidden_layers < config.num_hidden_layers
     assert copy.hidden_size < config.hidden_size and copy.sliding_window == narrow.SHORT
     assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
+
+
+BERT = SMALL | {"intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "words"),
+    [
+        (transformers.LlamaConfig(**DECODER), "LlamaForCausalLM", ""),
+        (transformers.MistralConfig(**DECODER, sliding_window=8), "MistralForCausalLM", ""),
+        (transformers.BertConfig(**BERT, is_decoder=True), "BertLMHeadModel", ""),
+        (transformers.BertConfig(**BERT), "BertLMHeadModel", "depend on the tokens behind it"),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4), "MambaForCausalLM", "cache"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_same_token_by_token_is_seen(config, architecture, words):
+    """The same class reads both ways or one way, by its config: the test runs it."""
+    found = measure_isolation(config, getattr(transformers, architecture), "causal-lm")
+    assert found.proven, found.reason
+    assert words in found.by_token and bool(words) == bool(found.by_token)
+
+
+def test_a_loss_that_is_not_of_next_tokens_is_refused(tmp_path):
+    """XLNet's class, and CPM-Ant's, leave it to the user to shift the labels."""
+    small = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "vocab_size": 96}
+    source = source_of(tmp_path / "own", "XLNetConfig", "XLNetLMHeadModel", small)
+    assert not isolation_of(source).loss_shifts
+    with pytest.raises(RequestError, match="XLNetLMHeadModel compares a label with the output of the label's own place"):
+        objective_of(source)
+    assert isolation_of(source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)).loss_shifts
 
 
 def test_reasons_name_the_kernel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import model_matrix
@@ -74,6 +75,25 @@ def test_a_cell_that_ends_its_process_is_wrong_and_the_others_run(monkeypatch: p
     assert found["plan"][1].startswith("its process ended")
 
 
+def test_a_cell_that_computes_for_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        def __init__(self, *_: object) -> None: ...
+
+    def spin() -> str:
+        while True:
+            pass
+
+    def made_cells(_: object) -> dict[str, object]:
+        return {name: (lambda: "1") if name != "plan" else spin for name in model_matrix.CELLS}
+
+    monkeypatch.setattr(model_matrix, "SECONDS_OF_A_CELL", 1)
+    monkeypatch.setattr(model_matrix_cells, "TinyModel", Made)
+    monkeypatch.setattr(model_matrix_cells, "cells", made_cells)
+    found = model_matrix.run_model("causal", "gpt2", "GPT2LMHeadModel")["cells"]
+    assert {name for name, (outcome, _) in found.items() if outcome != "ok"} == {"plan"}
+    assert found["plan"][1].startswith("not done in 1 s of a processor")
+
+
 def test_the_page_has_every_model_and_every_reason() -> None:
     cells = {name: ["ok", "1e-7"] for name in model_matrix.CELLS}
     rows = {
@@ -83,6 +103,21 @@ def test_the_page_has_every_model_and_every_reason() -> None:
     page = model_matrix.page(rows)
     assert "| one | causal | ok |" in page and "- packed: why \\| not. two (masked)" in page
     assert "17 ok, 1 refused, 0 WRONG, 0 none." in page and "types tiny: three." in page
+
+
+def test_rows_of_some_cells_add_up(tmp_path: Path) -> None:
+    """What has been run is not run again, and a newer outcome of a cell takes the place of an older one."""
+
+    def details(**cells: list[str]) -> str:
+        made = {"kind": "causal", "model": "one", "versions": model_matrix.versions(), "cells": cells}
+        return json.dumps({"details": made})
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([details(load=["WRONG", "1"], plan=["ok", "3 plans"]), details(load=["ok", "0"])]))
+    known = model_matrix.newest_rows(path)
+    assert known["causal", "one"]["cells"] == {"load": ["ok", "0"], "plan": ["ok", "3 plans"]}
+    page = model_matrix.page(known)
+    assert "| one | causal | - | ok | ok | - |" in page and "2 ok, 0 refused, 0 WRONG, 0 none. 7 cells have not been run" in page
 
 
 def test_a_sample_is_spread_over_all_types() -> None:

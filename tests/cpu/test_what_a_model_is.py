@@ -24,6 +24,7 @@ from upshift.inference.generation.model import check_weights as check_generates
 from upshift.inference.generation.model import generation_task
 from upshift.models.build import choose_class, find_architecture, read_config
 from upshift.models.config_json import config_text, decode_floats, encode_floats
+from upshift.models.config_sizes import heads_of
 from upshift.models.source import ModelSource, find_model
 from upshift.training.prepare import check_weights as check_trains
 
@@ -32,6 +33,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = transformers.LlamaConfig(**SMALL, **TOKENS)
 BERT = transformers.BertConfig(**SMALL)
 T5 = transformers.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=96)
+MEGATRON = transformers.MegatronBertConfig(**SMALL)
 
 
 def saved(model_class: type, config: PretrainedConfig, folder: Path, **changed: Any) -> Path:
@@ -53,6 +55,15 @@ def default_config(model_type: str) -> PretrainedConfig | None:
         return transformers.CONFIG_MAPPING[model_type]()
     except Exception:  # each class has its own kinds for a config that needs parts, as encoder-decoder does
         return None
+
+
+def test_sizes_of_layers_that_differ_are_the_largest() -> None:
+    """transformers raises where one value is asked for all of them."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {1: {"head_dim": 32}}}
+    config = transformers.Gemma4UnifiedTextConfig(**SMALL, **TOKENS, num_key_value_heads=1, head_dim=16, **layers)
+    with pytest.raises(RuntimeError, match="head_dim"):
+        _ = config.head_dim
+    assert heads_of(config) == (2, 1, 32)
 
 
 def test_every_config_is_decoded_as_by_transformers() -> None:
@@ -218,6 +229,8 @@ ENCODERS = {  # what is saved, what the config names: texts become vectors with 
     "BertModel": (transformers.BertModel, BERT, "BertModel"),
     "LlamaModel": (transformers.LlamaModel, LLAMA, "LlamaModel"),
     "T5EncoderModel": (transformers.T5EncoderModel, T5, "T5Stack"),
+    # Its files have no pooler, and the model inside makes a mask of its own where it is given none.
+    "MegatronBertForMaskedLM": (transformers.MegatronBertForMaskedLM, MEGATRON, "MegatronBertModel"),
 }  # fmt: skip
 
 
@@ -237,3 +250,12 @@ def test_vectors_are_those_of_the_model_inside(name: str, tmp_path: Path) -> Non
     reference = model_class.from_pretrained(folder).eval()
     states = reference.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
     assert torch.allclose(forward(ids, torch.ones_like(ids)), states, atol=1e-6)
+
+
+def test_a_model_that_looks_at_its_numbers_is_refused_in_words(tmp_path: Path) -> None:
+    config = transformers.XLMConfig(vocab_size=96, emb_dim=32, n_layers=2, n_heads=2, max_position_embeddings=64)
+    folder = saved(transformers.XLMWithLMHeadModel, config, tmp_path)
+    words = r"XLMModel \(modeling_xlm.py:\d+\) looks at the numbers in its tensors.*transformers.Trainer"
+    with pytest.raises(RequestError, match=words) as told:
+        upshift.inspect(str(folder), sequence_length=32)
+    assert "Exception" not in str(told.value)

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
+    BertConfig,
     BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -278,3 +279,15 @@ def test_command(generators: Any, upshift: Command, tmp_path: Path) -> None:
     assert len(json.loads(done.out)["compiled"]) == 1
     refused = upshift("generate", model, "--backend", "xla", "--engine", "torch", "--prompt", "a")
     assert refused.code == 2 and "--engine" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BertConfig(**SMALL), "depend on the tokens behind it; use transformers' generate"),
+        (BESIDE["bart"], "padding on the left of a text changes its results; use upshift.Generator"),
+    ],
+)  # fmt: skip
+def test_what_padding_or_a_cache_would_change_is_refused(config: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=words):
+        XlaGenerator(build(save(tmp_path / "model", config)))

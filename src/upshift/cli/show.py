@@ -304,7 +304,9 @@ def isolation_table(isolation: Isolation) -> Table:
         table.add_row(f"packed, {kernel} attention", reason or "nothing from other texts in its row")
     table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
     if isolation.packing:
-        table.add_row("padding before it", isolation.left_padding or "changes nothing")
+        table.add_row("token by token", isolation.by_token or "as the whole text")
+        if not isolation.by_token:
+            table.add_row("padding before it", isolation.left_padding or "changes nothing")
         whole = "of the whole batch alone: micro-batches would change it"
         table.add_row("loss of a batch", "the mean over its texts, by labels" if isolation.loss_splits else whole)
     return table

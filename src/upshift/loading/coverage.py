@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import FAKE_TENSOR_MODE
 from upshift.internals.transformers_names import IGNORED_MISSING, IGNORED_UNEXPECTED
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling
@@ -55,14 +56,15 @@ def coverage_of(filling: Filling) -> Coverage:
     missing = {}
     for name, weight in weights.items():
         twins = {other for pair in tied.items() if name in pair for other in pair}
-        if name not in filled and not twins & filled and not _matches(name, IGNORED_MISSING.read(model)):
+        inside = f"{model.base_model_prefix}.{name}"  # as classes around this one name it, whose exceptions it has, too
+        if name not in filled and not twins & filled and not _matches((name, inside), IGNORED_MISSING.read(model)):
             missing[name] = weight.numel()
     used = {source for group in filling.names.groups for _, source in group.sources}
     ignored = IGNORED_UNEXPECTED.read(model)
     unused = {
         name: prod(tensor.shape)
         for name, tensor in filling.tensors.items()
-        if name not in used and not _matches(name, ignored)
+        if name not in used and not _matches((name,), ignored)
     }
     return Coverage(
         missing=missing,
@@ -121,8 +123,8 @@ def check_files(source: ModelSource, model: PreTrainedModel, *, run: Run | None 
     check_coverage(filling, source, run=run, all_used=all_used)
 
 
-def _matches(name: str, patterns: Any) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns or ())
+def _matches(names: tuple[str, ...], patterns: Any) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or () for name in names)
 
 
 def _some(names: dict[str, int]) -> str:
@@ -138,7 +140,8 @@ def _depended_on(model: PreTrainedModel, names: list[str], run: Run) -> list[str
     watched = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
     buffers = [name for name in names if name not in watched]
     try:
-        with fake_masks(masked=False), torch.enable_grad():
+        # A mask that a model makes itself is a fake tensor there, whose values transformers does not look for.
+        with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
             answer = run(model)
         gradients = torch.autograd.grad(answer.sum(), list(watched.values()), allow_unused=True)
     except Exception as error:  # any operator may refuse tensors without numbers; then nothing is known of the weights

@@ -260,6 +260,20 @@ def check_depth(config: PretrainedConfig, reference: str) -> None:
                 raise RequestError(f"the config of {reference!r} says {name}=0, a model without layers; give 1 or more")
 
 
+def encoder_of(model: PreTrainedModel) -> Any:
+    """Return the module that gives the states of a text's tokens: the encoder of an encoder-decoder, because its decoder's states
+    are those of another text; else the model. Raise RequestError for an encoder-decoder that names no encoder."""
+    encoder = model.get_encoder()
+    if encoder is not model and (model.config.is_encoder_decoder or isinstance(encoder, PreTrainedModel)):
+        return encoder
+    if model.config.is_encoder_decoder:
+        raise RequestError(
+            f"{type(model).__name__} has an encoder and a decoder, and does not say which of its parts encodes; "
+            "give a model whose class has get_encoder()"
+        )
+    return model
+
+
 def forget_cache(model: nn.Module) -> list[PretrainedConfig]:
     """Tell every config of the model to keep no keys and values, and return the configs that did.
 

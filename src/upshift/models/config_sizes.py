@@ -18,19 +18,29 @@ class Heads(NamedTuple):
 
 
 def heads_of(text: Any) -> Heads | None:
-    """Return the attention heads that a text config of transformers states, or None if it states no number."""
-    queries, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    """Return the attention heads that a text config of transformers states, the largest where layers differ, or None if it states
+    no number."""
+    queries, keys = (_value(text, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(queries, int) or queries <= 0:
         return None
-    width, hidden = (getattr(text, name, None) for name in ("head_dim", "hidden_size"))
+    width, hidden = (_value(text, name) for name in ("head_dim", "hidden_size"))
     if not width and isinstance(hidden, int):
         width = hidden // queries
     return Heads(queries, keys if isinstance(keys, int) and keys > 0 else queries, width or None)
 
 
+def _value(text: Any, name: str) -> Any:
+    """Return a value of a config, the largest one where layers differ, or None if it has none."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers says no single value of layers that differ
+        values = [getattr(layer, name, None) for layer in text.per_layer_config]
+        return max((value for value in values if isinstance(value, int)), default=None)
+
+
 def window_of(text: Any) -> int | None:
     """Return how many tokens back some layers look, or None if by the config all layers look at all tokens before."""
-    sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    sizes = (_value(text, name) for name in ("sliding_window", "attention_chunk_size"))
     return next((size for size in sizes if size), None)
 
 

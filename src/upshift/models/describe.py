@@ -18,6 +18,8 @@ from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
+NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")  # torch's errors for tensors without numbers
+
 
 def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
@@ -168,8 +170,13 @@ def why_untraceable(source: ModelSource, error: BaseException) -> str:
         if isinstance(owner, nn.Module):
             where = f"{type(owner).__name__} ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
         frame = frame.tb_next
+    if type(error).__name__ in NEEDS_NUMBERS:
+        return (
+            f"{source.reference!r} cannot be traced: {where} looks at the numbers in its tensors, and a trace without weights "
+            f"has none; use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
+        )
     reason = " ".join(str(error).split())[:240]
     return (
-        f"{source.reference!r} cannot be traced in {where}: {type(error).__name__}: {reason}; "
-        f"check the config's sizes, or report this architecture (transformers {transformers.__version__})"
+        f"{source.reference!r} cannot be traced: {where} does not run on sample inputs ({reason}); check the config's sizes, use "
+        f"transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
     )

@@ -18,20 +18,22 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, forget_cache, read_config
+from upshift.models.build import build_model, choose_class, encoder_of, forget_cache, read_config
 from upshift.models.describe import attention_kernels
 from upshift.models.narrow import narrow_copies
 from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
 FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
+STEPS = 2  # tokens that are computed one at a time, behind the others
+CACHE_ARGUMENTS = {"past_key_values", "cache"}  # of ``forward``, by the version of transformers
 TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-4
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
@@ -48,15 +50,17 @@ def measure_isolation(
     """Return the result of the test. ``objective``: None if the model gives states, and no loss is needed."""
     if objective in ("seq2seq-lm", "image-classification"):
         return Isolation(reason=f"{objective} is not tested")
-    reason = "no small copy of the model could be built from its config"
+    reason, by_token, left = "no small copy of the model could be built from its config", "", ""
     with _undisturbed():
         for copy in narrow_copies(config, model_class):
             try:
-                return _Probe(copy, model_class, objective).isolation()
+                probe = _Probe(copy, model_class, objective)
+                by_token, left = probe.generation()  # a model without a loss generates, too
+                return probe.isolation().model_copy(update={"by_token": by_token, "left_padding": left})
             except Exception as error:  # a copy of such sizes may fail anywhere in a model's code; then the next one is tried
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
                 reason = f"no small copy of the model runs: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    return Isolation(reason=reason)
+    return Isolation(reason=reason, by_token=by_token, left_padding=left)
 
 
 def test_source(source: ModelSource, *, states: bool) -> Isolation:
@@ -91,10 +95,9 @@ class _Probe:
 
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
-        encoder = self.model.get_encoder() if objective is None and config.is_encoder_decoder else None
-        if isinstance(encoder, PreTrainedModel):  # the encoder alone gives the states of a text
-            self.model = encoder
         forget_cache(self.model)
+        if objective is None:
+            self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
         _fill(self.model)
         self.objective = objective
@@ -109,16 +112,15 @@ class _Probe:
         self.first, self.other, self.second = (plain[torch.randint(len(plain), (n,))] for n in (FIRST, FIRST, SECOND))
 
     def isolation(self) -> Isolation:
-        """Return the result of all checks."""
+        """Return the result of the checks for training and encoding."""
         padding, padding_reason = self._padding()
-        left = self._left_padding() if self.objective == "causal-lm" else ""
         splits = not self.has_loss or self._loss_splits()
         packing = self._packing_by_kernel() if self.objective == "causal-lm" else {}
         if not splits:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
-            proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason,
-            left_padding=left, loss_splits=splits,
+            proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits,
+            loss_shifts=self.objective != "causal-lm" or self._loss_shifts(),
         )  # fmt: skip
 
     # Packing
@@ -228,24 +230,43 @@ class _Probe:
     def _masked(self, mask: Tensor, *, masked: bool) -> dict[str, Tensor]:
         return {"attention_mask": mask} if masked and "attention_mask" in self.takes else {}
 
-    def _left_padding(self) -> str:
-        """Return why a text must not be padded on the left, or nothing.
+    # Generation
 
-        The test uses its last token, as generation goes on from it."""
-        ids = torch.full((2, SECOND), self.pad)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate((self.first, self.second)):
-            ids[row, -len(text) :] = text
-            mask[row, -len(text) :] = 1
-        given = self._masked(mask, masked=True)
-        if "position_ids" in self.takes:
-            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    def generation(self) -> tuple[str, str]:
+        """Return why a text must not be generated token by token with a cache of keys and values, and why it must not be padded
+        on the left as one of a batch, or nothing."""
+        if self.objective != "causal-lm":
+            return "", ""
+        whole = self._alone(self.second)
+        if not _is_close(self._run(self.second[None, :-STEPS])[0], whole[:-STEPS]):
+            return "a token's results depend on the tokens behind it", ""
+        if not CACHE_ARGUMENTS & self.takes:
+            return "the model takes no cache of keys and values", ""
+        by_token = self._stepwise([self.second], "a text gives other results token by token than whole")
+        if by_token:
+            return by_token, ""
+        return "", self._stepwise([self.first, self.second], "padding on the left of a text changes its results")
+
+    def _stepwise(self, texts: list[Tensor], otherwise: str) -> str:
+        """Return a problem, or nothing if the texts as one batch, the last tokens one at a time, give what each does alone."""
+        width = max(len(text) for text in texts)
+        ids, mask = torch.full((len(texts), width), self.pad), torch.zeros(len(texts), width, dtype=torch.long)
+        for row, text in enumerate(texts):
+            ids[row, -len(text) :], mask[row, -len(text) :] = text, 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache, found, start = DynamicCache(), [], 0
         try:
-            found = self._run(ids, **given)[:, -1]
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            return f"a batch that is padded on the left does not run: {' '.join(str(error).split())[:120]}"
-        same = all(_is_close(found[row], self._alone(text)[-1]) for row, text in enumerate((self.first, self.second)))
-        return "" if same else "padding on the left of a text changes its results"
+            for end in range(width - STEPS, width + 1):
+                given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], "use_cache": True}
+                given = {name: value for name, value in given.items() if name in self.takes}
+                given |= dict.fromkeys(CACHE_ARGUMENTS & self.takes, cache)
+                found.append(self._run(ids[:, start:end], **given)[:, -1])
+                start = end
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            return f"with a cache {len(texts)} texts do not run: {' '.join(str(error).split())[:120]}"
+        last = torch.stack(found, dim=1)
+        same = all(_is_close(last[row], self._alone(text)[-len(found) :]) for row, text in enumerate(texts))
+        return "" if same else otherwise
 
     # The loss
 
@@ -259,6 +280,16 @@ class _Probe:
             total += count * self._loss(text[None], torch.ones(1, len(text), dtype=torch.long), masked=False)
             labels += count
         return _is_close_loss(both, total / labels)
+
+    def _loss_shifts(self) -> bool:
+        """Return whether a label's loss is that of the place before it, where the first label of a text counts for nothing."""
+        losses = []
+        for token in (int(self.second.min()), int(self.second.max())):
+            labels = torch.full((1, SECOND), IGNORED)
+            labels[0, 0] = token
+            with torch.no_grad():
+                losses.append(float(self.model(input_ids=self.second[None], labels=labels).loss))
+        return not all(map(math.isfinite, losses)) or _is_close_loss(*losses)
 
     def _num_labels(self, length: int) -> int:
         return length - 1 if self.objective == "causal-lm" else length
@@ -279,7 +310,7 @@ class _Probe:
             self._alone_results[key] = self._run(text[None])[0]
         return self._alone_results[key]
 
-    def _run(self, ids: Tensor, **given: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, **given: Any) -> Tensor:
         """Return [rows, tokens, ...] logits or states, or [rows, ...] of a model that gives each text one answer."""
         with torch.no_grad():
             output: Any = self.model(input_ids=ids, **given)
@@ -311,7 +342,8 @@ def attend_by_positions(
 
 
 def _fill(model: PreTrainedModel) -> None:
-    """Draw weights that are large enough for every visible token to show in the output.
+    """Draw weights that are large enough for every visible token to show in the output, padding among them: what files have for
+    it need not be zero.
 
     Biases and norms change only a little."""
     with torch.no_grad():
@@ -323,8 +355,6 @@ def _fill(model: PreTrainedModel) -> None:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
                 module.weight.normal_()
-                if module.padding_idx is not None:
-                    module.weight[module.padding_idx].zero_()
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from upshift.internals.torch_names import BUFFERS, CHILDREN, FAKE_TENSOR_MODE, PARAMETERS, tree_leaves
+from upshift.internals.torch_names import BUFFERS, CHILDREN, FAKE_TENSOR_MODE, PARAMETERS, is_fake, tree_leaves
 from upshift.internals.transformers_names import GROUPED_PRODUCT, PACKED_ROWS
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
@@ -162,7 +162,8 @@ class Tracer:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Replace tensors on the meta device by new CPU tensors of the same layout. Shared ones stay shared."""
+    """Replace tensors on the meta device by new CPU tensors of the same layout, and weights that a class makes on the CPU by old
+    constructors wherever it is built. Shared ones stay shared."""
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +178,7 @@ def _leave_meta(model: nn.Module) -> None:
     for module in model.modules():
         for tensors in (PARAMETERS.of(module), BUFFERS.of(module), vars(module)):
             for name, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensors is not vars(module) and not is_fake(tensor)):
                     tensors[name] = move(tensor)
 
 
@@ -305,9 +306,10 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
 
     transformers looks at position values to find packed rows. Fake tensors have none, so it is told that there are no packed
     rows. Experts take transformers' own grouped product, which allocates what PyTorch's does. It has fakes for every dtype;
-    PyTorch's has them for bf16 only.
+    PyTorch's has them for bf16 only. A model looks for padding in its tokens only to warn of it.
     """
     rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
-    with rows, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
+    unwarned = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
+    with rows, unwarned, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -20,7 +20,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-FORMAT = "18"  # raise when the meaning of a stored profile changes
+FORMAT = "19"  # raise when the meaning of a stored profile changes
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)

@@ -26,9 +26,7 @@ class Tokens:
         if recipe.output == "class scores":  # a decoder's scores are of the last token that is not the config's own padding
             known = _padding(source)
             self.pad, self.alone = (self.pad, True) if known is None else (known, False)
-        isolation = isolation_of(source, states=recipe.output == "embeddings")
-        if not isolation.proven or isolation.padding == "none":  # other texts in its batch would change a text's vector
-            self.alone = True
+        self.alone = self.alone or reads_alone(source, recipe)
         self.longest = _longest(tokenizer, source, recipe)
         self._prompt = recipe.prompt
         self._backend = tokenizer.backend_tokenizer
@@ -52,6 +50,12 @@ class Tokens:
         mask = self._backend.encode("a").special_tokens_mask
         own = [place for place, is_special in enumerate(mask) if not is_special] or [len(mask)]
         return own[0], max(len(mask) - 1 - own[-1], 0)
+
+
+def reads_alone(source: ModelSource, recipe: Recipe) -> bool:
+    """Return whether a text must be a batch of its own: padding would change its vector, or nothing proves that it would not."""
+    isolation = isolation_of(source, states=recipe.output == "embeddings")
+    return not isolation.proven or isolation.padding == "none"
 
 
 def _padding(source: ModelSource) -> int | None:

@@ -12,13 +12,15 @@ from upshift.loading.placed import Where
 from upshift.models.build import find_architecture, read_config
 from upshift.models.config_sizes import heads_of, window_of
 from upshift.models.source import ModelSource
+from upshift.models.store import isolation_of
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 WHOLE = {"full_attention", "global"}
 
 
 def generation_task(source: ModelSource) -> Task:
-    """Return the task of a model. Raise RequestError if it generates no text, or keeps another state than keys and values."""
+    """Return the task of a model. Raise RequestError if it generates no text, keeps another state than keys and values, or gives
+    other results token by token than whole (isolation.py)."""
     config: Any = read_config(source)
     text = config.get_text_config(decoder=True)
     found = find_architecture(config, source.reference)
@@ -35,6 +37,12 @@ def generation_task(source: ModelSource) -> Task:
         raise RequestError(
             f"{source.reference!r} has layers of {kind}, whose state is not keys and values; upshift cannot generate "
             f"with it yet; use transformers' generate()"
+        )
+    isolation = isolation_of(source)
+    if isolation.by_token:
+        raise RequestError(
+            f"{source.reference!r} ({found.model_class.__name__}) cannot generate token by token: {isolation.by_token}; "
+            "use transformers' generate(), or a model that reads from left to right"
         )
     return "generate"
 

@@ -31,7 +31,7 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
 def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
     """Return the model's objective. Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
     config = read_config(source)
-    _, kind = choose_class(config, source.reference)
+    model_class, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
         raise RequestError(
             f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
@@ -42,4 +42,9 @@ def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
     else:
         objective = objective_for(kind, tokenizer, vocab_size=vocab_size)
     isolation = isolation_of(source)
+    if not isolation.loss_shifts:
+        raise RequestError(
+            f"{source.reference!r} cannot be trained on next tokens: the loss of {model_class.__name__} compares a label with "
+            "the output of the label's own place; use transformers.Trainer with labels that you have shifted"
+        )
     return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits)

@@ -13,6 +13,7 @@ from upshift.errors import RequestError
 from upshift.models.describe import max_positions
 from upshift.models.generation_config import start_token
 from upshift.models.source import ModelSource
+from upshift.models.store import isolation_of
 from upshift.value import Value
 from upshift.xla.build import XlaModel
 from upshift.xla.generation.buckets import MANY, groups
@@ -126,10 +127,21 @@ class XlaGenerator:
 
 
 def passes_of(model: Any, source: ModelSource) -> Passes:
-    """Return the passes of a model. Raise RequestError for a model that generates no text."""
+    """Return the passes of a model. Raise RequestError for a model that generates no text, or another one with padding before its
+    prompt or token by token (models/isolation.py)."""
     if not model.can_generate():
         raise RequestError(f"{type(model).__name__} generates no text; give a causal language model or an encoder-decoder")
     if not model.config.is_encoder_decoder:
+        isolation = isolation_of(source)
+        if isolation.by_token:
+            raise RequestError(
+                f"{type(model).__name__} cannot generate token by token: {isolation.by_token}; use transformers' generate()"
+            )
+        if isolation.left_padding:  # every prompt is padded to the width of a program
+            raise RequestError(
+                f"{type(model).__name__} cannot generate by XLA, which pads prompts: {isolation.left_padding}; "
+                "use upshift.Generator"
+            )
         return DecoderOnly(model, lower)
     return EncoderDecoder(model, lower, start_token(source))
 

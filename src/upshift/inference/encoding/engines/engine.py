@@ -90,11 +90,11 @@ def model_class(source: ModelSource, recipe: Recipe) -> Any:
 
 def _forward(model: Any, recipe: Recipe) -> Any:
     import torch
-    from transformers import PreTrainedModel
 
-    encoder = model.get_encoder()  # of an encoder-decoder a model itself: its decoder's states are those of another text
-    if recipe.output == "embeddings" and isinstance(encoder, PreTrainedModel):
-        model = encoder
+    from upshift.models.build import encoder_of
+
+    if recipe.output == "embeddings":
+        model = encoder_of(model)
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:
