@@ -187,6 +187,12 @@ def parquet_of_latin(tmp_path):
     return tmp_path / "a.parquet"
 
 
+def repeated_column(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
+
+
 def truncated_parquet(tmp_path):
     path = parquet_file(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -221,6 +227,8 @@ def no_train_split(tmp_path):
         (written("a.json", b'[{"text": "a"}'), ["a.json", "JSON"]),
         (written("a.parquet", b"nonsense"), ["not a complete parquet"]),
         (truncated_parquet, ["not a complete parquet"]),
+        (repeated_column, ["a.parquet", "column 'text' twice"]),
+        (written("a.csv", b"text,text\na,b\n"), ["a.csv:1", "column 'text' twice"]),
         (parquet_of_latin, ["bytes that are not UTF-8"]),
         (written("a.jsonl", b'{"text": "a"}\n{"text": "a \\ud800 b"}\n'), ["a.jsonl:2", "\\ud800", "surrogate"]),
         (written("a.jsonl", b'{"text": null}\n{"text": null, "id": "x"}\n'), ["no documents", "2 empty"]),
@@ -251,6 +259,19 @@ def test_every_error_is_one_clear_line(write, words, tmp_path):
 def test_the_column_is_chosen_by_its_name(content, asked, texts, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
     assert list(read_corpus(tmp_path / "a.jsonl", text_column=asked).documents) == texts
+
+
+def test_links_to_folders_are_named_and_not_followed(tmp_path, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    write_lines(tmp_path / "elsewhere" / "b.jsonl", [{"text": "b"}])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [{"text": "a"}])
+    for name, target in {"part": tmp_path / "elsewhere", "itself": folder, "gone": tmp_path / "gone"}.items():
+        (folder / name).symlink_to(target)
+    (folder / "z.jsonl").symlink_to(tmp_path / "elsewhere" / "b.jsonl")
+    assert list(read_corpus(folder).documents) == ["a", "b"]
+    assert "not trained on: gone, itself, part (links to folders, or to nothing, are not followed)" in caplog.text
 
 
 def test_an_array_behind_a_byte_order_mark(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command import Command
 from test_generate import CONFIGS, SEQ2SEQ, SMALL, ids_of, save
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, LlamaConfig, Phi3Config
 
 import upshift
 from upshift.errors import NothingFits, RequestError
@@ -330,3 +330,49 @@ def test_a_line_with_tools_is_one_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps(call) + "\n")
     first, second = read_prompts(tmp_path / "p.jsonl")
     assert line_of(first) == chat and line_of(second) == call
+
+
+@pytest.mark.parametrize("config", [CONFIGS["llama"], SEQ2SEQ["bart, absolute positions"]], ids=["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("asked", [{}, {"min_new_tokens": 2}], ids=["min_length", "min_new_tokens before it"])
+def test_a_least_length_counts_what_stands_before_as_in_transformers(config: Any, asked: dict[str, int], tmp_path: Path) -> None:
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    said = {"eos_token_id": [*range(1, 250)], "pad_token_id": 0, "decoder_start_token_id": 2, "min_length": 9}
+    model = save(tmp_path, config, kind, **said)
+    texts = ["one", "of ten or more", "two"]
+    reference, expected = kind.from_pretrained(model).eval(), []
+    for ids in ids_of(texts, model):
+        text = reference.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, num_beams=1, **asked)[0].tolist()
+        expected.append(text[1:] if config.is_encoder_decoder else text[len(ids) :])
+    generator = upshift.Generator(model, engine="torch")
+    assert [answer.tokens for answer in generator.generate(texts, max_new_tokens=12, **asked)] == expected
+    without = generator.generate(texts, max_new_tokens=12, min_length=0)
+    assert any(len(answer.tokens) < len(row) for answer, row in zip(without, expected, strict=True))
+
+
+def test_keys_that_a_longer_row_would_change_are_not_computed(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = Phi3Config(
+        **SMALL, intermediate_size=128, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope,
+        original_max_position_embeddings=24,
+    )  # fmt: skip
+    generator = upshift.Generator(save(tmp_path, config), engine="torch")
+    reference, (ids,) = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids_of(["a text"], str(tmp_path))
+    expected = reference.generate(torch.tensor([ids]), max_new_tokens=18, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    assert generator.generate(["a text"], max_new_tokens=18)[0].tokens == expected.tolist()
+    with pytest.raises(RequestError, match="prompt 2 has 6 tokens, with max_new_tokens=19 more than the 24 positions up to"):
+        generator.generate(["text", "a text"], max_new_tokens=19)
+
+
+def test_python_is_told_once_of_what_is_not_done(tmp_path: Path, caplog: pytest.LogCaptureFixture, upshift: Command) -> None:
+    model = save(tmp_path, CONFIGS["llama"], num_beams=4, exponential_decay_length_penalty=[3, 1.5], max_new_tokens=2)
+    generator = generator_module.Generator(model, engine="torch")
+    for _ in range(2):
+        generator.generate(["a text"])
+    said = [record.getMessage() for record in caplog.records if "not done here" in record.getMessage()]
+    assert said == [
+        "generation_config.json says num_beams=4, which is not done here",
+        "generation_config.json says exponential_decay_length_penalty=[3, 1.5], which is not done here",
+    ]
+    caplog.clear()
+    assert upshift("generate", model, "--prompt", "a text", *FEW).code == 0
+    assert caplog.text.count("says num_beams=4, which is not done here") == 1

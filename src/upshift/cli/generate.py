@@ -81,14 +81,11 @@ def command(
 
 def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
     from upshift.inference.generation.generator import Generator
-    from upshift.inference.generation.options import unused
     from upshift.loading.memory_limits import read_max_memory
 
     limits = read_max_memory(races["max_memory"])
     with show.step("Reading the model"):
         generator = Generator(model, **{**races, "max_memory": limits}, chat=chat, on_run=teller("tokens/s"))
-    for name, value in unused(generator.source, given).items():
-        dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
     return generator, generator.options(**given)
 
 

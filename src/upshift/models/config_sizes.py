@@ -53,6 +53,22 @@ def positions_in(text: Any) -> int | None:
     return min(limits, default=None)
 
 
+def alike_positions_in(text: Any) -> int | None:
+    """Return how many positions a row may have before all of its keys are computed otherwise, or None if they never are.
+
+    With ``longrope`` the longest row of a batch decides by which of two factors all rows are rotated (transformers'
+    modeling_rope_utils.py). Keys that are kept from before do not change with it.
+    """
+    said = getattr(text, "rope_parameters", None) or {}
+    kinds = [said, *(rope for rope in said.values() if isinstance(rope, dict))]
+    limits = [
+        rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for rope in kinds
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
 def padding_of(text: Any) -> int | None:
     """Return the id of the padding token, or None if the config names none, or one that is not in the vocabulary."""
     token = getattr(text, "pad_token_id", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.lookup import Lookup
 from upshift.inference.generation.model import cache_bytes, check_weights, generation_task
-from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
+from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options, unused
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
@@ -25,8 +26,11 @@ from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.build import read_config
+from upshift.models.config_sizes import alike_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.store import isolation_of, positions_of
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -79,7 +83,10 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        self.longest = positions_of(self.source)
+        whole, alike = positions_of(self.source), alike_positions_in(read_config(self.source).get_text_config(decoder=True))
+        self.longest = min((limit for limit in (whole, alike) if limit is not None), default=None)
+        self._positions = "positions" if self.longest == whole else "positions up to the next factor of longrope"
+        self._told: set[str] = set()  # names of generation_config.json that are not done here
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
@@ -88,6 +95,10 @@ class Generator:
     def options(self, **given: Any) -> GenerationOptions:
         found = read_options(self.source, given)
         check_tokens(found, given, self.vocabulary)
+        for name, value in unused(self.source, given).items():
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning("generation_config.json says %s=%r, which is not done here", name, value)
         return found
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
@@ -229,7 +240,7 @@ class Generator:
         if self.longest is not None and needed > self.longest:
             raise RequestError(
                 f"{name} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
-                f"{self.longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+                f"{self.longest:,} {self._positions} of {self.source.reference!r}; shorten it, or ask for fewer tokens"
             )
 
     def _within_positions(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:

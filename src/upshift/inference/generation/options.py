@@ -26,6 +26,7 @@ class GenerationOptions(Value):
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
+    min_length: int = Field(0, ge=0)  # with the prompt, or with the token that a decoder beside an encoder starts with
     do_sample: bool = False
     temperature: float = Field(1.0, ge=LEAST)
     top_k: int = Field(50, ge=0)  # transformers' own default of sampling; 0: all

@@ -107,10 +107,12 @@ def processors(options: GenerationOptions, prompt_length: int) -> LogitsProcesso
     if options.no_repeat_ngram_size:
         found.append(process.NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
     if options.bad_words_ids:
-        words, ends = [list(word) for word in options.bad_words_ids], list(options.eos_token_id)
-        found.append(process.NoBadWordsLogitsProcessor(words, ends or None))
-    if options.min_new_tokens and options.eos_token_id:
-        ends = list(options.eos_token_id)
+        words = [list(word) for word in options.bad_words_ids]
+        found.append(process.NoBadWordsLogitsProcessor(words, list(options.eos_token_id) or None))
+    ends = list(options.eos_token_id)
+    if options.min_length and not options.min_new_tokens and ends:
+        found.append(process.MinLengthLogitsProcessor(options.min_length, ends))
+    if options.min_new_tokens and ends:
         found.append(process.MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, ends))
     if options.forced_bos_token_id is not None:
         found.append(process.ForcedBOSTokenLogitsProcessor(options.forced_bos_token_id))

@@ -26,7 +26,16 @@ from upshift.training.data.columns import (
     document_of,
 )
 from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
-from upshift.training.data.records import Row, is_number_list, read_arrow, read_csv, read_json, read_parquet, rows_of
+from upshift.training.data.records import (
+    Row,
+    check_column_names,
+    is_number_list,
+    read_arrow,
+    read_csv,
+    read_json,
+    read_parquet,
+    rows_of,
+)
 from upshift.value import Value
 
 PIECE_CHARACTERS = 2**18  # of a longer text file that are in memory at once
@@ -222,6 +231,7 @@ class _Chooser:
         """Return the columns of an Arrow schema that a row needs: the chosen one, and all with a number for each token."""
         import pyarrow.types as kinds
 
+        check_column_names(schema.names, origin)
         columns = self.of(schema.names, [field.name for field in schema if kinds.is_null(field.type)], origin)
         if columns.name not in schema.names:
             choose_column(schema.names, asked=columns.name, origin=origin)

@@ -148,9 +148,12 @@ def _is_named(name: str, pattern: str) -> bool:
 
 
 def _visible_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match, sorted; hidden files and folders and those that begin with two underscores are left out."""
+    """Return the files that match, sorted; hidden files and folders and those that begin with two underscores are left out.
+
+    Links to folders are not followed, as in datasets: one may lead back to where it stands. They are named to the user.
+    """
     try:
-        matches = [(file.relative_to(folder).as_posix(), file) for file in folder.glob(pattern) if file.is_file()]
+        matches = sorted((found.relative_to(folder).as_posix(), found) for found in folder.glob(pattern))
     except (ValueError, NotImplementedError) as error:
         raise RequestError(f"pattern {pattern!r} is not a glob ({error}); use for example '**/*.txt'") from None
 
@@ -158,7 +161,10 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
         parts = name.split("/")
         return any(part.startswith(".") for part in parts) or any(part.startswith("__") for part in parts[:-1])
 
-    return [file for name, file in sorted(matches) if not is_hidden(name)]
+    visible = [found for name, found in matches if not is_hidden(name)]
+    links = [found for found in visible if found.is_symlink() and not found.is_file()]
+    _say_left_out(folder, links, "links to folders, or to nothing, are not followed")
+    return [found for found in visible if found.is_file()]
 
 
 def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None) -> DataFiles:

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -133,7 +133,8 @@ def read_csv(file: Path) -> Iterator[Row]:
                 if not row:
                     continue
                 if header is None:
-                    header = _header(row, place)
+                    check_column_names(row, place)
+                    header = row
                     continue
                 if len(row) != len(header):
                     raise RequestError(
@@ -147,11 +148,11 @@ def read_csv(file: Path) -> Iterator[Row]:
             raise RequestError(f"{file}:{rows.line_num} is no row of a table ({error}); write the file again") from None
 
 
-def _header(names: list[str], place: str) -> list[str]:
+def check_column_names(names: Sequence[str], place: str) -> None:
+    """Raise RequestError if two columns have one name: no rule says which of them is meant."""
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise RequestError(f"{place}: the header names column {repeated!r} twice; give each column a name of its own")
-    return names
 
 
 def need_pyarrow(purpose: str) -> Any:
