@@ -13,8 +13,9 @@ from upshift.errors import RequestError
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, forget_cache, read_config
 from upshift.models.describe import attention_kernels
+from upshift.models.profile import Variant
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import SegmentStore, Variant, isolation_of
+from upshift.models.store import SegmentStore, isolation_of
 from upshift.models.trace import trace_model
 
 LENGTH, STATE_SPACE_LENGTH = 48, 8  # state-space models are traced token by token

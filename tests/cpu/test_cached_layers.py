@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from upshift.models.profile import ModelProfile
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.models.store import profile_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,

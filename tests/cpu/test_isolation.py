@@ -18,9 +18,10 @@ from upshift.hardware.spec import Host
 from upshift.models import narrow
 from upshift.models.build import choose_class, read_config
 from upshift.models.isolation import measure_isolation
-from upshift.models.profile import Isolation, ModelProfile
+from upshift.models.profile import Isolation, ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant, isolation_of, profile_model
+from upshift.models.store import isolation_of
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.plans import enumerate_plans

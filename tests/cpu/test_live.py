@@ -23,8 +23,9 @@ from upshift.errors import RequestError
 from upshift.models.adapter import complete_model
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.live import source_of
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model, find_to_train
-from upshift.models.store import Variant, profile_model
 from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, trial_server
 from upshift.training.parallel.place import Place

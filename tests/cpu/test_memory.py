@@ -31,10 +31,10 @@ from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.cost.segments import trace_for

@@ -263,6 +263,33 @@ def test_imports_go_down() -> None:
     refuse(broken, "a file imports only from its own package and from floors below")
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return each group of modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        found: set[str] = set()
+        waiting = [module]
+        while waiting:
+            new = imports.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        reached[module] = found
+    around = [module for module in imports if module in reached[module]]
+    groups = {frozenset(other for other in around if other in reached[one] and one in reached[other]) for one in around}
+    return sorted(sorted(group) for group in groups)
+
+
+def test_no_imports_make_a_circle() -> None:
+    """An import in a function, or for the type checker alone, counts as any other."""
+    own = modules()
+    imports = {module: {name for _, name in all_imports(file) if name in own} for module, file in own.items()}
+    refuse([" <-> ".join(circle) for circle in circles(imports)], "files that import each other are one file, or want a third")
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"], ["d"]]
+
+
 def test_the_exceptions_are_needed() -> None:
     names = [(place(file), name.split(".")) for file in sources() for _, name in all_imports(file)]
     seen = {(here, parts[1]) for here, parts in names if parts[0] == "upshift" and len(parts) > 1}

@@ -33,12 +33,11 @@ from upshift.models.build import (
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
-from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Variant
 from upshift.models.quantized import copy_scales
 from upshift.models.recompute import recompute_layers
 from upshift.models.sizes import Counted, OfPrimes
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant
 from upshift.models.tensor_parallel import keep_slice
 from upshift.models.tracker import Interval, LiveTracker
 
