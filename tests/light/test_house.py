@@ -375,6 +375,32 @@ def test_functions_are_short() -> None:
     refuse(broken, f"over {MAX_FUNCTION_LINES} lines")
 
 
+MAX_PARAMETERS_OF_A_STEP = 6
+STEPS_OF_A_REQUEST = {"prepare_run", "run_training", "profile", "run_job"}  # what one request passes through
+
+
+def parameters(function: Function) -> list[ast.arg]:
+    """Return all parameters of a function, ``*`` and ``**`` included."""
+    named = function.args
+    return [*named.posonlyargs, *named.args, *named.kwonlyargs, *filter(None, (named.vararg, named.kwarg))]
+
+
+def test_requests_are_carried_whole() -> None:
+    """A request of a user's is one typed value, which no function takes apart into keyword arguments for the next one."""
+    broken, seen = [], set()
+    for file in sources():
+        for node in functions(file):
+            more = node.args.kwarg
+            if more is not None and more.arg == "request":
+                broken.append(f"{at(file, node.lineno)} {node.name}: **{ast.unparse(more)}")
+            if node.name in STEPS_OF_A_REQUEST:
+                seen.add(node.name)
+                if len(parameters(node)) > MAX_PARAMETERS_OF_A_STEP:
+                    broken.append(f"{at(file, node.lineno)} {node.name}: {len(parameters(node))} parameters")
+    refuse(broken, "a request is one frozen value")
+    assert seen == STEPS_OF_A_REQUEST
+
+
 def test_broad_handlers_say_why() -> None:
     broken = []
     for file in sources():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -16,6 +15,7 @@ from upshift.models.build import read_config
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.mup import base_text
 from upshift.training.mup import check_base, narrowed
+from upshift.training.train_request import TrainRequest
 
 # Of transformers' configs; each may have a name of its own for it, which its attribute_map says.
 WIDTHS = (
@@ -25,11 +25,11 @@ WIDTHS = (
 OF_TOKENIZER = (".json", ".txt", ".model", ".jinja")
 
 
-def copy_to_search(model: str, width: int, folder: Path, request: dict[str, Any]) -> Path:
-    """Call ``write_narrow`` for a search with these options of ``prepare_run``."""
-    if request.get("lora_rank") is not None or not request.get("from_config"):
+def copy_to_search(request: TrainRequest, width: int, folder: Path) -> Path:
+    """Call ``write_narrow`` for a search of this request's trainings. Raise RequestError if they keep weights."""
+    if request.lora_rank is not None or not request.from_config:
         raise RequestError("--mup-width searches for training from random weights: add --from-config, and no --lora-rank")
-    return write_narrow(find_model(model), width, folder)
+    return write_narrow(find_model(request.model), width, folder)
 
 
 def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
