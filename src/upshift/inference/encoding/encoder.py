@@ -22,6 +22,7 @@ from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.forecast import forecast_encoding
 from upshift.inference.lines import is_text
 from upshift.inference.race import Race, race
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
@@ -122,11 +123,8 @@ class Encoder:
             sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * budgets[-1])
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
-            self.race = race(
-                contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, amount=total,
-                seconds=self._race_seconds, on_run=self._on_run,
-            )  # fmt: skip
+            policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
+            self.race = race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
 

@@ -22,6 +22,7 @@ from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.build import read_config
@@ -146,12 +147,10 @@ class Generator:
             )  # fmt: skip
             lengths = [len(prompt) for prompt in sample]
             forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
-            self.race = race(
-                contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits,
-                amount=(total or len(ids)) * options.max_new_tokens, seconds=self._race_seconds, on_run=self._on_run,
-                no_room=partial(self._divide, ids, options) if too_large else None,
-            )  # fmt: skip
+            amount = (total or len(ids)) * options.max_new_tokens
+            policy = RacePolicy(self.quality, self.limits, amount, engine=self._engine, seconds=self._race_seconds)
+            no_room = partial(self._divide, ids, options) if too_large else None
+            self.race = race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
         if self._decoder is None:
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
