@@ -56,6 +56,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.experts",
     "upshift.models.fit",
     "upshift.models.forked",
+    "upshift.models.hf_config",
     "upshift.models.linear_cross_entropy",
     "upshift.models.live",
     "upshift.models.measure",

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from upshift.errors import RequestError
 from upshift.internals.torch_names import BUFFERS
 from upshift.loading.load import load_source
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.xla.lowering.program import as_constant
 from upshift.xla.skeleton import names_of, set_implementations, untouched
@@ -104,7 +104,7 @@ def _loaded(source: ModelSource) -> PreTrainedModel:
 
 
 def _random(source: ModelSource, seed: int) -> PreTrainedModel:
-    config = read_config(source)
+    config = source.hf_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)

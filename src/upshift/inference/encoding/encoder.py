@@ -26,7 +26,6 @@ from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
-from upshift.models.build import read_config
 
 # Of a race: texts at least, and of short ones so many that its largest batch comes so often: with 128 texts of six words, which
 # are four batches of one engine and two of another, the last one's gaps chose an engine that is 10 % slower (docs/log.md).
@@ -75,7 +74,7 @@ class Encoder:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.recipe.output == "embeddings":
             return ()
-        label_names: dict[Any, str] = read_config(self.source).id2label or {}
+        label_names: dict[Any, str] = self.source.hf_config.id2label or {}
         return tuple(label_names[place] for place in sorted(label_names))
 
     def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:

@@ -25,7 +25,6 @@ from upshift.inference.race import Race, race
 from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
-from upshift.models.build import read_config
 from upshift.models.generation_config import start_token
 from upshift.models.store import isolation_of, positions_of
 
@@ -206,7 +205,7 @@ class Generator:
     @cached_property
     def vocabulary(self) -> int:
         """Return the number that all token ids are below."""
-        return int(read_config(self.source).get_text_config(decoder=True).vocab_size)
+        return int(self.source.hf_config.get_text_config(decoder=True).vocab_size)
 
     @property
     def decoder(self) -> Decoder:
