@@ -66,10 +66,12 @@ def reasons(ranking: Ranking) -> tuple[Reason, ...]:
 
 
 def _cost(best: Candidate, other: Candidate) -> str:
-    speed = other.tokens_per_second / best.tokens_per_second - 1
-    memory = other.memory.peak - best.memory.peak
-    sign = "+" if memory >= 0 else "-"
-    return f"{speed:+.1%}, {sign}{format_bytes(abs(memory))}"
+    return differences(other.tokens_per_second / best.tokens_per_second, other.memory.peak - best.memory.peak)
+
+
+def differences(speed: float, more_bytes: float) -> str:
+    """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
+    return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
 
 
 def with_more_memory(host: Host, more: int) -> Host | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from upshift.planning.explain import Reason
+from upshift.planning.explain import MAX_REJECTED, Reason, differences
 from upshift.planning.inference.rank import Candidate, Ranking, Rejected
-from upshift.units import format_bytes
 
 BECAUSE = {
     "weights": "bytes read for every step, and the rate of matrix products",
@@ -16,7 +15,6 @@ BECAUSE = {
     "execution": "kernels replayed without a gap, against none recorded",
 }
 OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
-MAX_REJECTED = 200
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
@@ -38,9 +36,7 @@ def reasons(ranking: Ranking) -> tuple[Reason, ...]:
 
 
 def _cost(best: Candidate, other: Candidate) -> str:
-    speed = other.tokens_per_second / best.tokens_per_second - 1
-    memory = other.resident - best.resident
-    return f"{speed:+.1%}, {'+' if memory >= 0 else '-'}{format_bytes(abs(memory))}"
+    return differences(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
 
 
 def representative(rejected: list[Rejected]) -> list[Rejected]:
