@@ -68,12 +68,12 @@ def command(
     backend: train_xla.Backend = "torch",
 ) -> None:
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
+    request = request_of(locals())
     if train_xla.is_asked(backend):
-        train_xla.run(**locals())
+        train_xla.run(request, as_json=as_json)
         return
     from upshift.training.run import run_training
 
-    request = request_of(locals())
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
     with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
         record = run_training(request, display.watcher)
