@@ -54,14 +54,16 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     from upshift.training.arguments import Arguments
     from upshift.training.job.job import run_job
     from upshift.training.run import prepare_run
+    from upshift.training.train_request import TrainRequest
 
     host = detect()
     assert host.cpu is not None
     full = host.changed(cpu=host.cpu.changed(free_memory_bytes=0))
-    prepared, steps = prepare_run(
-        request["model"], request["data"], sequence_length=request["tokens"], global_batch=1, max_steps=request["steps"],
-        fixed=PLAIN, lora_rank=RANK, trial_seconds=0.0,
+    asked = TrainRequest(
+        model=request["model"], data=request["data"], sequence_length=request["tokens"], global_batch=1,
+        max_steps=request["steps"], fixed=PLAIN, lora_rank=RANK, trial_seconds=0.0,
     )  # fmt: skip
+    prepared, steps = prepare_run(asked)
     offload.detect = lambda: full  # type: ignore[attr-defined]
     evict(sorted(Path(request["model"]).glob("*.safetensors")))
     job = prepared.job(Arguments(max_steps=steps), output=Path(request["output"]), overwrite=True)

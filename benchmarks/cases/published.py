@@ -27,9 +27,9 @@ from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
 from upshift.hardware import describe, detect
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.resident import predict_reserved
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan

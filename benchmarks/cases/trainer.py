@@ -34,6 +34,7 @@ from upshift.planning.planner import Planning, find_host
 from upshift.planning.proof_store import proof_path
 from upshift.record import Numbers, Spread
 from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.train_request import TrainRequest
 
 CLAIMS = (
     Claim(
@@ -99,10 +100,11 @@ def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) ->
             f"  trial: {tried.candidate.plan.label()}: {tried.failure or round(tried.best.tokens_per_second or 0)} tokens/s"
         ),
     )
-    prepared, _ = prepare_run(
-        inputs.model, inputs.data, sequence_length=inputs.size.sequence_length, global_batch=GLOBAL_BATCH,
-        max_steps=PLANNED_STEPS, fixed=fixed, from_config=True, trial_seconds=trial_seconds, watcher=watcher,
+    request = TrainRequest(
+        model=inputs.model, data=inputs.data, sequence_length=inputs.size.sequence_length, global_batch=GLOBAL_BATCH,
+        max_steps=PLANNED_STEPS, fixed=fixed, from_config=True, trial_seconds=trial_seconds,
     )  # fmt: skip
+    prepared, _ = prepare_run(request, watcher=watcher)
     return prepared
 
 

@@ -11,10 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, forget_cache, read_config
+from upshift.models.build import build_model, choose_class, forget_cache
 from upshift.models.describe import attention_kernels
+from upshift.models.profile import Variant
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import SegmentStore, Variant, isolation_of
+from upshift.models.store import SegmentStore, isolation_of
 from upshift.models.trace import trace_model
 
 LENGTH, STATE_SPACE_LENGTH = 48, 8  # state-space models are traced token by token
@@ -140,7 +141,7 @@ def test_packed_texts_have_the_loss_and_gradients_of_each_alone(name, kernel, tm
 
 def loud(source: ModelSource) -> PreTrainedModel:
     """With weights that are large enough for a leak to show in the loss."""
-    config = read_config(source)
+    config = source.hf_config
     torch.manual_seed(0)
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32).eval()
     forget_cache(model)
@@ -172,7 +173,7 @@ def test_traced_whole(name, tmp_path):
     variants = (Variant("bf16", "sdpa", False), Variant("bf16", "eager", False))
     kept = SegmentStore(tmp_path / "kept")
     profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, kept=kept)
-    read = read_config(source)
+    read = source.hf_config
     with torch.device("meta"):
         model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)
     assert profile.parameters.total == sum(parameter.numel() for parameter in model.parameters())

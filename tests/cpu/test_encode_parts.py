@@ -31,6 +31,7 @@ from upshift.inference.encoding.token_scores import TokenScores, score_tokens, t
 from upshift.inference.final import TURNS
 from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Race
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread_over
 from upshift.inference.setup import EngineName, EngineSetup, Precision
 from upshift.inference.standing import Standing
@@ -294,7 +295,8 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
 
     def chosen(quality: Quality, **limits: float) -> tuple[bool, str, int]:
         forecast = lambda: lambda setup: {"fp32": 7.0}.get(setup.precision, 5.0)  # noqa: E731
-        race = race_module.race(contest, detect(), [[1, 2]], quality, forecast=forecast, limits=Limits(**limits), amount=1.0)
+        policy = RacePolicy(quality, Limits(**limits), 1.0)
+        race = race_module.race(contest, detect(), [[1, 2]], policy, forecast=forecast)
         assert race.expected == {"onnxruntime": 7.0} and race.ceiling == 1e6
         assert [run.setup.batch for run in race.best() if run.setup != race.chosen] == [4] * (len(race.best()) - 1)
         return race.recalled, race.chosen.precision, race.chosen.batch
@@ -329,9 +331,8 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256, 512), hint="throughput")
 
     def race(amount: float, quality: Quality = "exact") -> Race:
-        return race_module.race(
-            contest, detect(), [[1, 2]], quality, forecast=lambda: lambda setup: 1.0, limits=Limits(), amount=amount
-        )
+        policy = RacePolicy(quality, Limits(), amount)
+        return race_module.race(contest, detect(), [[1, 2]], policy, forecast=lambda: lambda setup: 1.0)
 
     few = race(999.0, 0.9)
     assert (few.chosen.engine, few.chosen.batch, few.final, finals) == ("openvino", 256, (), [])
@@ -361,9 +362,8 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 
     def raced(amount: float, engine: EngineName | None = None) -> tuple[Race, bool, EngineName]:
         forecast = lambda: lambda setup: 2.0 if setup.engine == "torch-compiled" else 1.0  # noqa: E731
-        race = race_module.race(
-            contest, detect(), [[1]], "exact", engine=engine, forecast=forecast, limits=Limits(), amount=amount
-        )
+        policy = RacePolicy("exact", Limits(), amount, engine=engine)
+        race = race_module.race(contest, detect(), [[1]], policy, forecast=forecast)
         return race, "torch-compiled" in {run.setup.engine for run in race.runs}, race.chosen.engine
 
     short, entered, chosen = raced(1.0)
@@ -421,10 +421,8 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
 
     def raced(quality: Quality, seconds: float | None = None, **limits: float) -> Race:
-        return race_module.race(
-            contest, detect(), [[1]], quality, forecast=lambda: lambda setup: 1.0, limits=Limits(**limits), amount=1.0,
-            seconds=seconds,
-        )  # fmt: skip
+        policy = RacePolicy(quality, Limits(**limits), 1.0, seconds=seconds)
+        return race_module.race(contest, detect(), [[1]], policy, forecast=lambda: lambda setup: 1.0)
 
     late = raced(0.999, 1e-6)
     assert [run.setup.engine for run in late.runs] == ["torch"] and late.chosen == made[0]

@@ -16,11 +16,12 @@ from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.models import narrow
-from upshift.models.build import choose_class, read_config
+from upshift.models.build import choose_class
 from upshift.models.isolation import measure_isolation
-from upshift.models.profile import Isolation, ModelProfile
+from upshift.models.profile import Isolation, ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant, isolation_of, profile_model
+from upshift.models.store import isolation_of
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.plans import enumerate_plans
@@ -136,7 +137,7 @@ def test_a_packed_row_is_its_texts_alone_or_is_refused(kind, tmp_path):
         loss_of(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients and all(gradient.isfinite().all() for gradient in gradients)
-    assert read_config(source).use_cache, "the model's config is as it was"
+    assert source.hf_config.use_cache, "the model's config is as it was"
 
 
 @pytest.fixture(scope="module")

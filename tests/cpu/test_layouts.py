@@ -17,9 +17,9 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from upshift.hardware import describe
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.exchange import groups_of
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.memory import add_share, walk_stage

@@ -21,10 +21,11 @@ from transformers import (
 
 from upshift.errors import RequestError
 from upshift.models.adapter import complete_model
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.live import source_of
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model, find_to_train
-from upshift.models.store import Variant, profile_model
 from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, trial_server
 from upshift.training.parallel.place import Place
@@ -239,7 +240,7 @@ def test_lora_that_a_plan_asks_for_is_what_peft_puts_on(four_bits, tmp_path):
     LLAMA.save_pretrained(tmp_path)
     source = find_to_train(str(tmp_path), lora_rank=4, load_in_4bit=four_bits)
     with torch.device("meta"):
-        config = read_config(source)
+        config = source.hf_config
         built = complete_model(build_model(config, choose_class(config, "")[0], dtype=torch.float32), source)
     expected = dict(llama(ALL_LINEAR).named_parameters())
     assert {name for name, _ in built.named_parameters()} == set(expected)

@@ -29,12 +29,12 @@ from upshift.hardware import detect
 from upshift.models import live
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, read_config, sample_inputs
+from upshift.models.build import build_model, choose_class, sample_inputs
 from upshift.models.chunked_loss import chunked_head
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.cost.segments import trace_for
@@ -81,7 +81,7 @@ def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
 def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int) -> int:
     """A plain training loop of torch alone, its second step watched by the profiler. The first one makes the optimizer's state,
     for which one row does where nothing is compiled for its shape."""
-    config = read_config(source)
+    config = source.hf_config
     if hasattr(config, "use_cache"):
         config.use_cache = False
     model_class, objective = choose_class(config, source.reference)
@@ -287,7 +287,7 @@ def test_state_of_optimizers_is_predicted(name, optim, tmp_path):
     source = source_of(CONFIGS[name], tmp_path)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
     plan = plan_for(profile, "fp32", 0, batch=1, sequence=8).changed(optim=optim)
-    config = read_config(source)
+    config = source.hf_config
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
     optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
     for parameter in model.parameters():
@@ -317,7 +317,7 @@ def test_block_attention_is_no_choice_where_the_model_needs_more_of_it(tmp_path)
 def test_parts_sum_to_the_total_and_parameters_are_whole(tmp_path):
     source = source_of(CONFIGS["t5"], tmp_path)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
-    config = read_config(source)
+    config = source.hf_config
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
     assert profile.parameters.total == sum(p.numel() for p in model.parameters())
     assert profile.num_layers == 6
@@ -332,7 +332,7 @@ def test_flops_follow_the_formula(name, tmp_path):
     """Forward: 2 x parameters in matrix products x tokens, and 2 x layers x batch x length^2 x width for causal attention."""
     source = source_of(CONFIGS[name], tmp_path)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
-    config = read_config(source)
+    config = source.hf_config
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "wte" not in n and "wpe" not in n

@@ -16,8 +16,9 @@ from upshift.models.build import build_model, find_stacks
 from upshift.models.describe import count_parameters
 from upshift.models.experts import stacked
 from upshift.models.measure import Tracer
+from upshift.models.profile import Variant
 from upshift.models.source import find_model
-from upshift.models.store import SegmentStore, Variant
+from upshift.models.store import SegmentStore
 from upshift.models.trace import _experts, trace_model
 
 # Fields that say it, in the order tried: read by this test alone.

@@ -12,8 +12,9 @@ from command import Answer, Command
 from transformers import CLIPConfig, LlamaConfig, MambaConfig, WhisperConfig
 
 from upshift.errors import RequestError
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model, find_to_train
-from upshift.models.store import Variant, profile_model
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Cpu, Host, Measured, Rates
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning import optimizers as named
 from upshift.planning import space
 from upshift.planning.plan import Plan

@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from upshift.errors import RequestError
 from upshift.hardware import describe
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning import lock as locking
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.depth import with_layers

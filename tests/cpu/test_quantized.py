@@ -27,10 +27,11 @@ from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.build import sample_inputs
 from upshift.models.live import source_of
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.quantized import four_bit_layers
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import find_model
-from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments

@@ -78,14 +78,11 @@ def test_commands(line, paths, upshift, tmp_path):
     assert upshift(*arguments[1:]).code == 0
 
 
-def test_python_example(paths, monkeypatch):
-    import upshift.training.run
-
+def test_python_example(paths):
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     for name in ("MODEL", "PATH"):
         example = example.replace(f'"{name}"', repr(paths[name]))
     example = example.replace('"trained"', repr(paths["trained"] + "-python"))
-    monkeypatch.setattr(upshift.training.run, "TRIAL_SECONDS", 0.0)
     example = example.replace(
         "global_batch=8)\nprint(record", "global_batch=8, trial_seconds=0, fixed=('torch_compile=off',))\nprint(record"
     )

@@ -26,7 +26,7 @@ from transformers import (
 import upshift
 from upshift.errors import RequestError
 from upshift.models import store, trace
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
 from upshift.models.source import find_model
 from upshift.models.store import positions_of
@@ -67,7 +67,7 @@ def written(folder: Path, config: PretrainedConfig, name: str) -> str:
 @pytest.mark.parametrize("kind", TABLES)
 def test_positions_are_the_tokens_that_the_model_takes(kind: str, tmp_path: Path) -> None:
     source = find_model(written(tmp_path, *TABLES[kind]))
-    model = build_model(read_config(source), choose_class(read_config(source), kind)[0], dtype=torch.float32).eval()
+    model = build_model(source.hf_config, choose_class(source.hf_config, kind)[0], dtype=torch.float32).eval()
     positions = positions_of(source)
     assert positions == FEW
     ids = torch.full((1, FEW + 1), 5)

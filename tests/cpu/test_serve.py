@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 from web_driver import driven
 
 from upshift.serving import door
-from upshift.serving.app import Limits
+from upshift.serving.guard import Limits
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 

@@ -21,8 +21,9 @@ from upshift.inference.generation.engines.decoder import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefill import SHORTEST
 from upshift.inference.generation.sequence import Sequence
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, make_app
 from upshift.serving.engine import RequestRefused
+from upshift.serving.guard import Limits
 from upshift.serving.load.client import Asked
 from upshift.serving.load.run import phase_of
 from upshift.serving.load.traffic import Traffic, arrivals

@@ -247,7 +247,7 @@ def same(folder: Path, compute: Loss, data: Any) -> Any:
     assert len(ours) == STEPS and ours[0] != ours[-1]
     for one, other in zip(trainer.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    return trainer._upshift_last_choice[1]
+    return trainer._upshift_planned.last_choice[1]
 
 
 @pytest.mark.parametrize("compute", SPLIT, ids=lambda one: one.__name__)

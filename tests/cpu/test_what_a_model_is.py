@@ -22,7 +22,7 @@ from upshift.inference.encoding.engines.engine import check_encodes
 from upshift.inference.encoding.recipe import is_encoder, read_recipe
 from upshift.inference.generation.model import check_weights as check_generates
 from upshift.inference.generation.model import generation_task
-from upshift.models.build import choose_class, find_architecture, read_config
+from upshift.models.build import choose_class, find_architecture
 from upshift.models.config_json import config_text, decode_floats, encode_floats
 from upshift.models.config_sizes import heads_of
 from upshift.models.source import ModelSource, find_model
@@ -88,7 +88,7 @@ def test_numbers_that_json_has_not(model_type: str, tmp_path: Path) -> None:
     source, theirs = find_model(str(tmp_path)), AutoConfig.from_pretrained(tmp_path)
     again = ModelSource.from_json(source.to_json())
     assert again == source and again.model_hash == source.model_hash and "Infinity" in source.to_json()
-    for ours in (read_config(source), read_config(again), read_config(source.changed(reference="m"))):
+    for ours in (source.hf_config, again.hf_config, source.changed(reference="m").hf_config):
         assert {**vars(ours), "_name_or_path": ""} == {**vars(theirs), "_name_or_path": ""}
 
 

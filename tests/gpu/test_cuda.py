@@ -20,7 +20,8 @@ import upshift
 from upshift.benchmarking.meters import allocated_peak
 from upshift.models.adapter import base_of
 from upshift.models.live import source_of
-from upshift.models.store import Variant, profile_model
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan

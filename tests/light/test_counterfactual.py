@@ -13,9 +13,8 @@ from made_profile import LAYER, LAYERS, OUTSIDE, make_profile
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant
 from upshift.planning.bisecting import largest_multiple
 from upshift.planning.compare import (
     DURATIONS,

@@ -56,6 +56,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.experts",
     "upshift.models.fit",
     "upshift.models.forked",
+    "upshift.models.hf_config",
     "upshift.models.linear_cross_entropy",
     "upshift.models.live",
     "upshift.models.measure",
@@ -263,6 +264,33 @@ def test_imports_go_down() -> None:
     refuse(broken, "a file imports only from its own package and from floors below")
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return each group of modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        found: set[str] = set()
+        waiting = [module]
+        while waiting:
+            new = imports.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        reached[module] = found
+    around = [module for module in imports if module in reached[module]]
+    groups = {frozenset(other for other in around if other in reached[one] and one in reached[other]) for one in around}
+    return sorted(sorted(group) for group in groups)
+
+
+def test_no_imports_make_a_circle() -> None:
+    """An import in a function, or for the type checker alone, counts as any other."""
+    own = modules()
+    imports = {module: {name for _, name in all_imports(file) if name in own} for module, file in own.items()}
+    refuse([" <-> ".join(circle) for circle in circles(imports)], "files that import each other are one file, or want a third")
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"], ["d"]]
+
+
 def test_the_exceptions_are_needed() -> None:
     names = [(place(file), name.split(".")) for file in sources() for _, name in all_imports(file)]
     seen = {(here, parts[1]) for here, parts in names if parts[0] == "upshift" and len(parts) > 1}
@@ -346,6 +374,32 @@ def test_functions_are_short() -> None:
             if count > MAX_FUNCTION_LINES and f"{file.relative_to(PACKAGE)}:{node.name}" not in LONGER:
                 broken.append(f"{at(file, node.lineno)} {node.name}: {count}")
     refuse(broken, f"over {MAX_FUNCTION_LINES} lines")
+
+
+MAX_PARAMETERS_OF_A_STEP = 6
+STEPS_OF_A_REQUEST = {"prepare_run", "run_training", "profile", "run_job"}  # what one request passes through
+
+
+def parameters(function: Function) -> list[ast.arg]:
+    """Return all parameters of a function, ``*`` and ``**`` included."""
+    named = function.args
+    return [*named.posonlyargs, *named.args, *named.kwonlyargs, *filter(None, (named.vararg, named.kwarg))]
+
+
+def test_requests_are_carried_whole() -> None:
+    """A request of a user's is one typed value, which no function takes apart into keyword arguments for the next one."""
+    broken, seen = [], set()
+    for file in sources():
+        for node in functions(file):
+            more = node.args.kwarg
+            if more is not None and more.arg == "request":
+                broken.append(f"{at(file, node.lineno)} {node.name}: **{ast.unparse(more)}")
+            if node.name in STEPS_OF_A_REQUEST:
+                seen.add(node.name)
+                if len(parameters(node)) > MAX_PARAMETERS_OF_A_STEP:
+                    broken.append(f"{at(file, node.lineno)} {node.name}: {len(parameters(node))} parameters")
+    refuse(broken, "a request is one frozen value")
+    assert seen == STEPS_OF_A_REQUEST
 
 
 def test_broad_handlers_say_why() -> None:

@@ -13,8 +13,7 @@ from made_up_plans import made_up_planning
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
-from upshift.models.store import Variant
+from upshift.models.profile import ModelProfile, Variant
 from upshift.planning.compare import Terms, compare
 from upshift.planning.largest import Largest, find_largest
 from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram

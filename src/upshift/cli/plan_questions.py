@@ -17,9 +17,9 @@ from upshift.cli import show
 from upshift.cli.plan_options import Instead
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, read_calibration
 from upshift.planning.compare import ENERGY_NOTE, Comparison, Terms, compare, read_duration, read_hosts, read_prices, read_tokens
 from upshift.planning.cost.resident import unknown_memory

@@ -31,11 +31,7 @@ def command(command: Command, output: Output = Path("upshift-profile"), steps: S
     if given["backend"] != "torch":
         raise RequestError(f"--backend {given['backend']} is not profiled; leave it out")
     with train_command.RunDisplay(quiet=as_json) as display:
-        report = profile(
-            given["model"], given["data"], output=output, steps=steps, watcher=display.watcher,
-            resume_from=given["output"] if given["resume"] else None, arguments=train_command.arguments_of(given),
-            **train_command.request_of(given),
-        )  # fmt: skip
+        report = profile(train_command.request_of(given), output=output, steps=steps, watcher=display.watcher)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:

@@ -48,8 +48,8 @@ def command(
     """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
     _check()
     from upshift.inference.bounds import read_limit, read_seconds
-    from upshift.serving.app import Limits
     from upshift.serving.door import Address, serve
+    from upshift.serving.guard import Limits
     from upshift.serving.messages import EngineRequest
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")

@@ -16,7 +16,8 @@ from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model
 from upshift.cli.progress import activity
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import SEEDS
+from upshift.training.arguments import SEEDS, Arguments
+from upshift.training.train_request import DEFAULT_OUTPUT, TRIAL_SECONDS, TrainRequest
 from upshift.units import GIB, format_bytes, format_seconds
 
 Data = Annotated[
@@ -37,7 +38,7 @@ TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="b
 def command(
     model: Model,
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = Path("upshift-output"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = DEFAULT_OUTPUT,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="optimizer steps; default: one epoch")] = None,
@@ -59,7 +60,7 @@ def command(
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
     allow: Allow = "",
-    trial_seconds: TrialSeconds = 60.0,
+    trial_seconds: TrialSeconds = TRIAL_SECONDS,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
     heal: Heal = False,
@@ -67,39 +68,24 @@ def command(
     backend: train_xla.Backend = "torch",
 ) -> None:
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
+    request = request_of(locals())
     if train_xla.is_asked(backend):
-        train_xla.run(**locals())
+        train_xla.run(request, as_json=as_json)
         return
-    from upshift.training.run import train
+    from upshift.training.run import run_training
 
-    given = locals()
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
     with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
-        record = train(
-            model, data, output=output, overwrite=overwrite, resume=resume, heal=heal, watcher=display.watcher,
-            arguments=arguments_of(given), **request_of(given),
-        )  # fmt: skip
+        record = run_training(request, display.watcher)
     if record is not None:
         _print(record, as_json=as_json)
 
 
-def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the optimization. ``given``: all options of the command, by name."""
-    names = (
-        "max_steps", "learning_rate", "warmup_steps", "seed", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps",
-        "save_steps", "save_total_limit",
-    )  # fmt: skip
-    return {name: given[name] for name in names}
-
-
-def request_of(given: dict[str, Any]) -> dict[str, Any]:
-    """And those of the plan."""
-    names = (
-        "sequence_length", "global_batch", "epochs", "from_config", "lora_rank", "load_in_4bit", "text_column", "trial_seconds",
-        "mup_base",
-    )  # fmt: skip
-    same = {name: given[name] for name in names}
-    return {**same, "plan_file": given["plan"], "fixed": tuple(given["set_"] or ()), "allow": split(given["allow"])}
+def request_of(given: dict[str, Any]) -> TrainRequest:
+    """Return the request of a training run. ``given``: all options of the command, by name."""
+    fields = {name: given[name] for name in TrainRequest.model_fields if name in given}
+    fields |= {"plan_file": given["plan"], "fixed": tuple(given["set_"] or ()), "allow": split(given["allow"])}
+    return TrainRequest.of(fields, {name: given[name] for name in Arguments.model_fields if name in given})
 
 
 def _speaks() -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,14 +13,12 @@ import typer
 from upshift.cli import show
 from upshift.cli.progress import activity
 from upshift.errors import RequestError
+from upshift.training.train_request import TrainRequest
 from upshift.units import format_seconds
 
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
-TORCH_ONLY = {  # option -> what it is when it is not given
-    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
-    "mup_base": None, "heal": False,
-}  # fmt: skip
+TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
 
 RECENT_STEPS = 10  # whose mean time says what is left
@@ -33,32 +30,26 @@ def is_asked(backend: str) -> bool:
     return backend == "xla"
 
 
-def run(
-    *, model: str, data: str, output: Path, sequence_length: int | None, global_batch: int, max_steps: int | None, epochs: float,
-    from_config: bool, text_column: str | None, resume: bool, set_: list[str] | None, as_json: bool, seed: int, save_steps: int,
-    **others: Any,
-) -> None:  # fmt: skip
-    """``others``: the remaining options of ``upshift train``."""
+def run(request: TrainRequest, *, as_json: bool) -> None:
     from upshift.xla.needs import need_tensorflow
 
-    _refuse(others)
-    fields = _fields(set_ or [])
+    _refuse(request)
+    fields = _fields(request.fixed)
     need_tensorflow("--backend xla")
     from upshift.training.batches.source import steps_of
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.door import train
 
-    if has_records(data):
-        steps = max_steps or steps_of(epochs, num_sequences=read_index(data).num_examples, global_batch=global_batch)
-        batches, tokenizer = record_batches(data, global_batch=global_batch, num_steps=steps, seed=seed), None
+    global_batch, seed = request.global_batch, request.arguments.seed
+    if has_records(request.data):
+        num_sequences = read_index(request.data).num_examples
+        steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+        batches, tokenizer = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed), None
     else:
-        batches, steps, tokenizer = _tokenized(model, data, sequence_length, global_batch, max_steps, epochs, text_column, seed)
+        batches, steps, tokenizer = _tokenized(request)
     told: list[Any] = []
     start = time.perf_counter()
 
-    names = (
-        "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps", "save_total_limit",
-    )  # fmt: skip
     with activity("Building the model and compiling its first step") as now:
 
         def on_step(done: Any) -> None:
@@ -66,23 +57,24 @@ def run(
             now.update(title="Training", text=_line(done, told[-RECENT_STEPS:], global_batch))
             _tell(done, quiet=as_json)
 
-        settings: dict[str, Any] = {name: others[name] for name in names} | fields
+        settings: dict[str, Any] = request.arguments_for(steps).model_dump() | fields
         trained = train(
-            model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
-            save_steps=save_steps, **settings,
+            request.model, batches, output=request.output, resume=request.resume, from_config=request.from_config,
+            on_step=on_step, **settings,
         )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
     _print(trained, told, time.perf_counter() - start, as_json=as_json)
 
 
-def _refuse(others: dict[str, Any]) -> None:
-    for name, unset in TORCH_ONLY.items():
-        if others[name] != unset:
-            raise RequestError(f"--{name.replace('_', '-')} is not for --backend xla; leave it out, or use --backend torch")
+def _refuse(request: TrainRequest) -> None:
+    for name in TORCH_ONLY:
+        if getattr(request, name) != TrainRequest.model_fields[name].default:
+            option = name.removesuffix("_file").replace("_", "-")
+            raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
 
 
-def _fields(assignments: list[str]) -> dict[str, str]:
+def _fields(assignments: tuple[str, ...]) -> dict[str, str]:
     found = dict(text.partition("=")[::2] for text in assignments)
     unknown = next((name for name in found if name not in FIELDS), None)
     if unknown is not None:
@@ -90,10 +82,7 @@ def _fields(assignments: list[str]) -> dict[str, str]:
     return found
 
 
-def _tokenized(
-    model: str, data: str, sequence_length: int | None, global_batch: int, max_steps: int | None, epochs: float,
-    text_column: str | None, seed: int,
-) -> tuple[Any, int, Any]:  # fmt: skip
+def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
     """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
@@ -103,8 +92,11 @@ def _tokenized(
     from upshift.xla.data.batches import Batches
     from upshift.xla.data.buckets import plan_buckets
 
-    found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
-    steps = max_steps or steps_of(epochs, num_sequences=len(found.training), global_batch=global_batch)
+    global_batch, seed = request.global_batch, request.arguments.seed
+    found = prepare_data(
+        find_model(request.model), request.data, sequence_length=request.sequence_length, text_column=request.text_column
+    )
+    steps = request.max_steps or steps_of(request.epochs, num_sequences=len(found.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(
         sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.added import added
-from upshift.inference.setup import QUANTIZED, ROUNDED, Device, EngineName, EngineSetup, Hint, Precision, Task
+from upshift.inference.setup import QUANTIZED, ROUNDED, Device, EngineName, EngineSetup, Hint, Precision, Task, added
 from upshift.models.source import ModelSource
 
 

@@ -12,8 +12,8 @@ from upshift.inference.encoding.batches import by_length
 from upshift.inference.engines import ENGINES
 from upshift.inference.setup import ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.models.store import profile_model
 from upshift.planning.inference.engine import Engine, build_engine
 from upshift.planning.inference.formats import CachePrecision, WeightPrecision
 from upshift.planning.inference.plan import Execution, ReplicaShape

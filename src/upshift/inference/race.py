@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +22,12 @@ from upshift.disk_full import keep
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
-from upshift.inference.bounds import Limits, Quality
 from upshift.inference.contestant import Contest, Entrants, LeftOut, Run, Runs
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
-from upshift.inference.final import finalists, run_final
+from upshift.inference.final import run_final
 from upshift.inference.forecast import Forecast
-from upshift.inference.payback import FEW, LONGER, Entering, allowed, entering, pays, settled
+from upshift.inference.payback import FEW, pays
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.setup import EngineName, EngineSetup
 from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
 from upshift.installed import installed_versions
@@ -72,48 +72,45 @@ def race(
     contest: Contest,
     host: Host,
     sample: list[list[int]],
-    quality: Quality,
+    policy: RacePolicy,
     *,
-    engine: EngineName | None = None,
     forecast: Callable[[], Forecast],
-    limits: Limits,
-    amount: float,
-    seconds: float | None = None,
     no_room: Callable[[], Race] | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
     """Run a race, or recall its result by contest, weights, hardware, versions and lengths.
 
-    ``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: all texts,
-    or tokens to generate, for which compiling must pay. ``seconds``: of the race. None: by the amount. ``no_room``:
-    called if no race is remembered and the reference does not fit."""
+    Args:
+        contest: the model and the work.
+        host: the machine.
+        sample: token ids of some of the texts.
+        policy: the bounds.
+        forecast: returns the forecast of setups. It is called if a race needs it.
+        no_room: called if no race is remembered and the reference does not fit.
+        on_run: called after each run.
+    """
     stored, batch = stored_for(contest.source), contest.batches[0]
-    exact = quality == "exact"
     reference = reference_precision(contest.source, host)
     able = contestants(
-        contest.task, contest.source, host, exact=exact, batch=batch, hint=contest.hint, stored=stored, reference=reference
-    )
+        contest.task, contest.source, host, exact=policy.quality == "exact", batch=batch, hint=contest.hint, stored=stored,
+        reference=reference,
+    )  # fmt: skip
     setups = [setup for setup in able if is_installed(setup.engine)]
-    asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
+    asked = [setup for place, setup in enumerate(setups) if not place or policy.engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
-    longest = partial(allowed, seconds, quality=quality, amount=amount)
-    found = _recalled(kept, quality, limits, amount, longest)
+    found = _recalled(kept, policy)
     if found is not None:
-        return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
+        return found.changed(chosen=_choose(found, policy), recalled=True)
     if no_room is not None:
         return no_room()
     check_room(contest.source, host, reference)
     absent = [setup for setup in able if setup not in setups]
-    if not limits and (alone := _alone(asked, absent, contest.batches[-1], forecast, amount, named=engine is not None)):
+    if not policy.is_limited and (alone := _alone(asked, absent, contest.batches[-1], forecast, policy)):
         return alone
-    enter = partial(entering, quality=quality, amount=amount if engine is None else None)
-    nobody = Entrants(contest=contest, setups=(), sample=Path(), reference=Path(), quality=quality, limited=bool(limits))
-    # A final is about the time of many texts; under limits who is chosen may be far from the fastest.
-    near = partial(finalists, quality=quality) if amount >= FEW and not limits else lambda runs: ()
-    file = kept / f"{quality}.json"
-    run_all = _run_all(nobody, sample, asked, absent, forecast, enter, longest, near, on_run).changed(file=file)
+    file = kept / f"{policy.quality}.json"
+    run_all = _run_all(contest, policy, sample, asked, absent, forecast, on_run).changed(file=file)
     keep("the race's result is", file, run_all.to_json())
-    return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
+    return run_all.changed(chosen=_choose(run_all, policy))
 
 
 def _alone(
@@ -121,59 +118,55 @@ def _alone(
     absent: list[EngineSetup],
     batch: int,
     forecast: Callable[[], Forecast],
-    amount: float,
-    *,
-    named: bool,
+    policy: RacePolicy,
 ) -> Race | None:
     """Return the reference if no other setup can race with it, or only one that compiles and does not pay."""
+    named = policy.engine is not None
     if len([setup for setup in asked if named or not ENGINES[setup.engine].uncompiled]) > 1:
         return None
     unknown = dict.fromkeys(setup.engine for setup in absent)
     alone = Race(runs=(), chosen=asked[0].changed(batch=batch), file=None, expected=unknown)
-    if len(asked) == 1 or amount < FEW:
+    if len(asked) == 1 or policy.amount < FEW:
         return alone
     best, *rates = map(forecast(), asked)
-    if any(pays(rate, best, amount) for rate in rates):
+    if any(pays(rate, best, policy.amount) for rate in rates):
         return None
     out = (LeftOut(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(asked[1:], rates, strict=True))
     return alone.changed(left_out=tuple(out))
 
 
-def _recalled(
-    kept: Path, quality: Quality, limits: Limits, amount: float, longest: Callable[[Sequence[Run]], float]
-) -> Race | None:
+def _recalled(kept: Path, policy: RacePolicy) -> Race | None:
     """Return the same race under this bound, or under another bound if nothing that was left out could win under this
     one."""
-    for file in (kept / f"{quality}.json", *sorted(kept.glob("*.json"))):
+    for file in (kept / f"{policy.quality}.json", *sorted(kept.glob("*.json"))):
         race = Race.from_file(file) if file.is_file() else None
-        longer = race is not None and longest(race.runs) > LONGER * race.allowed
-        if race and settled(race.runs, race.left_out, quality, amount=amount, limited=bool(limits), longer=longer):
+        if race and policy.is_settled(race.runs, race.left_out, race.allowed):
             return race
     return None
 
 
 def _run_all(
-    entrants: Entrants, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
-    forecast: Callable[[], Forecast], enter: Callable[..., Entering], longest: Callable[[Sequence[Run]], float],
-    near: Callable[[Sequence[Run]], Sequence[Run]], on_run: Callable[[Run], None],
+    contest: Contest, policy: RacePolicy, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
+    forecast: Callable[[], Forecast], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
     """Run all contestants.
 
-    ``entrants``: without setups and files. ``absent``: setups of engines that are not installed. ``enter``: returns
-    which of an engine's setups run, by the earlier runs. ``longest``: returns the seconds of the race, by the same.
-    ``near``: returns who runs again at the end. The engine that computes nothing runs beside the reference."""
-    start, contest = time.perf_counter(), entrants.contest
+    ``absent``: setups of engines that are not installed. The engine that computes nothing runs beside the reference."""
+    start = time.perf_counter()
     runs, left_out, ceiling = list[Run](), list[LeftOut](), 0.0
     says = forecast()
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
         says(asked[0])  # the model is traced while the engines' process imports
-        entrants = entrants.changed(sample=Path(name) / "sample.json", reference=Path(name) / "reference.npy")
+        entrants = Entrants(
+            contest=contest, setups=(), sample=Path(name) / "sample.json", reference=Path(name) / "reference.npy",
+            quality=policy.quality, limited=policy.is_limited,
+        )  # fmt: skip
         entrants.sample.write_text(json.dumps(sample))
         for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: (setup == asked[0], setup.engine))):
-            chosen = enter(setups, runs, says)
+            chosen = policy.admit(setups, runs, says)
             left_out += chosen.left_out
             beside = () if runs else (asked[0].changed(engine="nothing", precision="fp32"),)
-            left = longest(runs) - (time.perf_counter() - start)
+            left = policy.budget(runs) - (time.perf_counter() - start)
             group = entrants.changed(setups=(*chosen.setups, *beside), before=tuple(runs), seconds=left)
             for said in runs_of(server, group) if group.setups else ():
                 if isinstance(said, LeftOut):
@@ -185,8 +178,9 @@ def _run_all(
                     on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-        left = longest(runs) - (time.perf_counter() - start)
-        final = {run.setup: run for run in run_final(near(runs), entrants, partial(runs_of, server), seconds=left)}
+        left = policy.budget(runs) - (time.perf_counter() - start)
+        again = run_final(policy.run_again(runs), entrants, partial(runs_of, server), seconds=left)
+        final = {run.setup: run for run in again}
         for run in final.values():
             on_run(run)
         runs = [final.get(run.setup, run) for run in runs]
@@ -195,13 +189,14 @@ def _run_all(
         expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine) or 0.0) or None
     return Race(
         runs=tuple(runs), chosen=runs[0].setup, file=None, final=tuple(final), expected=expected,
-        left_out=tuple(left_out), ceiling=ceiling or None, seconds=time.perf_counter() - start, allowed=longest(runs),
+        left_out=tuple(left_out), ceiling=ceiling or None, seconds=time.perf_counter() - start, allowed=policy.budget(runs),
     )  # fmt: skip
 
 
-def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None, amount: float) -> EngineSetup:
+def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
     """Return the fastest setup within all bounds. Raise RequestError with the result of each requested one, or
     NothingFits with the one that came nearest to the limits."""
+    quality, limits, engine = policy.quality, policy.limits, policy.engine
     asked = [run for run in race.runs if engine in (None, run.setup.engine)]
     able = [run for run in asked if run.within(quality)]
     if not able:
@@ -219,7 +214,7 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
             f"no setup within --quality {quality} is as quick as asked; the nearest is {nearest.setup.label()} with a batch of "
             f"{nearest.setup.batch:,}: {nearest.times()}; allow more time or less quality, or delete {race.file} to race again"
         )
-    return min(quick, key=lambda run: run.seconds_for(amount)).setup
+    return min(quick, key=lambda run: run.seconds_for(policy.amount)).setup
 
 
 def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:

@@ -22,7 +22,6 @@ from upshift.loading.names import map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import COMPUTED, DTYPES, NAMES, bytes_of
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
-from upshift.models.build import read_config
 from upshift.models.config_json import config_text
 from upshift.models.source import ModelSource
 
@@ -79,7 +78,7 @@ def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> 
     For a class that transformers does not have, the tensors that it keeps in fp32 cannot be known."""
     chosen = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in FRACTIONS}
     if source.config["model_type"] in transformers.CONFIG_MAPPING:
-        config = read_config(source)
+        config = source.hf_config
         model = build_empty(class_of(config, source), config, dtype)
         names = map_names(model, checkpoint.tensors)
         filling = Filling(model, checkpoint.tensors, names, dtype=dtype)

@@ -27,7 +27,7 @@ from upshift.loading.names import map_names
 from upshift.loading.place import Placement
 from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.tensors import COMPUTED, dtype_of
-from upshift.models.build import building, find_architecture, read_config
+from upshift.models.build import building, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
@@ -80,7 +80,7 @@ def load_source(
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
     check_not_quantized(quantize, None if where is None else where.device_map)
-    config = read_config(source)
+    config = source.hf_config
     kind = class_of(config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
@@ -134,7 +134,7 @@ def place_source(source: ModelSource, *, dtype: str | None = None, where: Where)
 
 def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Return the empty model as ``load_source`` builds it, with the headers of its files, or None if there are no files."""
-    config = read_config(source)
+    config = source.hf_config
     kind = class_of(config, source)
     folder = source.directory
     stored = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
@@ -160,7 +160,7 @@ def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: to
 
 def empty_of(source: ModelSource) -> PreTrainedModel:
     """Return the empty model in fp32, built from the config alone."""
-    config = read_config(source)
+    config = source.hf_config
     return build_empty(class_of(config, source), config, torch.float32)
 
 

@@ -25,7 +25,6 @@ from upshift.loading.names import map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
-from upshift.models.build import read_config
 from upshift.models.config_json import config_text
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
 
@@ -114,7 +113,7 @@ def _read_adapter(folder: Path) -> LoraConfig:
 
 def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
     """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes."""
-    config = read_config(source)
+    config = source.hf_config
     named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
     asked = getattr(transformers, named, None) if named else None
     mapping = MODEL_MAPPING.read(asked)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
-from upshift.models.config_json import config_text
+from upshift.models.hf_config import one_line
 from upshift.models.profile import Objective
-from upshift.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -44,39 +41,6 @@ class Architecture:
 
     model_class: type[PreTrainedModel]
     objective: Objective | None
-
-
-def read_config(source: ModelSource) -> PretrainedConfig:
-    """Return the typed config, read from its JSON by transformers' own AutoConfig.
-
-    Raise RequestError for an architecture that this transformers does not know, and for values that its config class refuses."""
-    model_type = source.config["model_type"]
-    _check_model_type(source)
-    with tempfile.TemporaryDirectory(prefix="upshift-config-") as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(config_text(source.config), encoding="utf-8")
-        try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # each config class raises its own kinds; every one means: this file is not usable
-            raise RequestError(f"the config of {source.reference!r} is not valid for {model_type}: {_one_line(error)}") from error
-    config.name_or_path = str(source.config.get("_name_or_path") or "")
-    return config
-
-
-def _check_model_type(source: ModelSource) -> None:
-    model_type = source.config["model_type"]
-    if model_type in transformers.CONFIG_MAPPING:
-        return
-    if source.config.get("auto_map"):
-        code = ", ".join(sorted({str(name).rpartition("--")[2] for name in source.config["auto_map"].values()}))
-        raise RequestError(
-            f"{source.reference!r} (model_type {model_type!r}) is computed by Python code beside its weights ({code}), which "
-            "Upshift does not run; use a model whose code is in transformers"
-        )
-    raise RequestError(
-        f"model_type {model_type!r} of {source.reference!r} is unknown to transformers {transformers.__version__}; "
-        "use a model that it supports, or upgrade transformers"
-    )
 
 
 def find_architecture(config: PretrainedConfig, reference: str) -> Architecture:
@@ -238,7 +202,7 @@ def building(what: str) -> Iterator[None]:
     except RequestError:
         raise
     except Exception as error:  # model and adapter classes raise their own kinds; every one means: no model of this config
-        reason = f"{type(error).__name__}: {_one_line(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise RequestError(f"{what} cannot be built from its config: {reason}; check the config's sizes") from error
 
 
@@ -420,7 +384,3 @@ def _class_labels(config: PretrainedConfig, batch: int) -> torch.Tensor:
     if problem == "multi_label_classification" or (problem == "regression" and num_labels > 1):
         return torch.zeros(batch, num_labels)
     return torch.zeros(batch, dtype=torch.float32 if problem == "regression" or num_labels == 1 else torch.long)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
-from upshift.models.build import building, find_architecture, find_stacks, read_config
+from upshift.models.build import building, find_architecture, find_stacks
 from upshift.models.config_sizes import heads_of, positions_in
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
@@ -156,7 +156,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 def empty_positions(source: ModelSource) -> int | None:
     """Return ``max_positions`` of a model that is built without numbers. Raise RequestError if it cannot be built."""
-    config = read_config(source)
+    config = source.hf_config
     model_class = find_architecture(config, source.reference).model_class
     with building(repr(source.reference)), torch.device("meta"):
         return max_positions(model_class(config))

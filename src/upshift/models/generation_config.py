@@ -72,11 +72,10 @@ def unused_options(kind: type[Value], source: ModelSource, given: Collection[str
 
 def start_token(source: ModelSource) -> int:
     """Return the token that the decoder of an encoder-decoder begins with, as transformers finds it."""
-    from upshift.models.build import read_config
 
     said = _config(source)
     if not said:
-        config = read_config(source)
+        config = source.hf_config
         said = {name: getattr(config, name, None) for name in STARTS}
     start = next((said[name] for name in STARTS if said.get(name) is not None), None)
     if start is None:
@@ -88,10 +87,9 @@ def _new_tokens(said: Mapping[str, Any], source: ModelSource) -> int | None:
     """Return the new tokens of max_length, behind the token that a decoder starts with.
 
     None: there is no room for one, or no encoder reads the prompt, so that max_length counts the prompt, too."""
-    from upshift.models.build import read_config
 
     length = said.get("max_length")
-    if not isinstance(length, int) or length <= 1 or not read_config(source).is_encoder_decoder:
+    if not isinstance(length, int) or length <= 1 or not source.hf_config.is_encoder_decoder:
         return None
     return length - 1
 

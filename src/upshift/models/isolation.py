@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, encoder_of, forget_cache, read_config
+from upshift.models.build import build_model, choose_class, encoder_of, forget_cache
 from upshift.models.describe import attention_kernels
 from upshift.models.narrow import narrow_copies
 from upshift.models.profile import Isolation, Objective
@@ -67,7 +67,7 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     """Return the result of the test for a source's model. ``states``: test the model without a head.
 
     Raise RequestError for a config that transformers cannot read."""
-    config = read_config(source)
+    config = source.hf_config
     if states:
         name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
         model_class = getattr(transformers, name, None) if isinstance(name, str) else None

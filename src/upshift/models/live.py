@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ADAPTER_LOADED
 from upshift.models.adapter import base_of, complete_model, frozen_paths
-from upshift.models.build import build_model, building, choose_class, read_config
+from upshift.models.build import build_model, building, choose_class
 from upshift.models.quantized import check_quantization, four_bit_layers
 from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
 
@@ -129,7 +129,7 @@ def _check_weights(model: nn.Module) -> None:
 
 def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:
     """Build the model on the meta device."""
-    config = read_config(source)
+    config = source.hf_config
     choose_class(config, source.reference)  # refuses a class without a loss that Upshift plans
     with building(source.reference), torch.device("meta"):
         return complete_model(build_model(config, model_class, dtype=dtype), source)

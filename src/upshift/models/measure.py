@@ -27,18 +27,16 @@ from upshift.models.build import (
     check_depth,
     choose_class,
     cut_stacks,
-    read_config,
     sample_inputs,
 )
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
-from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Variant
 from upshift.models.quantized import copy_scales
 from upshift.models.recompute import recompute_layers
 from upshift.models.sizes import Counted, OfPrimes
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant
 from upshift.models.tensor_parallel import keep_slice
 from upshift.models.tracker import Interval, LiveTracker
 
@@ -49,7 +47,7 @@ class Tracer:
     def __init__(self, source: ModelSource) -> None:
         self.source = source
         self.fake = FAKE_TENSOR_MODE.get()()
-        self.config = read_config(source)
+        self.config = source.hf_config
         self.model_class, self.objective = choose_class(self.config, source.reference)
         check_depth(self.config, source.reference)
         self.stacks: list[LayerStack] = []
@@ -61,7 +59,7 @@ class Tracer:
         peft cannot be put on fake tensors."""
         if self.source.adapter is not None and self.source.base_dtype == "bfloat16":
             dtype = torch.bfloat16
-        config = read_config(self.source)
+        config = self.source.hf_config
         if hasattr(config, "use_cache"):
             config.use_cache = False
         if self.objective == "sequence-classification" and config.problem_type is None:

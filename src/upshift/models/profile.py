@@ -29,6 +29,18 @@ TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
 Granularity = Literal["full", "selective", "alternate"]
 
 
+class Variant(NamedTuple):
+    """One way to run the step. Variants are traced apart because their kernels or saved tensors differ."""
+
+    precision: TracedPrecision
+    attention: str
+    masked: bool
+    divided: bool = False  # also as one of two ranks of tensor parallelism
+    selective: bool = False  # recomputed selectively too
+    alternate: bool = False  # and alternately
+    compiled: bool = False  # also what layers keep when they are compiled
+
+
 # What the chunked loss was traced with, and what plans use; a larger size moves the peak by chunk x vocabulary only.
 LOSS_CHUNK_TOKENS = 512
 BLOCK_QUERIES = 128  # of block attention: measured in docs/log.md

@@ -5,12 +5,14 @@ Only JSON is read, never weights.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_serializer, field_validator
 
@@ -18,6 +20,9 @@ from upshift.errors import RequestError
 from upshift.models.config_json import decode_floats, encode_floats, read_json
 from upshift.settings import read_settings
 from upshift.value import Value
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BaseDtype = Literal["float32", "bfloat16"]
 QuantizedFrom = Literal["float32", "bfloat16", "float16"]
@@ -81,6 +86,20 @@ class ModelSource(Value):
             kept = {"config": kept, "adapter": self.adapter, "frozen": self.frozen}
             kept["base"] = [self.base_dtype, self.quantized_from]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """Return the typed config (imports transformers): a copy, which a model that is built from it may change.
+
+        Raise RequestError for an architecture that this transformers does not know, and for values that its config class
+        refuses."""
+        return copy.deepcopy(self._parsed_config)
+
+    @cached_property
+    def _parsed_config(self) -> PretrainedConfig:
+        from upshift.models.hf_config import parse_config
+
+        return parse_config(self.config, self.reference)
 
     def write(self, path: Path) -> None:
         """Write the source as one JSON file, which ``find_model`` reads whole."""

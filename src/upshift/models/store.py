@@ -1,4 +1,4 @@
-"""Keep profiles on disk: one JSON file per config, library versions and traced variants. Safe to delete."""
+"""Keep on disk what was found out about a model: one JSON file per config and library versions. Safe to delete."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.models.profile import Isolation, ModelProfile, Segment, TracedPrecision
+from upshift.models.profile import Isolation, Segment
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
@@ -31,45 +31,6 @@ class Positions(Value):
     apart: bool  # an encoder reads the prompt, and its decoder counts the answer's positions from the first
 
 
-class Variant(NamedTuple):
-    """One way to run the step. Variants are traced apart because their kernels or saved tensors differ."""
-
-    precision: TracedPrecision
-    attention: str
-    masked: bool
-    divided: bool = False  # also as one of two ranks of tensor parallelism
-    selective: bool = False  # recomputed selectively too
-    alternate: bool = False  # and alternately
-    compiled: bool = False  # also what layers keep when they are compiled
-
-
-def profile_model(
-    source: ModelSource,
-    *,
-    sequence_length: int,
-    variants: tuple[Variant, ...],
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ModelProfile:
-    """Return the profile from the cache, or trace it now (seconds, imports torch) and store it."""
-    versions = _versions(source)
-    text = repr((FORMAT, source.model_hash, versions, sequence_length, sorted(variants)))
-    key, folder = _key(text), read_settings().cache_dir
-    path = folder / "profiles" / f"{key}.json"
-    if path.is_file():
-        try:
-            return ModelProfile.from_file(path)
-        except RequestError:
-            _drop(path)  # written by another version, or cut short: trace again
-    from upshift.models.trace import trace_model
-
-    kept = SegmentStore(folder / "segments" / _key(repr((FORMAT, source.model_hash, versions, sequence_length))))
-    profile = trace_model(
-        source, key=key, versions=versions, sequence_length=sequence_length, variants=variants, kept=kept, progress=progress
-    )
-    _write(path, profile.to_json().encode())
-    return profile
-
-
 def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
     """Return what a text's results depend on, from the cache or as tested now (a second, imports torch).
 
@@ -80,7 +41,7 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
 
         return test_source(source, states=states)
 
-    return _remembered("isolation", (source.model_hash, _versions(source), states), Isolation, test)
+    return remembered("isolation", (source.model_hash, versions_of(source), states), Isolation, test)
 
 
 def positions_of(source: ModelSource) -> int | None:
@@ -99,17 +60,16 @@ def positions_are_apart(source: ModelSource) -> bool:
 
 def _positions(source: ModelSource) -> Positions:
     def count() -> Positions:
-        from upshift.models.build import read_config
         from upshift.models.describe import empty_positions
 
-        return Positions(tokens=empty_positions(source), apart=read_config(source).is_encoder_decoder)
+        return Positions(tokens=empty_positions(source), apart=source.hf_config.is_encoder_decoder)
 
-    return _remembered("positions", (source.model_hash, _versions(source)), Positions, count)
+    return remembered("positions", (source.model_hash, versions_of(source)), Positions, count)
 
 
-def _remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:
+def remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:
     """Return a value from the cache. If it is not there, ``find`` makes it."""
-    path = read_settings().cache_dir / folder / f"{_key(repr((FORMAT, *of)))}.json"
+    path = read_settings().cache_dir / folder / f"{key_of(*of)}.json"
     if path.is_file():
         try:
             return kind.from_file(path)
@@ -126,6 +86,11 @@ class SegmentStore:
     def __init__(self, folder: Path) -> None:
         self._folder, self._form = folder, TypeAdapter(dict[str, list[Segment]])
 
+    @classmethod
+    def of(cls, source: ModelSource, sequence_length: int) -> SegmentStore:
+        key = key_of(source.model_hash, versions_of(source), sequence_length)
+        return cls(read_settings().cache_dir / "segments" / key)
+
     def get(self, name: str) -> dict[str, list[Segment]] | None:
         path = self._path(name)
         try:
@@ -140,10 +105,15 @@ class SegmentStore:
         _write(self._path(name), self._form.dump_json(segments))
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{_key(name)}.json"
+        return self._folder / f"{_hash(name)}.json"
 
 
-def _key(text: str) -> str:
+def key_of(*parts: Any) -> str:
+    """Return the name under which the cache keeps what belongs to these parts."""
+    return _hash(repr((FORMAT, *parts)))
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -166,7 +136,7 @@ def _warn(folder: Path, reason: str) -> None:
     logger.warning("what was traced is not kept in %s: %s; UPSHIFT_CACHE names another folder", folder, reason)
 
 
-def _versions(source: ModelSource) -> dict[str, str]:
+def versions_of(source: ModelSource) -> dict[str, str]:
     """Return the versions of the libraries that decide which operators run."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     needed = {"peft": source.adapter is not None, "bitsandbytes": source.quantized_from is not None}

@@ -44,10 +44,11 @@ from upshift.models.profile import (
     Polynomial,
     Stack,
     TensorParallel,
+    Variant,
 )
 from upshift.models.quantized import check_quantization
 from upshift.models.source import ModelSource
-from upshift.models.store import SegmentStore, Variant, isolation_of
+from upshift.models.store import SegmentStore, isolation_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
 

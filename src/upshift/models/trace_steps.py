@@ -11,9 +11,8 @@ from upshift.models.build import layer_kind
 from upshift.models.compiled import call_kind, kept_when_compiled
 from upshift.models.fit import fit_segment
 from upshift.models.measure import Tracer, fake_masks
-from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Polynomial, Segment, StackTrace, StepTrace
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Polynomial, Segment, StackTrace, StepTrace, Variant
 from upshift.models.sizes import NotPolynomial, OfPrimes, prime_points
-from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
 COMPILED_TRACE_LENGTH = 256  # at least: at this length a prime differs from all widths

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
-from upshift.models.store import Variant
+from upshift.models.profile import ModelProfile, Variant
 from upshift.planning.assignments import split_assignment
 from upshift.planning.explain import with_more_memory
 from upshift.planning.layout import Layout

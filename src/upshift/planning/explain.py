@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
 from upshift.hardware.spec import Host
 from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.cost.time import Takes
@@ -11,11 +15,6 @@ from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 from upshift.value import Value
 
-EXPLAINED = (
-    "precision", "per_device_train_batch_size", "activation_checkpointing", "recompute_granularity", "attention",
-    "torch_compile", "optim",
-    "optimizer_in_backward", "loss_chunk_tokens", "packing", "num_processes", "host_memory",
-)  # fmt: skip
 BECAUSE = {
     "precision": "rate of matrix products and bytes moved",
     "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
@@ -41,35 +40,57 @@ class Reason(Value):
     runner_up_cost: str | None = None
 
 
+class HasPlan(Protocol):
+    @property
+    def plan(self) -> Any: ...
+
+
+Choosable = TypeVar("Choosable", bound=HasPlan)
+
+
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
-    rows = []
-    for name in EXPLAINED:
-        value = getattr(best.plan, name)
-        if name == "recompute_granularity" and not best.plan.activation_checkpointing:
+    because = dict(BECAUSE)
+    if not best.plan.activation_checkpointing:
+        del because["recompute_granularity"]
+    cost = partial(_cost, best)
+    return reasons_among(ranking.candidates, ranking.too_big, because, cost=cost, blocked_cost="does not fit")
+
+
+def reasons_among(
+    candidates: Sequence[Choosable], blocked: Sequence[HasPlan], because: Mapping[str, str], *,
+    cost: Callable[[Choosable], str], blocked_cost: str,
+) -> tuple[Reason, ...]:  # fmt: skip
+    """Return one row for each choice in which a plan differs from the best.
+
+    Args:
+        candidates: what may be chosen, best first.
+        blocked: what may not be chosen. It is looked at for a choice in which no candidate differs.
+        because: the reason why a choice matters, by the field of the plan.
+        cost: returns what a candidate would cost.
+        blocked_cost: the same for all that is blocked.
+    """
+    best, rows = candidates[0].plan, []
+    for name, why in because.items():
+        value = getattr(best, name)
+        other = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
+        shown = other if other is not None else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+        if shown is None:
             continue
-        other = next((c for c in ranking.candidates if getattr(c.plan, name) != value), None)
-        blocked = next((c for c in ranking.too_big if getattr(c.plan, name) != value), None) if other is None else None
-        if other is None and blocked is None:
-            continue
-        rows.append(
-            Reason(
-                choice=name,
-                value=str(value),
-                why=BECAUSE[name],
-                runner_up=str(getattr((other or blocked).plan, name)),  # type: ignore[union-attr]
-                runner_up_cost=_cost(best, other) if other else "does not fit",
-            )
-        )
+        words = cost(other) if other is not None else blocked_cost
+        runner_up = str(getattr(shown.plan, name))
+        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=words))
     return tuple(rows)
 
 
 def _cost(best: Candidate, other: Candidate) -> str:
-    speed = other.tokens_per_second / best.tokens_per_second - 1
-    memory = other.memory.peak - best.memory.peak
-    sign = "+" if memory >= 0 else "-"
-    return f"{speed:+.1%}, {sign}{format_bytes(abs(memory))}"
+    return differences(other.tokens_per_second / best.tokens_per_second, other.memory.peak - best.memory.peak)
+
+
+def differences(speed: float, more_bytes: float) -> str:
+    """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
+    return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
 
 
 def with_more_memory(host: Host, more: int) -> Host | None:

@@ -110,7 +110,7 @@ def _degrees(
 def _shares_tokens(host: Host, tensor: int) -> list[bool]:
     """Return the values of sequence_parallel to look at: always true where it costs nothing.
 
-    On CPUs a reduce_scatter moves as much as the sum (cost/gloo.py), so it trades time for memory.
+    On CPUs a reduce_scatter moves as much as the sum (cost/network.py), so it trades time for memory.
     """
     return [tensor > 1] if tensor == 1 or host.device != "cpu" else [True, False]
 

@@ -15,9 +15,8 @@ from pydantic import Field
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.installed import installed_version
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant
 from upshift.planning.cost.memory import PHASES
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.plan import Plan

@@ -12,8 +12,8 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_to_train
-from upshift.models.store import profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.time import takes
 from upshift.planning.explain import Reason, reasons, representative, shadow_price

@@ -5,14 +5,12 @@ from __future__ import annotations
 import platform
 from importlib.util import find_spec
 from math import prod
-from typing import Any, NoReturn, get_args, get_type_hints
-
-from pydantic import ValidationError
+from typing import Any, get_args, get_type_hints
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
-from upshift.planning.assignments import read_assignments
+from upshift.planning.assignments import check_allowed_names, check_legal, one_of, parse_field, read_assignments, refuse_value
 from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.isolation import packs, why_never_packed
@@ -23,7 +21,6 @@ from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, place
 from upshift.planning.optimizers import ALIASES, check_library, check_name, optimizers, read_optim_args
 from upshift.planning.plan import Attention, Compile, HostMemory, LossKernel, Plan, Precision, changes_of_mathematics
 from upshift.planning.workload import Workload
-from upshift.value import first_problem
 
 BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
@@ -89,9 +86,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     if fixed.get("mup_base"):
         read_base(fixed["mup_base"])
     legal = _legal_here(host, workload, quantized=quantized)
-    for name, value in fixed.items():
-        if value not in legal.get(name, (value,)):
-            _refuse(name, value, legal[name], _why_here(name, value, host, workload, quantized=quantized))
+    check_legal(fixed, legal, lambda name: _why_here(name, fixed[name], host, workload, quantized=quantized))
     return fixed
 
 
@@ -107,12 +102,8 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
                     f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
                 )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
-            _refuse(name, value, legal[name], _why(name, value, host, profile, workload))
+            refuse_value(name, value, legal[name], _why(name, value, host, profile, workload))
     return fixed
-
-
-def _refuse(name: str, value: Any, legal: list[Any], why: str) -> NoReturn:
-    raise RequestError(f"--set {name}={value} is not possible here; use one of {', '.join(map(str, legal))}{why}")
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -162,11 +153,7 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
         check_name(text)
     plain = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
     holder, given = (Layout, {}) if name in Layout.model_fields else (Plan, plain)
-    try:
-        return getattr(holder.model_validate({**given, name: text}), name)
-    except ValidationError as error:
-        valid = f"; use one of {', '.join(map(str, options))}" if options else ""
-        raise RequestError(f"{option} {first_problem(holder, error)}{valid}") from None
+    return parse_field(holder, given, name, text, valid=one_of(options), option=option)
 
 
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
@@ -226,12 +213,7 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
 
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if name not in changes_of_mathematics():
-            raise RequestError(
-                f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(changes_of_mathematics())}"
-            )
-    return names
+    return check_allowed_names(names, changes_of_mathematics())
 
 
 def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:

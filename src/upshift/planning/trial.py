@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import Field
 
@@ -18,6 +18,15 @@ from upshift.value import Value
 
 LABELS_OF_A_LOSS = 1000  # a mean over this many labels is exact enough to be compared as it is
 WORKER = "upshift.training.trial_worker"
+
+
+class ModelChoice(TypedDict):
+    """The fields of a TrialRequest, and of a training job, that say which model is trained."""
+
+    model_reference: str
+    from_config: bool
+    lora_rank: int | None
+    load_in_4bit: bool
 
 
 class TrialRequest(Value):

@@ -6,8 +6,7 @@ from math import lcm
 from typing import NamedTuple
 
 from upshift.hardware.spec import Host
-from upshift.models.profile import TracedPrecision
-from upshift.models.store import Variant
+from upshift.models.profile import TracedPrecision, Variant
 from upshift.planning.layouts import rank_counts
 from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, layout_of_texts, texts_share
 from upshift.planning.workload import Workload

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from upshift.errors import UpshiftError
 from upshift.serving.answers import Answer, Asked, Choice, error_event, together
-from upshift.serving.guard import Guard
+from upshift.serving.guard import Guard, Limits
 from upshift.serving.messages import Embed
 from upshift.serving.metrics import Metrics
 from upshift.serving.refusals import RESPONSES, answer_of, refusal
@@ -33,16 +33,6 @@ from upshift.serving.timed import timed
 
 logger = logging.getLogger(__name__)
 EVENTS = "text/event-stream"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of requests, and the ``keys`` of clients. Without keys, everybody may send requests."""
-
-    request_seconds: float = 600.0
-    body_bytes: int = 4 * 2**20
-    body_seconds: float = 30.0
-    keys: tuple[str, ...] = ()
 
 
 @dataclass
@@ -198,7 +188,7 @@ def make_app(server: Server) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, UpshiftError, TimeoutError, Exception):
         app.add_exception_handler(kind, _refuse)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Guard, server=server, paths=paths)
+    app.add_middleware(Guard, limits=server.limits, metrics=server.metrics, paths=paths)
     return app
 
 

@@ -15,7 +15,8 @@ import uvicorn
 from upshift.errors import RequestError
 from upshift.inference.weights import weights_size
 from upshift.models.source import find_model
-from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.app import Server, make_app
+from upshift.serving.guard import Limits
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.replicas import Replicas

@@ -17,7 +17,6 @@ from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.generation.files import check_prompts, read_prompts
-from upshift.models.build import read_config
 from upshift.serving.made_up import WORDS
 from upshift.serving.messages import EXPECTED, Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
 from upshift.serving.vocabulary import check_ids
@@ -34,7 +33,7 @@ class Embedding:
             request.model, quality=request.quality, engine=request.engine, max_latency_ms=request.max_ttft_ms,
             race_seconds=request.race_seconds,
         )  # fmt: skip
-        self.vocabulary: int | None = getattr(read_config(self.encoder.source).get_text_config(), "vocab_size", None)
+        self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
         texts = _expected(request)
         ids = self._read(texts)

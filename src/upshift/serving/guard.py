@@ -7,17 +7,26 @@ import asyncio
 import hmac
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 from upshift.serving.bodies import as_json, problem_of, takes_body
+from upshift.serving.metrics import Metrics
 from upshift.serving.refusals import Refusal, answer_of
-
-if TYPE_CHECKING:
-    from upshift.serving.app import Server
 
 logger = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/docs", "/openapi.json")  # without a key
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of requests, and the ``keys`` of clients. Without keys, everybody may send requests."""
+
+    request_seconds: float = 600.0
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    keys: tuple[str, ...] = ()
 
 
 class TooLarge(Exception):
@@ -27,8 +36,11 @@ class TooLarge(Exception):
 class Guard:
     """An ASGI middleware that guards the server. Metrics count ``paths`` by their names, and all others as one."""
 
-    def __init__(self, app: Any, server: Server, paths: frozenset[str]) -> None:
-        self._app, self._server, self._paths = app, server, paths
+    def __init__(self, app: Any, limits: Limits, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
+        self._paths = paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -50,10 +62,10 @@ class Guard:
         seconds = time.perf_counter() - start
         logger.info("%s %s %s %.3f s", scope["method"], quote(scope["path"]), status, seconds)
         path = scope["path"] if scope["path"] in self._paths else "other"
-        self._server.metrics.requests.labels(path, str(status)).inc()
+        self._metrics.requests.labels(path, str(status)).inc()
 
     def _refused(self, scope: Any) -> Refusal | None:
-        limits, headers = self._server.limits, dict(scope["headers"])
+        limits, headers = self._limits, dict(scope["headers"])
         if limits.keys and scope["path"] not in OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             same = [hmac.compare_digest(given.strip(), key.encode()) for key in limits.keys]
@@ -66,7 +78,7 @@ class Guard:
 
     async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the whole body here, so that a body that is too large or too slow never reaches an address."""
-        limits = self._server.limits
+        limits = self._limits
         try:
             async with asyncio.timeout(limits.body_seconds):
                 body = await _read(receive, limits.body_bytes)

@@ -21,6 +21,7 @@ from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import OnEvent
 from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.train_request import TrainRequest
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8
@@ -97,10 +98,11 @@ def write_model(folder: Path, texts: list[str]) -> Any:
 def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
     texts = write_corpus(folder / "text")
     write_model(folder / "model", texts)
-    prepared, _ = prepare_run(
-        str(folder / "model"), str(folder / "text"), sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH,
-        max_steps=MAX_STEPS, from_config=True, trial_seconds=timing.trials, watcher=watcher,
+    request = TrainRequest(
+        model=str(folder / "model"), data=str(folder / "text"), sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH,
+        max_steps=MAX_STEPS, from_config=True, trial_seconds=timing.trials,
     )  # fmt: skip
+    prepared, _ = prepare_run(request, watcher=watcher)
     return prepared
 
 

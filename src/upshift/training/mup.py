@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import FROM_CONFIG
 from upshift.models.adapter import base_of
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.config_sizes import heads_of
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.mup import base_text, read_base
@@ -52,7 +52,7 @@ def widths_of(source: ModelSource, base: str) -> str:
 
     Raise RequestError if the base differs from the model in more than widths, or in no width.
     """
-    ours, theirs = (_plain(read_config(one)) for one in (source, find_model(base)))
+    ours, theirs = (_plain(one.hf_config) for one in (source, find_model(base)))
     names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
     other = next((name for name in names if not all(_is_width(one.get(name)) for one in (ours, theirs))), None)
     if other is not None:
@@ -86,7 +86,7 @@ def check_random(*, from_config: bool) -> None:
 
 def check_base(source: ModelSource, text: str) -> None:
     """Raise RequestError for a base that does not fit the model."""
-    config = read_config(source)
+    config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         scales(build_model(config, model_class, dtype=torch.float32), text)

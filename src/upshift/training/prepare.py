@@ -24,7 +24,7 @@ from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, find_stacks, forget_cache, read_config
+from upshift.models.build import build_model, choose_class, find_stacks, forget_cache
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
@@ -62,7 +62,7 @@ def check_weights(source: ModelSource) -> None:
     stored = find_model(str(source.directory))
     if "quantization_config" in stored.config:  # in a form that transformers alone knows; it says what is missing
         return
-    config = read_config(stored)
+    config = stored.hf_config
     model_class, _ = choose_class(config, source.reference)
     check_files(stored, build_empty(model_class, config, torch.float32))
 
@@ -73,7 +73,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     Weights that no file holds, such as a new adapter, are random.
     """
     dtype = _dtype_of(source, plan)
-    config = read_config(source)
+    config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
     if from_config:
@@ -102,7 +102,7 @@ def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> 
     if source.directory is None or not reads_slices(source, plan):
         return None
     torch.manual_seed(seed)
-    config = read_config(source)
+    config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     empty = build_to_fill(source, config, model_class, dtype=_dtype_of(source, plan))
     if empty is None:
@@ -176,7 +176,7 @@ def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
     """Return the form in which the whole model is saved, without weights, on a rank that has a part of it."""
     if has_adapter(model):
         return model
-    config = read_config(source)
+    config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         whole = build_model(config, model_class, dtype=_dtype_of(source, plan))

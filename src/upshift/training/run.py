@@ -6,14 +6,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
 from upshift.models.lengths import sequence_length_of
-from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
+from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.proof_store import proof_path
@@ -24,7 +24,7 @@ from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
-from upshift.training.arguments import Arguments, RunNumbers
+from upshift.training.arguments import Arguments
 from upshift.training.batches.source import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
@@ -36,9 +36,8 @@ from upshift.training.loop.run import OWN_FILES, check_run_file
 from upshift.training.mup import with_base
 from upshift.training.prepare import check_weights
 from upshift.training.runnable import runnable
+from upshift.training.train_request import PlanOptions, TrainRequest
 from upshift.training.trials import known_proof, try_plans
-
-TRIAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,23 @@ class Watcher:
 class Prepared:
     """A run that is planned and proven, but not started."""
 
+    request: TrainRequest
     source: ModelSource
     data: TrainingData
     planning: Planning
     proof: Proof | None
     plan: Plan
     predicted: Numbers
-    of_model: dict[str, Any]  # the fields of a Job and of a TrialRequest that say which model to train
-    data_path: str
-    text_column: str | None
 
     def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
-        workload, default = self.planning.workload, self.proof.default if self.proof else None
+        default = self.proof.default if self.proof else None
         return Job(
-            **self.of_model,
+            **self.request.model_choice,
             plan=self.plan,
             arguments=arguments,
-            data=self.data_path,
-            text_column=self.text_column,
-            global_batch=workload.global_batch,
+            data=self.request.data,
+            text_column=self.request.text_column,
+            global_batch=self.planning.workload.global_batch,
             output=str(output),
             overwrite=overwrite,
             resume=resume,
@@ -88,60 +85,38 @@ class Prepared:
         )
 
 
-def prepare_run(
-    model: str,
-    data_path: str,
-    *,
-    sequence_length: int | None = None,
-    global_batch: int,
-    max_steps: int | None = None,
-    epochs: float = 1.0,
-    plan_file: Path | None = None,
-    resume_from: Path | None = None,
-    fixed: tuple[str, ...] = (),
-    allow: tuple[str, ...] = (),
-    from_config: bool = False,
-    lora_rank: int | None = None,
-    load_in_4bit: bool = False,
-    text_column: str | None = None,
-    tokenizer: Any = None,
-    clips_gradients: bool = True,
-    seed: int = 42,
-    trial_seconds: float = TRIAL_SECONDS,
-    host: Host | None = None,
-    mup_base: str | None = None,
-    watcher: Watcher | None = None,
-) -> tuple[Prepared, int]:
+def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Watcher | None = None) -> tuple[Prepared, int]:
     """Return (the prepared run, its number of steps). A plan that is given or resumed skips the trials.
-    ``sequence_length``: None takes the default for the model.
-    ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    ``host``: the host of a launcher's ranks; None: this machine. ``mup_base``: a narrower model whose learning rates hold.
-    ``seed``: the seed of the run. Trials compute the run's first batches."""
+
+    Args:
+        request: the run. Trials compute its first batches, by its seed.
+        host: the host of a launcher's ranks, or the part that a run may take; None: this machine.
+        watcher: callbacks for showing progress.
+    """
     watcher = watcher or Watcher()
-    numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length}
-    RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})  # the rank is checked with the source
-    check_allow(allow)
-    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
-    sequence_length = sequence_length_of(source, sequence_length)
-    _check_trainable(source, from_config=from_config)
-    fixed = with_base(source, fixed, mup_base, from_config=from_config)
-    of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
-    how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
-    data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
+    check_allow(request.allow)
+    source = request.source()
+    sequence_length = sequence_length_of(source, request.sequence_length)
+    _check_trainable(source, from_config=request.from_config)
+    fixed = with_base(source, request.fixed, request.mup_base, from_config=request.from_config)
+    data = prepare_data(
+        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
+        progress=watcher.tokenizing,
+    )  # fmt: skip
     host = host or _devices_asked_for(find_host(None), fixed)
-    given = find_given_plan(plan_file, resume_from, fixed, host, source)
-    steps = max_steps or steps_of(epochs, num_sequences=len(data.training), global_batch=global_batch)
+    given = find_given_plan(request.plan_file, request.resume_from, fixed, host, source)
+    num_sequences, global_batch = len(data.training), request.global_batch
+    steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
-        clips_gradients=clips_gradients,
+        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps,
+        allow=request.allow, clips_gradients=request.clips_gradients,
     )  # fmt: skip
     planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
-    proof = _prove(of_model, data, planning, fixed, trial_seconds, seed, watcher) if given is None and trial_seconds > 0 else None
+    proof = _prove(request, data, planning, fixed, watcher) if given is None and request.trial_seconds > 0 else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
-    return prepared, steps
+    return Prepared(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
 
 
 def train(
@@ -149,67 +124,76 @@ def train(
     data: str,
     *,
     output: str | Path,
-    sequence_length: int | None = None,
-    global_batch: int = 8,
     overwrite: bool = False,
     resume: bool = False,
     heal: bool = False,
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
-    **request: Any,
+    **options: Unpack[PlanOptions],
 ) -> Record | None:
-    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``. ``request``: options of ``prepare_run``. ``heal``:
-    a process that is killed is started again, and the others go on.
-    If a launcher started several ranks, each calls this function, and rank 0 returns the Record."""
-    watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
-    max_steps, ranks = given.pop("max_steps", None), read_ranks()
-    asked = Arguments.from_fields(given | {"max_steps": 1 if max_steps is None else max_steps})
-    if ranks is not None and is_restart(ranks, output):
-        overwrite, resume = False, True
-    if heal:
-        request["fixed"] = fixed_to_heal(tuple(request.get("fixed", ())), launched=ranks is not None)
+    """Plan, prove, train and save.
 
-    def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
-        writing.enter_context(claimed(output))
-        check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
-        check_run_file(output)
-        prepared, steps = prepare_run(
-            model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=max_steps,
-            resume_from=output if resume else None, watcher=watcher, clips_gradients=asked.max_grad_norm > 0,
-            seed=asked.seed, host=host, **(request if processes is None else _for_ranks(request, processes)),
-        )  # fmt: skip
-        watcher.ready(prepared)
-        job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
-        return job, prepared
+    If a launcher started several ranks, each calls this function, and rank 0 returns the Record.
 
+    Args:
+        model: a local Hugging Face directory, a config.json, or a hub id.
+        data: text, JSON, CSV, Parquet, a folder of them, or a saved datasets directory.
+        output: the folder of the trained model.
+        overwrite: train although the folder has a model.
+        resume: go on from the folder's newest checkpoint.
+        heal: start a process again that is killed, while the others go on.
+        arguments: fields of ``Arguments``.
+        watcher: callbacks for showing progress.
+        options: fields of ``TrainRequest``.
+    """
+    asked = {**options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal}
+    return run_training(TrainRequest.of(asked, arguments or {}), watcher or Watcher())
+
+
+def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
+    """Plan, prove, train and save, as ``train`` does."""
+    ranks = read_ranks()
+    if ranks is not None and is_restart(ranks, request.output):
+        request = request.changed(overwrite=False, resume=True)
+    if request.heal:
+        request = request.changed(fixed=fixed_to_heal(request.fixed, launched=ranks is not None))
     with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
         if ranks is not None:
-            return _train_launched(ranks, make_job, global_batch, watcher)
-        job, prepared = make_job()
+            return _train_launched(ranks, request, watcher, writing)
+        job, prepared = _make_job(request, watcher, writing)
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
 
 
-def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
+def _make_job(request: TrainRequest, watcher: Watcher, writing: ExitStack, host: Host | None = None) -> tuple[Job, Prepared]:
+    """Return the job, and hold the lock of its output in ``writing``."""
+    output = request.output
+    writing.enter_context(claimed(output))
+    check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
+    check_run_file(output)
+    prepared, steps = prepare_run(request, host=host, watcher=watcher)
+    watcher.ready(prepared)
+    how = {"overwrite": request.overwrite, "resume": request.resume, "heal": request.heal}
+    return prepared.job(request.arguments_for(steps), output=output, **how), prepared
+
+
+def _for_ranks(request: TrainRequest, processes: int) -> TrainRequest:
     """Return the request for a launcher's ranks. It has no trials: they would take the cores of ranks that wait."""
-    fixed = request.get("fixed", ())
-    if processes_asked_for(fixed) not in (None, processes):
+    if processes_asked_for(request.fixed) not in (None, processes):
         raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
-    return request | {"fixed": (*fixed, f"num_processes={processes}"), "trial_seconds": 0.0}
+    return request.changed(fixed=(*request.fixed, f"num_processes={processes}"), trial_seconds=0.0)
 
 
-def _train_launched(
-    ranks: Ranks, make_job: Callable[[Host, int], tuple[Job, Prepared]], global_batch: int, watcher: Watcher
-) -> Record | None:
+def _train_launched(ranks: Ranks, request: TrainRequest, watcher: Watcher, writing: ExitStack) -> Record | None:
     planned: list[Planning] = []
 
     def make(host: Host, processes: int) -> tuple[Job, TrainingData]:
-        job, prepared = make_job(host, processes)
+        job, prepared = _make_job(_for_ranks(request, processes), watcher, writing, host)
         planned[:] = [prepared.planning]
         return job, prepared.data
 
-    record = run_launched(ranks, make_job=make, global_batch=global_batch, on_event=watcher.event)
+    record = run_launched(ranks, make_job=make, global_batch=request.global_batch, on_event=watcher.event)
     if record is not None:
         remember_run(record, planned[0])
     return record
@@ -253,22 +237,15 @@ def _lengths(data: TrainingData) -> Any:
     return None if histogram.mean >= histogram.sequence_length else histogram
 
 
-def _prove(
-    of_model: dict[str, Any],
-    data: TrainingData,
-    planning: Planning,
-    fixed: tuple[str, ...],
-    seconds: float,
-    seed: int,
-    watcher: Watcher,
-) -> Proof:
-    path = proof_path(planning, fixed=fixed, from_config=of_model["from_config"])
+def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed: tuple[str, ...], watcher: Watcher) -> Proof:
+    """Return the proof of the trials, those of an earlier run if there are any. ``fixed``: with the widths of muP's base."""
+    path = proof_path(planning, fixed=fixed, from_config=request.from_config)
     proof = known_proof(planning, path, tried=watcher.tried)
     if proof is None:
-        workload = planning.workload
+        workload, seconds = planning.workload, request.trial_seconds
         trial = TrialRequest(
-            **of_model, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
-            limit_seconds=seconds, data=str(data.folder), seed=seed, total_steps=workload.total_steps,
+            **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
+            limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,
             clips_gradients=workload.clips_gradients,
         )  # fmt: skip
         proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)

@@ -10,7 +10,7 @@ import torch
 
 from upshift.errors import RequestError
 from upshift.models.adapter import complete_model
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.source import ModelSource
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import Planning
@@ -27,7 +27,7 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
     ranking = planning.ranking
     if all(candidate.plan.layout == ALONE for candidate in ranking.candidates):
         return planning
-    config = read_config(source)
+    config = source.hf_config
     with torch.device("meta"):
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)

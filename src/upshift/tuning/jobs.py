@@ -17,13 +17,13 @@ from upshift.training.arguments import Arguments
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
 from upshift.training.run import Prepared, prepare_run
+from upshift.training.train_request import TrainRequest
 from upshift.tuning.folder import trial_folder
 from upshift.tuning.servers import Servers
 from upshift.tuning.space import OF_RUN
 from upshift.tuning.study import Asked
 
 STEPS = "steps"  # optimizer steps of a trial that were done, among its attributes
-DEFAULTS = {"global_batch": 8}
 
 
 @dataclass
@@ -32,23 +32,21 @@ class Jobs:
 
     ``run`` is called from as many threads as there are ``at_once``; each trial has its share of the cores and the memory."""
 
-    model: str
-    data: str
+    request: TrainRequest  # the same for every trial, but for the values of its study
     output: Path
-    request: dict[str, Any]  # options of prepare_run, the same for every trial
-    arguments: dict[str, Any]  # fields of Arguments, likewise
+    arguments: dict[str, Any]  # fields of Arguments that the user gave, the same for every trial
     evaluations: int
     deciding: tuple[int, ...]  # which of these a trial may end at; the others but the last are not made
     at_once: int = 1
     host: Host | None = None  # this machine where not given
     on_step: Callable[[int, Event], None] = lambda number, event: None
-    _planned: dict[tuple[Any, ...], tuple[Prepared, int] | Exception] = field(default_factory=dict)
+    _planned: dict[TrainRequest, tuple[Prepared, int] | Exception] = field(default_factory=dict)
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _servers: Servers[JobServer] = field(default_factory=lambda: Servers(job_server))
 
     def run(self, asked: Asked, values: dict[str, Any]) -> Record:
         """Run a trial and return its record. Raise NothingFits before anything is started, JobFailed if the run fails."""
-        of_run = DEFAULTS | self.request | {name: values[name] for name in OF_RUN if name in values}
+        of_run = {name: values[name] for name in OF_RUN if name in values}
         arguments = self.arguments | {name: value for name, value in values.items() if name not in OF_RUN}
         prepared, steps = self._prepare(of_run, arguments)
         arguments |= {"max_steps": steps, "eval_steps": 0}
@@ -69,15 +67,14 @@ class Jobs:
 
     def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
         """Return the plan of a trial. Trials of one shape share a plan, and a refusal."""
-        max_steps, clips = arguments.get("max_steps"), arguments.get("max_grad_norm", 1.0) > 0
-        key = (*sorted(of_run.items()), max_steps, clips)
+        clips = arguments.get("max_grad_norm", 1.0) > 0
+        plain = Arguments(max_steps=1, max_grad_norm=1.0 if clips else 0.0)
+        shape = {"max_steps": arguments.get("max_steps"), "arguments": plain}
+        key = TrainRequest.from_fields({**self.request.model_dump(), **of_run, **shape})
         with self._planning:
             if key not in self._planned:
                 try:
-                    self._planned[key] = prepare_run(
-                        self.model, self.data, host=self._share(), max_steps=max_steps,
-                        clips_gradients=clips, **of_run,
-                    )  # fmt: skip
+                    self._planned[key] = prepare_run(key, host=self._share())
                 except UpshiftError as error:
                     self._planned[key] = error
         found = self._planned[key]

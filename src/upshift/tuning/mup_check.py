@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from upshift.errors import JobFailed, RequestError
 from upshift.fork_server import Ending, fork_server
-from upshift.models.build import build_model, choose_class, find_stacks, read_config, sample_inputs
+from upshift.models.build import build_model, choose_class, find_stacks, sample_inputs
 from upshift.models.describe import max_positions
 from upshift.models.lengths import default_length
 from upshift.models.source import find_model
@@ -88,7 +88,7 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
 
 
 def measure(narrow: str, whole: str) -> Growth:
-    fields = widths_between(narrow, read_config(find_model(whole)))
+    fields = widths_between(narrow, find_model(whole).hf_config)
     sizes = [next(iter(one.values())) for one in fields]
     worst = {}
     for base in (fields[0], None):
@@ -106,7 +106,7 @@ def changes_at(reference: str, fields: dict[str, int], base: dict[str, int] | No
 
 def _changes(reference: str, fields: dict[str, int], base: str, seed: int) -> list[float]:
     source = find_model(reference)
-    config = narrowed(read_config(source), fields)
+    config = narrowed(source.hf_config, fields)
     model_class, objective = choose_class(config, reference)
     torch.manual_seed(seed)
     model = build_model(config, model_class, dtype=torch.float32).eval()  # no dropout

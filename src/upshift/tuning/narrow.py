@@ -7,15 +7,14 @@ from __future__ import annotations
 import shutil
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
 from upshift.errors import RequestError
-from upshift.models.build import read_config
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.mup import base_text
 from upshift.training.mup import check_base, narrowed
+from upshift.training.train_request import TrainRequest
 
 # Of transformers' configs; each may have a name of its own for it, which its attribute_map says.
 WIDTHS = (
@@ -25,21 +24,21 @@ WIDTHS = (
 OF_TOKENIZER = (".json", ".txt", ".model", ".jinja")
 
 
-def copy_to_search(model: str, width: int, folder: Path, request: dict[str, Any]) -> Path:
-    """Call ``write_narrow`` for a search with these options of ``prepare_run``."""
-    if request.get("lora_rank") is not None or not request.get("from_config"):
+def copy_to_search(request: TrainRequest, width: int, folder: Path) -> Path:
+    """Call ``write_narrow`` for a search of this request's trainings. Raise RequestError if they keep weights."""
+    if request.lora_rank is not None or not request.from_config:
         raise RequestError("--mup-width searches for training from random weights: add --from-config, and no --lora-rank")
-    return write_narrow(find_model(model), width, folder)
+    return write_narrow(find_model(request.model), width, folder)
 
 
 def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
     """Write the model's config at this width, and its tokenizer: a directory for ``--mup-base``.
 
     Raise RequestError for a width that is not possible, or a model for which muP has no rule."""
-    config = read_config(source)
+    config = source.hf_config
     fields = fields_at(config, width)
     check_base(source, base_text(fields))
-    if (folder / "config.json").exists() and own_widths(read_config(find_model(str(folder)))) != fields:
+    if (folder / "config.json").exists() and own_widths(find_model(str(folder)).hf_config) != fields:
         raise RequestError(f"{folder} is another model than {source.reference} of --mup-width {width}; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
     narrowed(config, fields).save_pretrained(folder)
@@ -68,7 +67,7 @@ def _possible(hidden: int, known: list[int]) -> list[int]:
 
 def widths_between(narrow: str, whole: PretrainedConfig) -> list[dict[str, int]]:
     """Return the fields of the narrow model, and of models twice and four times as wide, up to the whole model. At least two."""
-    config = read_config(find_model(narrow))
+    config = find_model(narrow).hf_config
     sizes = [times * config.hidden_size for times in (1, 2, 4) if times * config.hidden_size <= whole.hidden_size]
     if len(sizes) == 1:
         sizes.append(whole.hidden_size)

@@ -18,7 +18,7 @@ import optuna
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveStrategy
 
-import upshift.tuning.trainer  # noqa: F401  what every trial needs is imported before the fork
+import upshift.training.trainer.trainer  # noqa: F401  most of what a trial needs is imported before the fork
 from upshift.errors import NothingFits, RequestError
 from upshift.internals.optuna_names import TRIAL_ID
 from upshift.tuning.rungs import decides, rungs

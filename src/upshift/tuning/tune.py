@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -20,6 +20,7 @@ from upshift.models.lengths import sequence_length_of
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.loop.events import Event
+from upshift.training.train_request import PlanOptions, TrainRequest
 from upshift.tuning.backends.optuna_space import distributions, draw
 from upshift.tuning.folder import claim, owner_of, remove
 from upshift.tuning.jobs import STEPS, Jobs
@@ -99,11 +100,11 @@ def tune(
     seed: int = 42,
     arguments: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    **request: Any,
+    **options: Unpack[PlanOptions],
 ) -> Found:
     """Search ``space`` for the best training of ``model`` on ``data``.
 
-    ``arguments``: fields of ``Arguments`` that all trials share; ``request``: of ``prepare_run``; ``host``: what trials may
+    ``arguments``: fields of ``Arguments`` that all trials share; ``options``: of ``TrainRequest``; ``host``: what trials may
     take, by default this machine; ``warm_start``: folders or databases of earlier searches, whose best values go first;
     ``mup_width``: search on a copy of the model of this hidden_size, for ``mup_base`` of the model's own training. An existing
     study goes on: ``trials`` counts those of all its calls. Raise RequestError for wrong arguments, JobFailed if no trial came
@@ -111,20 +112,23 @@ def tune(
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
-    fixed, seconds = _given(arguments, seed, jobs, request), _seconds(max_hours, max_cost, price_per_hour)
-    _check_lengths(model, wanted, request.get("sequence_length"))
+    shared = {name: value for name, value in (arguments or {}).items() if value is not None}
+    _check_at_once(jobs, options.get("fixed", ()))
+    request = _request(model, data, dict(options), shared, seed)
+    seconds = _seconds(max_hours, max_cost, price_per_hour)
+    _check_lengths(model, wanted, request.sequence_length)
     owner = owner_of(output, storage=storage, study_name=study_name)
-    whole, model = model, model if mup_width is None else str(copy_to_search(model, mup_width, output / NARROW, request))
+    whole, model = model, model if mup_width is None else str(copy_to_search(request, mup_width, output / NARROW))
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
         evaluations=evaluations, seed=seed,
-        identity=_identity(request, objectives, model=model, data=data, space=wanted.model_dump(), arguments=fixed),
+        identity=_identity(dict(options), objectives, model=model, data=data, space=wanted.model_dump(), arguments=shared),
     )  # fmt: skip
     claim(output, owner, study)
     check = None if whole == model else checked(study, model, whole)
     start_from(study, warm_start, distributions(wanted))
     deciding = rungs(study.pruner, evaluations) if len(objectives) == 1 else ()  # of several objectives none ends a trial
-    runs = Jobs(model, data, output, dict(request), fixed, evaluations, deciding, jobs, host, progress.step)
+    runs = Jobs(request.changed(model=model), output, shared, evaluations, deciding, jobs, host, progress.step)
     run, ended = partial(_run, runs, wanted, objectives), partial(_ended, study, runs, objectives, progress)
     with runs:
         run_study(study, run, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
@@ -141,22 +145,20 @@ def _ended(study: optuna.Study, runs: Jobs, objectives: tuple[Objective, ...], p
     progress.ended(row_of(trial, objectives))
 
 
-def _identity(request: dict[str, Any], objectives: tuple[Objective, ...], **what: Any) -> dict[str, Any]:
+def _identity(options: dict[str, Any], objectives: tuple[Objective, ...], **what: Any) -> dict[str, Any]:
     """Return the settings that trials share. ``trial_seconds`` is left out: plans may be tried for another time."""
-    shared = {name: value for name, value in request.items() if name != "trial_seconds"}
+    shared = {name: value for name, value in options.items() if name != "trial_seconds"}
     return {**what, "request": shared, "objectives": [one.name for one in objectives]}
 
 
-def _given(arguments: dict[str, Any] | None, seed: int, jobs: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that all trials share, after checking them and the request.
+def _request(model: str, data: str, options: dict[str, Any], shared: dict[str, Any], seed: int) -> TrainRequest:
+    """Return the request that all trials share. Raise RequestError for what would be each trial's failure.
 
-    In a trial the same error would be each trial's failure."""
-    _check_at_once(jobs, request)
-    given = {name: value for name, value in (arguments or {}).items() if value is not None}
-    for one in (given, {"seed": seed}):
-        Arguments.from_fields({"max_steps": 1} | one)
-    RunNumbers.from_fields({name: request[name] for name in RunNumbers.model_fields if name in request})
-    return given
+    ``shared``: the arguments that all trials share."""
+    Arguments.from_fields({"max_steps": 1, "seed": seed})
+    request = TrainRequest.of({**options, "model": model, "data": data}, shared)
+    RunNumbers.from_fields({name: options[name] for name in RunNumbers.model_fields if name in options})
+    return request
 
 
 def _check_lengths(model: str, space: Space, given: int | None) -> None:
@@ -203,8 +205,8 @@ def _keep_best(study: optuna.Study, ended: FrozenTrial, runs: Jobs) -> None:
             remove(runs.folder(number))
 
 
-def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
-    ranks = [text for text in request.get("fixed", ()) if text.startswith("num_processes=")]
+def _check_at_once(jobs: int, fixed: tuple[str, ...]) -> None:
+    ranks = [text for text in fixed if text.startswith("num_processes=")]
     if jobs > 1 and ranks and ranks[0] != "num_processes=1":
         raise RequestError(f"--jobs {jobs} beside {ranks[0]}: a trial of several ranks takes all cores; use --jobs 1")
 

@@ -2,7 +2,8 @@
 
 Weights go from the files' own pages into variables one by one, so that none is held twice; the torch model stays as an empty
 skeleton that programs are exported from. ``weights_dtype`` is what variables are kept in, ``dtype`` what is computed in: Keras'
-policy mixed_bfloat16 is bfloat16 over float32.
+policy mixed_bfloat16 is bfloat16 over float32. A trained model is saved as transformers names, shards and writes it; the weights
+come from TensorFlow.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import Any, Literal
 
 import tensorflow as tf
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from upshift.errors import RequestError
 from upshift.internals.torch_names import BUFFERS
 from upshift.loading.load import load_source
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, choose_class
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.xla.lowering.program import as_constant
 from upshift.xla.skeleton import names_of, set_implementations, untouched
 
 Dtype = Literal["float32", "bfloat16"]
+MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,10 +51,19 @@ class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
 
     def save(self, directory: str | Path) -> None:
         """Save a Hugging Face directory by transformers' own save_pretrained: safetensors, in the names that it is
-        published in."""
-        from upshift.xla.saving import save
-
-        save(self, Path(directory))
+        published in, and in the dtype of the variables."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = _torch_state(self)
+        kept, shown = self.config.dtype, transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        self.config.dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        try:
+            self.torch_model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD_SIZE, save_original_format=True)
+        finally:
+            self.config.dtype = kept
+            if shown:
+                transformers_logging.enable_progress_bar()
 
 
 def build(
@@ -91,7 +104,7 @@ def _loaded(source: ModelSource) -> PreTrainedModel:
 
 
 def _random(source: ModelSource, seed: int) -> PreTrainedModel:
-    config = read_config(source)
+    config = source.hf_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
@@ -112,3 +125,15 @@ def _variables(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype
         if isinstance(tensor, torch.nn.Parameter):
             tensor.data = untouched(tensor.shape, computed if floating else tensor.dtype)
     return variables
+
+
+def _torch_state(model: XlaModel) -> dict[str, Tensor]:
+    """Return variables as torch's tensors on the same memory, by every name of the state_dict."""
+    found = {name: _as_torch(variable.numpy()) for name, variable in model.weights.items()}
+    return {name: found[first] for name, first in model.names.items()}
+
+
+def _as_torch(numbers: object) -> Tensor:
+    if getattr(getattr(numbers, "dtype", None), "name", "") == "bfloat16":
+        return torch.from_numpy(numbers.view("uint16").copy()).view(torch.bfloat16)  # type: ignore[attr-defined]
+    return torch.from_numpy(numbers)

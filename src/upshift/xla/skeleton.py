@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from upshift.internals.torch_names import BUFFERS, PARAMETERS
 from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
 from upshift.loading.load import build_empty, class_of
-from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 from upshift.xla import experts
 
@@ -23,7 +22,7 @@ from upshift.xla import experts
 def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model in evaluation mode. Weights have addresses and are never touched, so that the system gives
     them no memory. Buffers that no checkpoint holds are computed."""
-    config = read_config(source)
+    config = source.hf_config
     config.dtype = dtype
     model = build_empty(class_of(config, source), config, dtype)
     stored = set(model.state_dict())

@@ -22,10 +22,10 @@ from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.forecast import forecast_encoding
 from upshift.inference.lines import is_text
 from upshift.inference.race import Race, race
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
-from upshift.models.build import read_config
 
 # Of a race: texts at least, and of short ones so many that its largest batch comes so often: with 128 texts of six words, which
 # are four batches of one engine and two of another, the last one's gaps chose an engine that is 10 % slower (docs/log.md).
@@ -74,7 +74,7 @@ class Encoder:
         """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.recipe.output == "embeddings":
             return ()
-        label_names: dict[Any, str] = read_config(self.source).id2label or {}
+        label_names: dict[Any, str] = self.source.hf_config.id2label or {}
         return tuple(label_names[place] for place in sorted(label_names))
 
     def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
@@ -122,11 +122,8 @@ class Encoder:
             sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * budgets[-1])
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
-            self.race = race(
-                contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, amount=total,
-                seconds=self._race_seconds, on_run=self._on_run,
-            )  # fmt: skip
+            policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
+            self.race = race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
 

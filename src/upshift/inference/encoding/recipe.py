@@ -43,9 +43,9 @@ class Recipe(Value):
 
 def read_recipe(source: ModelSource) -> Recipe:
     """Return the recipe of a model. Raise RequestError that names a pooling or a module that is not known."""
-    from upshift.models.build import find_architecture, read_config
+    from upshift.models.build import find_architecture
 
-    objective = find_architecture(read_config(source), source.reference).objective
+    objective = find_architecture(source.hf_config, source.reference).objective
     if objective in CLASSIFIERS:
         return Recipe(output=CLASSIFIERS[objective], said_by="the model's architecture")
     if source.directory is None or not (source.directory / "modules.json").is_file():
@@ -73,11 +73,11 @@ def read_recipe(source: ModelSource) -> Recipe:
 def is_encoder(source: ModelSource) -> bool:
     """Return whether texts become vectors or scores, and not other texts: sentence-transformers' files say so of language models,
     too; else the class that the config names does."""
-    from upshift.models.build import find_architecture, read_config
+    from upshift.models.build import find_architecture
 
     if source.directory is not None and (source.directory / "modules.json").is_file():
         return True
-    found = find_architecture(read_config(source), source.reference)
+    found = find_architecture(source.hf_config, source.reference)
     return found.objective not in GENERATES and not (found.objective is None and found.model_class.can_generate())
 
 

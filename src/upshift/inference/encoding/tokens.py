@@ -9,7 +9,6 @@ from tokenizers import normalizers
 
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.tokenizer import load_tokenizer
-from upshift.models.build import read_config
 from upshift.models.config_sizes import padding_of
 from upshift.models.source import ModelSource
 from upshift.models.store import isolation_of, positions_of
@@ -59,7 +58,7 @@ def reads_alone(source: ModelSource, recipe: Recipe) -> bool:
 
 
 def _padding(source: ModelSource) -> int | None:
-    return padding_of(read_config(source).get_text_config())
+    return padding_of(source.hf_config.get_text_config())
 
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:

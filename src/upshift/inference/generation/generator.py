@@ -23,9 +23,9 @@ from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
+from upshift.inference.race_policy import RacePolicy
 from upshift.inference.sample import spread
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
-from upshift.models.build import read_config
 from upshift.models.config_sizes import alike_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.store import isolation_of, positions_of
@@ -83,7 +83,7 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        whole, alike = positions_of(self.source), alike_positions_in(read_config(self.source).get_text_config(decoder=True))
+        whole, alike = positions_of(self.source), alike_positions_in(self.source.hf_config.get_text_config(decoder=True))
         self.longest = min((limit for limit in (whole, alike) if limit is not None), default=None)
         self._positions = "positions" if self.longest == whole else "positions up to the next factor of longrope"
         self._told: set[str] = set()  # names of generation_config.json that are not done here
@@ -157,12 +157,10 @@ class Generator:
             )  # fmt: skip
             lengths = [len(prompt) for prompt in sample]
             forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
-            self.race = race(
-                contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits,
-                amount=(total or len(ids)) * options.max_new_tokens, seconds=self._race_seconds, on_run=self._on_run,
-                no_room=partial(self._divide, ids, options) if too_large else None,
-            )  # fmt: skip
+            amount = (total or len(ids)) * options.max_new_tokens
+            policy = RacePolicy(self.quality, self.limits, amount, engine=self._engine, seconds=self._race_seconds)
+            no_room = partial(self._divide, ids, options) if too_large else None
+            self.race = race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
         if self._decoder is None:
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
@@ -218,7 +216,7 @@ class Generator:
     @cached_property
     def vocabulary(self) -> int:
         """Return the number that all token ids are below."""
-        return int(read_config(self.source).get_text_config(decoder=True).vocab_size)
+        return int(self.source.hf_config.get_text_config(decoder=True).vocab_size)
 
     @property
     def decoder(self) -> Decoder:

@@ -9,7 +9,7 @@ from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
 from upshift.loading.placed import Where
-from upshift.models.build import find_architecture, read_config
+from upshift.models.build import find_architecture
 from upshift.models.config_sizes import heads_of, window_of
 from upshift.models.source import ModelSource
 from upshift.models.store import isolation_of
@@ -21,7 +21,7 @@ WHOLE = {"full_attention", "global"}
 def generation_task(source: ModelSource) -> Task:
     """Return the task of a model. Raise RequestError if it generates no text, keeps another state than keys and values, or gives
     other results token by token than whole (isolation.py)."""
-    config: Any = read_config(source)
+    config: Any = source.hf_config
     text = config.get_text_config(decoder=True)
     found = find_architecture(config, source.reference)
     if found.objective == "seq2seq-lm":
@@ -58,7 +58,7 @@ def check_weights(source: ModelSource) -> None:
 
 def attends_to_all(source: ModelSource) -> bool:
     """Return whether each token looks at all tokens before it. The config then declares no window, chunks or slopes of ALiBi."""
-    text: Any = read_config(source).get_text_config(decoder=True)
+    text: Any = source.hf_config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "attention_layers", None) or ())
     slopes = any(getattr(text, name, None) for name in ("alibi", "attn_config"))
     return kinds <= WHOLE and window_of(text) is None and not slopes
@@ -66,7 +66,7 @@ def attends_to_all(source: ModelSource) -> bool:
 
 def cache_bytes(source: ModelSource) -> int:
     """Return the bytes of the keys and values of one token of one sequence, in fp32."""
-    text: Any = read_config(source).get_text_config(decoder=True)
+    text: Any = source.hf_config.get_text_config(decoder=True)
     heads = heads_of(text)
     assert heads is not None and heads.width is not None  # generation_task has refused models without
     return 2 * 4 * int(text.num_hidden_layers * heads.keys * heads.width)

@@ -2,7 +2,12 @@
 
 A collective that leaves a node moves each node's missing part through that node's ports once, whatever the ranks inside do
 (hierarchical or rail-aligned rings). Groups side by side on a node share its ports (COSTS.md D5: contention as in SimuMax). The
-part inside a node and the part between nodes overlap: the slower one counts. gloo.py is for processes on CPUs.
+part inside a node and the part between nodes overlap: the slower one counts.
+
+Processes on CPUs use gloo, whose rings know no nodes: in each of their steps every rank sends to the next one. gloo's
+reduce_scatter sums the whole tensor and keeps a part, so it moves as much as an all_reduce (counted on the loopback device, torch
+2.13; docs/log.md). Inside a node the time is scaled from what two processes were measured to need there. More processes than
+cores take turns. Computation hides nothing, because the cores that would compute move the bytes.
 """
 
 from __future__ import annotations
@@ -10,8 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from upshift.hardware import collective
-from upshift.hardware.spec import Collective, Host
-from upshift.planning.cost import gloo
+from upshift.hardware.spec import Collective, Exchange, Host
 
 FITTED_RANKS = 8  # the measured fits are of 8 GPUs of one node
 NODE_LATENCY = {"nvlink": 15e-6, "other": 30e-6}  # seconds; where no fit is known (the fits: 11 to 29 us)
@@ -21,6 +25,13 @@ NODE_EFFICIENCY = 0.75  # of a link's specified rate, where no fit is known: A10
 PCIE_EFFICIENCY = 0.5
 HOP_SECONDS = 10e-6  # between two nodes, each way (NCCL's model: 2.7 to 14 us a network hop)
 NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
+
+MEASURED_PROCESSES = 2
+GLOO_SUMS = ("all_reduce", "reduce_scatter")  # gloo's reduce_scatter is an all_reduce of which a rank keeps a part
+# Of two processes that were not measured; a sum on a 2-core Zen 4 takes 0.3 ms, and goes at 1 to 2 GB/s.
+GLOO_LATENCY, GLOO_BYTES_PER_SECOND = 300e-6, 2.5e9
+GLOO_NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
+TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %
 
 
 class Group(NamedTuple):
@@ -53,7 +64,7 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if host.device == "cpu":
-        return gloo.collective_seconds(host, operation, num_bytes, group)
+        return _gloo_collective_seconds(host, operation, num_bytes, group)
     inside = _inside_node(host, operation, num_bytes, group.per_node)
     between = _between_nodes(host, operation, num_bytes, group)
     return None if inside is None or between is None else max(inside, between)
@@ -65,7 +76,7 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
     If the transfer leaves the node, all ranks of the node send at once.
     """
     if host.device == "cpu":
-        return gloo.send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
+        return _gloo_send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
     if stride < node_ranks:
         rate = _node_rate(host)
         return None if rate is None else NODE_LATENCY["nvlink"] + num_bytes / rate
@@ -124,3 +135,57 @@ def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: G
     # Latency grows with the depth of a tree over the nodes for small tensors, and is hidden by the stream of large ones.
     hops = (nodes - 1).bit_length() * (2 if operation == "all_reduce" else 1)
     return hops * HOP_SECONDS + num_bytes * volume / rate
+
+
+def _gloo_collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
+    """Return the same as collective_seconds, for a group of several ranks on CPUs. None: the link between nodes is unknown."""
+    inside = 0.0
+    if group.per_node > 1:
+        scale = _gloo_volume(operation, group.size) / _gloo_volume(operation, MEASURED_PROCESSES)
+        inside = _gloo_between_processes(host, operation, num_bytes * scale, group.node_ranks, steps=group.size - 1)
+    if group.num_nodes == 1:
+        return inside
+    if host.inter_node is None:
+        return None
+    if operation == "all_to_all":
+        leaves = group.per_node * (group.size - group.per_node) / group.size
+    else:
+        leaves = _gloo_volume(operation, group.size)
+    sent = num_bytes * leaves * group.side_by_side
+    rounds = 2 if operation in GLOO_SUMS else 1  # a ring sums, and then gathers
+    return max(inside, _gloo_network_seconds(host, sent, steps=rounds * (group.size - 1)) or 0.0)
+
+
+def _gloo_send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
+    """Return the seconds to send to the rank that is ``stride`` further.
+
+    If the transfer leaves the node, all ranks of the node send at once.
+    """
+    if stride < node_ranks:
+        return _gloo_between_processes(host, "send", num_bytes, node_ranks)
+    return _gloo_network_seconds(host, num_bytes * node_ranks)
+
+
+def _gloo_volume(operation: Collective, ranks: int) -> float:
+    """Return the part of the tensor that one rank sends."""
+    return (2.0 if operation in GLOO_SUMS else 1.0) * (ranks - 1) / ranks
+
+
+def _gloo_between_processes(host: Host, operation: Exchange, num_bytes: float, processes: int, *, steps: int = 1) -> float:
+    """Return the seconds of an exchange inside a node. ``num_bytes``: of a tensor that two processes exchange in the same time.
+    """
+    found = host.measured.exchanges.get(operation) if host.measured else None
+    latency = found.latency_seconds if found is not None and found.latency_seconds is not None else GLOO_LATENCY
+    rate = found.bytes_per_second if found is not None else GLOO_BYTES_PER_SECOND
+    cores = host.cpu.usable_cores if host.cpu else 1
+    turns = max(processes / cores, 1.0) / max(MEASURED_PROCESSES / cores, 1.0)
+    return latency * steps + num_bytes * max(turns, 1.0) / rate
+
+
+def _gloo_network_seconds(host: Host, num_bytes: float, *, steps: int = 1) -> float | None:
+    """Return the seconds to send ``num_bytes`` through a node's port. None: the link is unknown."""
+    link = host.inter_node
+    if link is None:
+        return None
+    latency = GLOO_NETWORK_LATENCY if link.latency_seconds is None else link.latency_seconds
+    return latency * steps + num_bytes / (link.bytes_per_second * (1.0 if link.measured else TCP_EFFICIENCY))

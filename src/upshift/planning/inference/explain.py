@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from upshift.planning.explain import Reason
+from functools import partial
+
+from upshift.planning.explain import MAX_REJECTED, Reason, differences, reasons_among
 from upshift.planning.inference.rank import Candidate, Ranking, Rejected
-from upshift.units import format_bytes
 
 BECAUSE = {
     "weights": "bytes read for every step, and the rate of matrix products",
@@ -16,31 +17,19 @@ BECAUSE = {
     "execution": "kernels replayed without a gap, against none recorded",
 }
 OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
-MAX_REJECTED = 200
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
-    best, rows = ranking.candidates[0], []
+    best = ranking.candidates[0]
     encodes = best.service.tpot is None
-    for name, why in BECAUSE.items():
-        if encodes and name in OF_GENERATION:
-            continue
-        value = getattr(best.plan, name)
-        other = next((c for c in ranking.candidates if getattr(c.plan, name) != value), None)
-        blocked = next((r.plan for r in ranking.rejected if getattr(r.plan, name) != value), None) if other is None else None
-        runner_up = other.plan if other is not None else blocked
-        if runner_up is None:
-            continue
-        cost = _cost(best, other) if other is not None else "does not fit, or is too slow"
-        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=str(getattr(runner_up, name)), runner_up_cost=cost))
-    return tuple(rows)
+    because = {name: why for name, why in BECAUSE.items() if not (encodes and name in OF_GENERATION)}
+    cost = partial(_cost, best)
+    return reasons_among(ranking.candidates, ranking.rejected, because, cost=cost, blocked_cost="does not fit, or is too slow")
 
 
 def _cost(best: Candidate, other: Candidate) -> str:
-    speed = other.tokens_per_second / best.tokens_per_second - 1
-    memory = other.resident - best.resident
-    return f"{speed:+.1%}, {'+' if memory >= 0 else '-'}{format_bytes(abs(memory))}"
+    return differences(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
 
 
 def representative(rejected: list[Rejected]) -> list[Rejected]:

@@ -9,8 +9,8 @@ from typing import Any
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.models.store import profile_model
 from upshift.planning.cost.time import takes
 from upshift.planning.explain import Reason
 from upshift.planning.inference.explain import reasons, representative

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil
 from typing import Any, get_args, get_type_hints
-
-from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.assignments import read_assignments
+from upshift.planning.assignments import check_allowed_names, check_legal, one_of, parse_field, read_assignments
 from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
 from upshift.planning.inference.plan import Execution, InferencePlan
 from upshift.planning.inference.rates import beside_rounded
 from upshift.planning.inference.workload import InferenceWorkload
 from upshift.planning.layout import divisors
-from upshift.value import first_problem
 
 CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
 MOST_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more
@@ -100,13 +96,7 @@ def layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, in
 
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if name not in CHANGES_MATHEMATICS:
-            raise RequestError(
-                f"--allow {name!r} is unknown; the choices that change the mathematics of inference are "
-                f"{', '.join(CHANGES_MATHEMATICS)}"
-            )
-    return names
+    return check_allowed_names(names, CHANGES_MATHEMATICS, of=" of inference")
 
 
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWorkload) -> dict[str, Any]:
@@ -116,21 +106,14 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWork
     """
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
     fixed = read_assignments(assignments, settable, _parse_value)
-    _check(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
+    check_legal(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
     return fixed
-
-
-def _check(fixed: dict[str, Any], legal: dict[str, list[Any]], why: Callable[[str], str]) -> None:
-    for name, value in fixed.items():
-        if name in legal and value not in legal[name]:
-            valid = ", ".join(map(str, legal[name]))
-            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why(name)}")
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
     """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
     fixed, legal = read_fixed(assignments, host, workload), legal_values(host, profile, workload)
-    _check(fixed, legal, lambda name: _why_degree(name, profile))
+    check_legal(fixed, legal, lambda name: _why_degree(name, profile))
     if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
         asked = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
         raise RequestError(f"{asked} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
@@ -142,12 +125,8 @@ def _parse_value(name: str, text: str) -> Any:
         "device": "cpu", "host": "", "model": "", "weights": "bf16", "kv_cache": "bf16", "max_concurrency": 1,
         "prefill_chunk_tokens": 1, "execution": "eager",
     }  # fmt: skip
-    try:
-        return getattr(InferencePlan.model_validate({**plain, name: text}), name)
-    except ValidationError as error:
-        options = get_args(get_type_hints(InferencePlan)[name])
-        valid = f"; use one of {', '.join(map(str, options))}" if options else "; use a whole number from 1"
-        raise RequestError(f"--set {first_problem(InferencePlan, error)}{valid}") from None
+    options = get_args(get_type_hints(InferencePlan)[name])
+    return parse_field(InferencePlan, plain, name, text, valid=one_of(options, "; use a whole number from 1"))
 
 
 def _why_degree(name: str, profile: ModelProfile) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.build import choose_class, read_config
+from upshift.models.build import choose_class
 from upshift.models.source import ModelSource
 from upshift.models.store import isolation_of
 from upshift.planning.plan import Plan
@@ -30,7 +30,7 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
 
 def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
     """Return the model's objective. Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
-    config = read_config(source)
+    config = source.hf_config
     model_class, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
         raise RequestError(

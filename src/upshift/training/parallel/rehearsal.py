@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from upshift.internals.torch_names import FAKE_STORE, FAKE_TENSOR_MODE, OUTSIDE_MODES
 from upshift.models.adapter import base_of
-from upshift.models.build import build_model, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.build import build_model, choose_class, cut_stacks, sample_inputs
 from upshift.models.measure import fake_masks
 from upshift.models.source import ModelSource
 from upshift.planning.layout import Layout
@@ -61,7 +61,7 @@ class Rehearsals:
 
 
 def _fails(source: ModelSource, plan: Plan) -> str | None:
-    config = read_config(source)
+    config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
     with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
         place = find_place(plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
@@ -18,7 +17,6 @@ from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.roofline import HEAD, roofline
 from upshift.settings import read_ranks
-from upshift.training.arguments import Arguments
 from upshift.training.job.job import check_job
 from upshift.training.job.processes import run_in_processes
 from upshift.training.loop.run import RUN_NAME, open_run
@@ -35,49 +33,34 @@ from upshift.training.profiling.report import (
 )
 from upshift.training.run import Prepared, Watcher, prepare_run
 from upshift.training.runnable import runnable
+from upshift.training.train_request import TrainRequest
 
 WORKER = "upshift.training.profiling.worker"
 
 
-def profile(
-    model: str,
-    data: str,
-    *,
-    output: Path,
-    steps: int,
-    resume_from: Path | None = None,
-    arguments: dict[str, Any],
-    watcher: Watcher | None = None,
-    **request: Any,
-) -> ProfileReport:
+def profile(request: TrainRequest, *, output: Path, steps: int, watcher: Watcher | None = None) -> ProfileReport:
     """Profile a run, and return the report.
 
     Args:
+        request: the run. If it resumes one, it has its plan.
         output: the folder for traces and the report.
         steps: the steps that are measured before the profiler runs.
-        resume_from: the output folder of a run, for its plan.
-        arguments: as in ``upshift.training.run.train``.
-        request: as in ``upshift.training.run.train``.
+        watcher: callbacks for showing progress.
     """
     if read_ranks() is not None:
         raise RequestError("profile starts its own processes: leave the launcher out and give --nproc N to train")
-    watcher, given = watcher or Watcher(), dict(arguments)
-    given.pop("max_steps", None)
-    asked = Arguments.from_fields(given | {"max_steps": steps})
+    watcher = watcher or Watcher()
     with claimed(output):
         _empty(output)
-        prepared, total = prepare_run(
-            model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, seed=asked.seed,
-            resume_from=resume_from, watcher=watcher, **request,
-        )  # fmt: skip
-        job = prepared.job(asked.changed(eval_steps=0, save_steps=0), output=output)
+        prepared, total = prepare_run(request, watcher=watcher)
+        job = prepared.job(request.arguments_for(steps).changed(eval_steps=0, save_steps=0), output=output)
         check_job(job, prepared.data)
         watcher.ready(prepared)
         open_run(job, prepared.data.training)
         run_in_processes(job, prepared.data, watcher.event, module=WORKER)
         (output / RUN_NAME).unlink()  # of a run that trains: there is none to resume
         ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))
-        report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.get("fixed", ())))
+        report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.fixed))
         (output / REPORT_FILE).write_text(report.to_json(indent=1), encoding="utf-8")
         return report
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +43,7 @@ from upshift.training.trainer.choose import (
 from upshift.training.trainer.chosen import chosen_by_rank_0
 from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.loss_state import NOT_OF_THE_LOSS, KeptState
+from upshift.training.trainer.planned_state import PlannedState
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
 from upshift.training.trainer.separable import (
@@ -70,13 +72,8 @@ class Choosing(LibraryTrainer):
     optimizer_cls_and_kwargs: Any
     _upshift_is_divided: bool
     _upshift_library_class: type[transformers.Trainer]
-    _upshift_last_choice: tuple[Choice, Split] | None = None  # by the last training
     _upshift_requested_layout: Layout
-    _upshift_given_plan: Plan | None
-    _upshift_fixed: tuple[str, ...]
-    _upshift_allow: tuple[str, ...]
-    _upshift_trial_seconds: float | None
-    _upshift_memory_limit_gib: float | None
+    _upshift_planned: PlannedState
 
     if TYPE_CHECKING:
 
@@ -89,20 +86,22 @@ class Choosing(LibraryTrainer):
         Once ranks have their parts of the model, the first choice stays. Raise RequestError if the user's options for the plan
         cannot be met, and NothingFits if no plan fits.
         """
-        if self._upshift_last_choice is None or not self._upshift_is_divided:
+        last_choice = self._upshift_planned.last_choice
+        if last_choice is None or not self._upshift_is_divided:
             if self.args.world_size > 1:
-                chosen = chosen_by_rank_0(self._upshift_choose_on_this_rank)
+                last_choice = chosen_by_rank_0(self._upshift_choose_on_this_rank)
             else:
                 with undisturbed_rng():
-                    chosen = self._upshift_choose_on_this_rank()
-            problem = self._upshift_reason_not(chosen[0].plan)
+                    last_choice = self._upshift_choose_on_this_rank()
+            problem = self._upshift_reason_not(last_choice[0].plan)
             if problem is not None:
                 raise RequestError(problem)
-            self._upshift_last_choice = chosen
-        return self._upshift_last_choice
+            self._upshift_planned = replace(self._upshift_planned, last_choice=last_choice)
+        return last_choice
 
     def _upshift_choose_on_this_rank(self) -> tuple[Choice, Split]:
-        demanded = bool(self._upshift_fixed or self._upshift_allow or self._upshift_memory_limit_gib is not None)
+        asked = self._upshift_planned
+        demanded = asked.is_demanded
         host = self._upshift_host(probe=False)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
@@ -116,10 +115,10 @@ class Choosing(LibraryTrainer):
         if self._upshift_steps_by_batch:
             which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
             reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
-            return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
+            return self._upshift_without_plan(plain, reason, demanded or asked.plan is not None), whole
         if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
             reason = "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
-            return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
+            return self._upshift_without_plan(plain, reason, demanded or asked.plan is not None), whole
         loader = self.get_train_dataloader()
         try:
             data = KeptState(
@@ -133,9 +132,9 @@ class Choosing(LibraryTrainer):
         except (NoSample, NotRows) as error:
             return self._upshift_without_plan(plain, str(error), demanded), whole
         split = isolated(split, self.model)
-        if self._upshift_given_plan is not None:
-            check_given(self._upshift_given_plan, split)
-            return Choice(self._upshift_given_plan, "this plan was given"), split
+        if asked.plan is not None:
+            check_given(asked.plan, split)
+            return Choice(asked.plan, "this plan was given"), split
         seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
         if split.unit is None:
             return self._upshift_without_plan(plain, split.reason, demanded), split
@@ -144,9 +143,9 @@ class Choosing(LibraryTrainer):
         request = Request(
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation * self.args.world_size,
             accumulation=accumulation, total_steps=steps, fixed=self._upshift_fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*self._upshift_allow, *allowed_by_hand(self.args)))),
-            trial_seconds=self._upshift_trial_seconds if self.args.world_size == 1 else 0.0,  # ranks that wait need the cores
-            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=self._upshift_memory_limit_gib,
+            allow=tuple(dict.fromkeys((*asked.allow, *allowed_by_hand(self.args)))),
+            trial_seconds=asked.trial_seconds if self.args.world_size == 1 else 0.0,  # ranks that wait need the cores
+            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=asked.memory_limit_gib,
             host=self._upshift_host(probe=True), reason_not=self._upshift_reason_not,
         )  # fmt: skip
         try:
@@ -245,8 +244,11 @@ class Choosing(LibraryTrainer):
             *fixed_fields(self.args, num_layers=layers, optimizer_given=given),
             *layout_fields(self._upshift_requested_layout),
         )
-        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # these win over the arguments
-        fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._upshift_fixed]
+        named = {assignment.partition("=")[0] for assignment in self._upshift_planned.fixed}  # these win over the arguments
+        fixed = [
+            *(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named),
+            *self._upshift_planned.fixed,
+        ]
         if self._upshift_loss_is_of_script:
             fixed.append("loss_chunk_tokens=0")
         own = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
@@ -277,7 +279,9 @@ class Choosing(LibraryTrainer):
     @property
     def _upshift_optimizer_is_given(self) -> bool:
         """Return whether the script gave the optimizer, which an earlier training did not make."""
-        return self._upshift_last_choice is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
+        return self._upshift_planned.last_choice is None and (
+            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        )
 
     @property
     def _upshift_updates_in_backward(self) -> bool:

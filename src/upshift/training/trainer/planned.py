@@ -44,6 +44,7 @@ from upshift.training.trainer.choose import Choice, correct
 from upshift.training.trainer.choosing import Choosing
 from upshift.training.trainer.fields import refuse_unsupported, was_set
 from upshift.training.trainer.numerics import numbers_watched, without_their_own
+from upshift.training.trainer.planned_state import PlannedState
 from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.sharing import SharedTraining
@@ -87,11 +88,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         asked = (*fixed, *(fields_of(plan) if plan is not None else ()))
         check_fixed(asked, self.args, device=torch.device(self.args.device).type, optimizer_given=given)
         keep_trainable(self.model)
-        self._upshift_given_plan = plan
-        self._upshift_fixed = fixed
-        self._upshift_allow = allow
-        self._upshift_trial_seconds = trial_seconds
-        self._upshift_memory_limit_gib = memory_limit_gib
+        self._upshift_planned = PlannedState(plan, fixed, allow, trial_seconds, memory_limit_gib)
         self.upshift_choice: Choice | None = None
         self._upshift_batch_step: BatchStep | None = None
         self._upshift_waiting_batches: list[Any] = []
@@ -191,7 +188,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
     @contextlib.contextmanager
     def _upshift_as_planned(self, plan: Plan) -> Iterator[None]:
         """Set up the model, the process and the optimizer by the plan. Restore the process's settings afterwards."""
-        if self.upshift_choice is None or self.upshift_choice.planning is None and self._upshift_given_plan is None:
+        if self.upshift_choice is None or self.upshift_choice.planning is None and self._upshift_planned.plan is None:
             self._upshift_divide_model(plan)
             self._upshift_shard_model()
             yield
@@ -256,7 +253,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
     def _upshift_make_step(self, choice: Choice, split: Split) -> BatchStep | None:
         if self._upshift_updates_in_backward or self._upshift_steps_by_batch:
             return None
-        planned = choice.planning is not None or self._upshift_given_plan is not None
+        planned = choice.planning is not None or self._upshift_planned.plan is not None
         smoothing = self.args.label_smoothing_factor
         chunked = planned and not self._upshift_loss_is_of_script
         head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext

@@ -69,20 +69,19 @@ def check_encodes(source: ModelSource, recipe: Recipe) -> None:
 
     from upshift.loading.coverage import check_files
     from upshift.loading.load import build_empty
-    from upshift.models.build import read_config
 
     if stored_for(source) is not None:  # in a form that its engine alone knows
         return
     embeds = recipe.output == "embeddings"
-    model = build_empty(model_class(source, recipe), read_config(source), torch.float32).eval()
+    model = build_empty(model_class(source, recipe), source.hf_config, torch.float32).eval()
     check_files(source, model, run=partial(_states_of_one, recipe) if embeds else None, all_used=not embeds)
 
 
 def model_class(source: ModelSource, recipe: Recipe) -> Any:
     """Return the class that the config names, or for token states the model inside it."""
-    from upshift.models.build import encoder_class, find_architecture, read_config
+    from upshift.models.build import encoder_class, find_architecture
 
-    config = read_config(source)
+    config = source.hf_config
     if recipe.output == "embeddings":
         return encoder_class(config, source.reference)
     return find_architecture(config, source.reference).model_class

@@ -9,12 +9,11 @@ import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build
-from upshift.models.build import read_config
 
 
 class NothingEngine:
     def __init__(self, build: Build) -> None:
-        config: Any = read_config(build.source)
+        config: Any = build.source.hf_config
         self.scores_texts = build.recipe.output == "class scores"
         self.width: int = config.hidden_size if build.recipe.output == "embeddings" else config.num_labels
 

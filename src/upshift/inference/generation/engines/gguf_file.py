@@ -17,7 +17,6 @@ from upshift.inference.generation.engines.llamacpp_library import llamacpp
 from upshift.inference.weights import weight_files
 from upshift.loading.header import StoredTensor, read_header
 from upshift.loading.tensors import read_tensor
-from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 from upshift.whole_file import make_once
 
@@ -30,7 +29,7 @@ WHOLE = "ALL_F32"
 def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
     """Return the model's file of this llama_ftype, which llama.cpp makes from the fp32 file. Each file is put in
     place whole."""
-    text: Any = read_config(source).get_text_config(decoder=True)
+    text: Any = source.hf_config.get_text_config(decoder=True)
     family_of(text)  # refused before anything is loaded
     plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding, Prefix
 from upshift.inference.generation.prefill import remainder
-from upshift.models.build import read_config
 
 
 class NothingDecoder(NoExtension):
@@ -17,7 +16,7 @@ class NothingDecoder(NoExtension):
     weight_bytes = 0
 
     def __init__(self, build: DecoderBuild) -> None:
-        config: Any = read_config(build.source)
+        config: Any = build.source.hf_config
         self.width: int = config.get_text_config(decoder=True).vocab_size
         self.padding = Padding()
 

@@ -1,0 +1,32 @@
+"""Get the profile of a model: from the cache, or traced now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.source import ModelSource
+from upshift.models.store import SegmentStore, key_of, remembered, versions_of
+
+
+def profile_model(
+    source: ModelSource,
+    *,
+    sequence_length: int,
+    variants: tuple[Variant, ...],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelProfile:
+    """Return the profile from the cache, or trace it now (seconds, imports torch) and store it."""
+    versions = versions_of(source)
+    identity = (source.model_hash, versions, sequence_length, sorted(variants))
+
+    def trace() -> ModelProfile:
+        from upshift.models.trace import trace_model
+
+        kept = SegmentStore.of(source, sequence_length)
+        return trace_model(
+            source, key=key_of(*identity), versions=versions, sequence_length=sequence_length, variants=variants, kept=kept,
+            progress=progress,
+        )  # fmt: skip
+
+    return remembered("profiles", identity, ModelProfile, trace)

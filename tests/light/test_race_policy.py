@@ -1,0 +1,64 @@
+"""RacePolicy: who runs in a race, for how long, who runs again, and when an earlier race answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from upshift.inference.bounds import Limits
+from upshift.inference.contestant import LeftOut, Run
+from upshift.inference.payback import COMPILE_SECONDS, FEW
+from upshift.inference.race_policy import LONGER, RACE_SECONDS, RACE_SHARE, RacePolicy
+from upshift.inference.setup import EngineName, EngineSetup
+from upshift.record import Spread
+
+SETUP = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)
+COMPILED = SETUP.changed(engine="torch-compiled")
+NO_LIMITS = Limits()
+
+
+def ran(rate: float, *, engine: EngineName = "torch", **fields: Any) -> Run:
+    given: dict[str, Any] = {"seconds": Spread.of([0.5]), "largest_difference": 0.0, "worst_cosine": 1.0}
+    return Run(setup=SETUP.changed(engine=engine), per_second=rate, **{**given, **fields})
+
+
+def twice_as_fast(setup: EngineSetup) -> float:
+    return 20.0 if setup.engine == "torch-compiled" else 10.0
+
+
+def test_what_compiles_is_admitted_where_it_pays_or_is_asked_for() -> None:
+    saved_by = 2 * 10.0 * COMPILE_SECONDS  # texts at 10 a second: compiled they take half their time
+    few, many = (RacePolicy("exact", NO_LIMITS, amount) for amount in (saved_by - 1, saved_by + 1))
+    out = few.admit((COMPILED,), [ran(10.0)], twice_as_fast)
+    assert out.setups == () and [(one.reason, one.rate) for one in out.left_out] == [("compiling", 20.0)]
+    assert many.admit((COMPILED,), [ran(10.0)], twice_as_fast).setups == (COMPILED,)
+    named = RacePolicy("exact", NO_LIMITS, 1.0, engine="torch-compiled")
+    assert named.admit((COMPILED,), [ran(10.0)], twice_as_fast) == ((COMPILED,), ())
+    assert few.admit((SETUP,), [], twice_as_fast) == ((SETUP,), ())
+
+
+def test_the_time_of_a_race_is_what_is_asked_for_or_a_share_of_the_run() -> None:
+    assert RacePolicy("exact", NO_LIMITS, 1.0).budget([ran(10.0)]) == RACE_SECONDS
+    amount = 10.0 * 3600 * 24
+    assert RacePolicy("exact", NO_LIMITS, amount).budget([ran(10.0)]) == pytest.approx(RACE_SHARE * 3600 * 24)
+    assert RacePolicy("exact", NO_LIMITS, amount, seconds=5.0).budget([ran(10.0)]) == 5.0
+
+
+def test_a_final_is_for_many_texts_without_limits() -> None:
+    near = [ran(100.0, engine="openvino"), ran(99.0, engine="ctranslate2")]
+    assert [run.per_second for run in RacePolicy("exact", NO_LIMITS, FEW).run_again(near)] == [100.0, 99.0]
+    assert not RacePolicy("exact", NO_LIMITS, FEW - 1).run_again(near)
+    assert not RacePolicy("exact", Limits(ttft_ms=10.0), FEW).run_again(near)
+
+
+def test_an_earlier_race_answers_if_nothing_that_it_left_out_could_win_now() -> None:
+    runs, late = [ran(10.0)], (LeftOut(setup=COMPILED, reason="time"),)
+    assert RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS)
+    assert not RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS / LONGER - 1)
+    coarse = (LeftOut(setup=COMPILED, reason="quality", cosine=0.95),)
+    assert RacePolicy(0.99, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
+    assert not RacePolicy(0.9, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
+    behind = [ran(10.0), ran(1.0, engine="openvino", stopped="behind")]
+    assert RacePolicy(0.9, NO_LIMITS, 1.0).is_settled(behind, (), RACE_SECONDS)
+    assert not RacePolicy(0.9, Limits(ttft_ms=1.0), 1.0).is_settled(behind, (), RACE_SECONDS)

@@ -1,0 +1,88 @@
+"""TrainRequest: what a user asks of a training run, whole from the command line and from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from upshift.cli.profile import _read
+from upshift.cli.train import request_of
+from upshift.errors import RequestError
+from upshift.training.arguments import Arguments
+from upshift.training.train_request import PlanOptions, TrainRequest
+
+OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
+# Every option of upshift train that the request carries, with a value that is not its default, and where it goes.
+WRITTEN: dict[str, tuple[str, Any]] = {
+    "output": ("--output trained", Path("trained")),
+    "overwrite": ("--overwrite", True),
+    "resume": ("--resume", True),
+    "heal": ("--heal", True),
+    "max_steps": ("--max-steps 7", 7),
+    "sequence_length": ("--sequence-length 96", 96),
+    "global_batch": ("--global-batch 3", 3),
+    "epochs": ("--epochs 2.5", 2.5),
+    "plan_file": ("--plan plan.json", Path("plan.json")),
+    "fixed": ("--set packing=true --nproc 2", ("packing=true", "num_processes=2")),
+    "allow": ("--allow bf16-weights,8bit-optimizer", ("bf16-weights", "8bit-optimizer")),
+    "from_config": ("--from-config", True),
+    "lora_rank": ("--lora-rank 4", 4),
+    "load_in_4bit": ("--load-in-4bit", True),
+    "text_column": ("--text-column body", "body"),
+    "trial_seconds": ("--trial-seconds 1.5", 1.5),
+    "mup_base": ("--mup-base narrow", "narrow"),
+}
+ARGUMENTS = {
+    "learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine",
+    "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6,
+}  # fmt: skip
+
+
+def asked(words: str) -> TrainRequest:
+    return request_of(_read(["train", "MODEL", "--data", "DATA", *words.split()]))
+
+
+def test_the_request_has_every_option_that_the_command_line_gives() -> None:
+    assert {*WRITTEN} == {*TrainRequest.model_fields} - {"model", "data", "arguments"} - OF_PYTHON
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
+    words, value = WRITTEN[name]
+    plain, found = asked(""), asked(words)
+    assert (plain.model, plain.data) == ("MODEL", "DATA") and getattr(plain, name) != value
+    assert found.model_dump() == plain.model_dump() | {name: value}
+
+
+def test_the_arguments_reach_the_request() -> None:
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ARGUMENTS.items())
+    found = asked(words)
+    assert found.arguments == Arguments(max_steps=1, **ARGUMENTS)
+    assert found.arguments_for(9) == Arguments(max_steps=9, **ARGUMENTS) and not found.clips_gradients
+
+
+def test_python_has_the_options_of_a_plan_by_name() -> None:
+    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "max_steps", "arguments"}
+    assert {*PlanOptions.__annotations__} == {*TrainRequest.model_fields} - of_output
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"epochs": 0}, r"^epochs: Input should be greater than 0 \(got 0\)$"),
+        ({"global_batch": 0}, r"^global_batch: "),
+        ({"sequence_length": 1}, r"^sequence_length: "),
+        ({"trial_seconds": -1}, r"^trial_seconds: "),
+        ({"precison": "bf16"}, r"^unknown key 'precison'; the keys are allow, "),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        TrainRequest.of({"model": "MODEL", "data": "DATA", **fields}, {})
+
+
+def test_a_run_that_resumes_goes_on_from_its_output() -> None:
+    assert asked("--output trained").resume_from is None
+    assert asked("--output trained --resume").resume_from == Path("trained")
