@@ -4,6 +4,7 @@ SIGINT ends it and the child, and so does the end of the process that sends requ
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from upshift.importing import importing
 from upshift.settings import quiet_libraries
 from upshift.value import Value
 from upshift.with_parent import end_with
@@ -31,7 +33,9 @@ def main(worker_name: str) -> None:
     signal.signal(signal.SIGINT, partial(_end, children))
     said = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
-    worker = importlib.import_module(worker_name)
+    with importing():
+        worker = importlib.import_module(worker_name)
+        gc.freeze()  # else the garbage collector of every child visits all objects of the libraries, and copies their pages
     for line in sys.stdin:
         task = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the handler that ends this process must know the child

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.importing import importing
 from upshift.models.profile import Isolation, ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
@@ -59,7 +60,8 @@ def profile_model(
             return ModelProfile.from_file(path)
         except RequestError:
             _drop(path)  # written by another version, or cut short: trace again
-    from upshift.models.trace import trace_model
+    with importing():
+        from upshift.models.trace import trace_model
 
     kept = SegmentStore(folder / "segments" / _key(repr((FORMAT, source.model_hash, versions, sequence_length))))
     profile = trace_model(
@@ -75,7 +77,8 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
     ``states``: test the model that gives states alone, without its head."""
 
     def test() -> Isolation:
-        from upshift.models.isolation import test_source
+        with importing():
+            from upshift.models.isolation import test_source
 
         return test_source(source, states=states)
 
@@ -89,7 +92,8 @@ def positions_of(source: ModelSource) -> int | None:
     The answer comes from the cache, or from the model's modules (imports torch)."""
 
     def count() -> Positions:
-        from upshift.models.describe import empty_positions
+        with importing():
+            from upshift.models.describe import empty_positions
 
         return Positions(tokens=empty_positions(source))
 
