@@ -4,6 +4,7 @@ and a garbage collector that leaves the libraries alone."""
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from shared_traces import share
 from upshift.importing import importing
 
 # Another process on the machine must not fail a test, and a failure must come back on every machine. The examples are the
@@ -23,7 +25,9 @@ hypothesis.settings.load_profile("house")
 def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("UPSHIFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        base = tmp_path_factory.getbasetemp()
+        session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        patch.setenv("UPSHIFT_CACHE", str(share(base, session)))
         # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,27 +52,35 @@ class WarmServer:
 
 
 class WarmServers:
-    """``fork_server``, with servers that are kept. ``close`` ends those."""
+    """``fork_server``, with servers that are kept, for one thread or many. ``close`` ends those."""
 
     def __init__(self) -> None:
         self._kept: dict[object, WarmServer] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def __call__(self, worker: str) -> Iterator[WarmServer]:
         key = (worker, *surroundings())
-        server = self._kept.pop(key, None)
-        if server is None or not server.is_idle:
+        with self._lock:
+            server = self._kept.pop(key, None)
+        if server is not None and not server.is_idle:  # a test has ended it
+            server.close()
+            server = None
+        if server is None:
             stack = ExitStack()
             server = WarmServer(stack.enter_context(fork_server(worker)), stack)
         try:
             yield server
         finally:
-            if server.is_idle and key not in self._kept:
-                self._kept[key] = server
-            else:
-                server.close()
-            while len(self._kept) > KEPT:
-                self._kept.pop(next(iter(self._kept))).close()
+            with self._lock:
+                ended = [server]
+                if server.is_idle:
+                    ended = [self._kept.pop(key)] if key in self._kept else []
+                    self._kept[key] = server
+                while len(self._kept) > KEPT:
+                    ended.append(self._kept.pop(next(iter(self._kept))))
+            for one in ended:
+                one.close()
 
     def close(self) -> None:
         while self._kept:
