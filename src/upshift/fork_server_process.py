@@ -5,6 +5,7 @@ something, no fork could use a GPU: the child runs this module anew then, and im
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO
 
 from upshift import with_parent
+from upshift.importing import importing
 from upshift.internals.torch_names import cuda_was_asked
 from upshift.settings import quiet_libraries
 from upshift.with_parent import end_with
@@ -32,7 +34,9 @@ def main(worker_name: str) -> None:
     signal.signal(signal.SIGINT, partial(_end, children))
     said = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
-    worker = importlib.import_module(worker_name)
+    with importing():
+        worker = importlib.import_module(worker_name)
+        gc.freeze()  # else the garbage collector of every child visits all objects of the libraries, and copies their pages
     for line in sys.stdin:
         task = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the handler that ends this process must know the child
@@ -73,7 +77,9 @@ def answer_alone(worker_name: str, request: Path, said: int) -> NoReturn:
     """Answer one request in this process, which is new. ``said``: the file descriptor of the answers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quiet_libraries()
-    _work(importlib.import_module(worker_name), request, os.fdopen(said, "w"))
+    with importing():
+        worker = importlib.import_module(worker_name)
+    _work(worker, request, os.fdopen(said, "w"))
 
 
 def _work(worker: ModuleType, request: Path, said: TextIO) -> NoReturn:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 from command import Answer, Command
+from warm_servers import WarmServers
 
 from upshift.cli.main import main
+
+SERVED = (  # modules that start a fork server for each run
+    "upshift.inference.race", "upshift.planning.trial", "upshift.training.job.server", "upshift.tuning.mup_check",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_servers() -> Iterator[None]:
+    servers = WarmServers()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in SERVED:
+            patch.setattr(f"{module}.fork_server", servers)
+        yield
+    servers.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ stopped, and the final model is what one process writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
+from upshift.record import Record
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.pieces import Piece, copy_shared
 from upshift.training.data.training_data import TrainingData
-from upshift.training.job.job import run_job
+from upshift.training.job.request import Job
+from upshift.training.job.server import job_server
 
 SHARED: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -48,6 +50,16 @@ def plan_of(name: str, precision: str = "fp32") -> Plan:
     return a_plan(**shared, per_device_train_batch_size=size, gradient_accumulation_steps=2)
 
 
+Run = Callable[[Job, TrainingData], Record]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """``run_job``, each in a child of one process that has imported everything. In test_train.py every job's process imports."""
+    with job_server() as server:
+        yield lambda job, data: server.run(job, data, lambda event: None)
+
+
 @pytest.fixture(scope="module")
 def tied(home: Path) -> str:  # noqa: F811
     """A model whose head is its embedding, beside the others."""
@@ -62,18 +74,18 @@ def tied(home: Path) -> str:  # noqa: F811
 
 @pytest.mark.parametrize("precision", CHAINS)
 def test_every_layout_goes_on_from_every_other(
-    precision: str, home: Path, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
+    precision: str, home: Path, run: Run, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
 ) -> None:
     chain, ours, theirs = CHAINS[precision], tmp_path / "ours", tmp_path / "theirs"
     steps, alone = len(chain), plan_of("one process", precision)
-    undisturbed = run_job(a_job(home, theirs, model=tied, plan=alone, max_steps=steps), prepared(tied))
+    undisturbed = run(a_job(home, theirs, model=tied, plan=alone, max_steps=steps), prepared(tied))
     expected = curve(undisturbed)
     for step, name in enumerate(chain):
         job = a_job(
             home, ours, model=tied, plan=plan_of(name, precision), max_steps=steps, save_steps=1, resume=step > 0,
             stop_after_tokens=int(expected[step][0]),
         )  # fmt: skip
-        record = run_job(job, prepared(tied))
+        record = run(job, prepared(tied))
         assert record.details["resumed_from_step"] == step
         newest = newest_checkpoint(ours)
         assert newest is not None and newest.name == f"checkpoint-{step + 1}"
@@ -92,15 +104,15 @@ def test_every_layout_goes_on_from_every_other(
 
 
 def test_the_same_layout_goes_on_bit_for_bit(
-    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
+    home: Path, run: Run, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
 ) -> None:
     """With dropout: every rank's random numbers go on."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    straight = run_job(a_job(home, whole, model="gpt2", plan=plan_of("zero3"), max_steps=4), prepared("gpt2"))
+    straight = run(a_job(home, whole, model="gpt2", plan=plan_of("zero3"), max_steps=4), prepared("gpt2"))
     stop = int(curve(straight)[1][0])
     options: dict[str, Any] = {"model": "gpt2", "plan": plan_of("zero3"), "max_steps": 4, "save_steps": 2}
-    run_job(a_job(home, parts, stop_after_tokens=stop, **options), prepared("gpt2"))
-    resumed = run_job(a_job(home, parts, resume=True, **options), prepared("gpt2"))
+    run(a_job(home, parts, stop_after_tokens=stop, **options), prepared("gpt2"))
+    resumed = run(a_job(home, parts, resume=True, **options), prepared("gpt2"))
     assert resumed.details["resumed_from_step"] == 2
     assert curve(resumed) == curve(straight)
     one, other = (load_file(folder / "model.safetensors") for folder in (whole, parts))
@@ -108,10 +120,10 @@ def test_the_same_layout_goes_on_bit_for_bit(
 
 
 def test_a_checkpoint_without_one_rank_does_not_count(
-    home: Path, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
+    home: Path, run: Run, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
 ) -> None:
     job = a_job(home, tmp_path, model=tied, plan=plan_of("zero3"), max_steps=2, save_steps=1)
-    run_job(job, prepared(tied))
+    run(job, prepared(tied))
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     (tmp_path / "checkpoint-2" / "optimizer-00001.safetensors").unlink()
     newest = newest_checkpoint(tmp_path)
@@ -119,7 +131,7 @@ def test_a_checkpoint_without_one_rank_does_not_count(
     assert AutoTokenizer.from_pretrained(newest) and not list(tmp_path.glob("*.tmp"))
     with pytest.raises(RequestError, match="resume with the optim"):
         other = plan_of("zero1").changed(optim="sgd")
-        run_job(job.changed(plan=other.model_dump(), resume=True), prepared(tied))
+        run(job.changed(plan=other.model_dump(), resume=True), prepared(tied))
 
 
 def test_parts_of_parts() -> None:

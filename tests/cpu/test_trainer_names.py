@@ -110,7 +110,7 @@ def test_planning_is_not_counted_as_training(tmp_path: Path, monkeypatch: pytest
     choose = upshift.Trainer._upshift_choose
 
     def slowly(self: Any) -> Any:
-        time.sleep(2.0)
+        time.sleep(0.5)
         return choose(self)
 
     monkeypatch.setattr(upshift.Trainer, "_upshift_choose", slowly)
@@ -118,5 +118,5 @@ def test_planning_is_not_counted_as_training(tmp_path: Path, monkeypatch: pytest
     start = time.perf_counter()
     metrics = trainer.train().metrics
     seconds = time.perf_counter() - start
-    assert metrics["planning_runtime"] >= 2.0 and metrics["train_runtime"] <= seconds - metrics["planning_runtime"] + 0.01
+    assert metrics["planning_runtime"] >= 0.5 and metrics["train_runtime"] <= seconds - metrics["planning_runtime"] + 0.01
     assert metrics["train_samples_per_second"] == pytest.approx(4 * 8 / metrics["train_runtime"], rel=0.01)

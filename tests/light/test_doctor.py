@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,9 +481,7 @@ def test_quick_doctor_is_quick(tmp_path: Path) -> None:
     arguments = ["upshift", "doctor", "--quick", "--json", "-o", str(tmp_path)]
     code = f"import sys; sys.path[:] = {sys.path!r}; sys.argv = {arguments!r}; "
     code += "import upshift.cli.main as m\ntry: m.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, file=sys.stderr)"
-    start = time.process_time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.process_time() - start < 5
     document = json.loads(done.stdout)
     assert {"error", "warning", "hint", "ok", "unknown"} >= {finding["severity"] for finding in document["findings"]}
     assert all(finding["fix"] for finding in document["findings"] if finding["severity"] in ("error", "warning", "hint"))

@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "disk_full", "errors", "installed", "internals", "units", "value", "whole_file", "with_parent"),
+    ("characters", "disk_full", "errors", "importing", "installed", "internals", "units", "value", "whole_file", "with_parent"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
@@ -110,7 +110,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
 MAX_CONTRIBUTING_LINES = 80
-MAX_IMPORT_MS = 100
+MAX_IMPORTED = 60  # modules, of the standard library most of them
 MACHINE_TEXT = {
     "an absolute path of a machine": re.compile(r"(?<![\w.])/(?:work|root|home)/"),
     "a registry address": re.compile(r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"),
@@ -328,15 +328,15 @@ def test_light_tests_import_without_torch() -> None:
 
 
 def test_import_is_cheap() -> None:
+    """The modules are counted: their time says more of the machine."""
     child = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); start = time.process_time(); import upshift; "
-        "print(1000 * (time.process_time() - start), *(name for name in sys.argv[2:] if name in sys.modules))"
+        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules); import upshift; "
+        "print(*(set(sys.modules) - before))"
     )
-    command = [sys.executable, "-c", child, str(SOURCE), *HEAVY]
-    outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(5)]
-    assert [output[1:] for output in outputs] == [[]] * 5, "`import upshift` imports a heavy library"
-    fastest = min(float(output[0]) for output in outputs)
-    assert fastest < MAX_IMPORT_MS, f"`import upshift` takes {fastest:.0f} ms"
+    command = [sys.executable, "-c", child, str(SOURCE)]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert not {name.split(".")[0] for name in imported} & set(HEAVY), "`import upshift` imports a heavy library"
+    assert len(imported) < MAX_IMPORTED, f"`import upshift` imports {len(imported)} modules: {sorted(imported)}"
 
 
 def test_public_names() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
-import time
+import pstats
 from math import prod
 from typing import Any
 
@@ -419,13 +420,14 @@ def test_images_are_no_tokens() -> None:
         plan_profile(pictures, describe("h100"), InferenceWorkload(task="encode", prompt_length=128))
 
 
-def test_ten_thousand_plans_a_second() -> None:
+def test_a_plan_costs_few_calls() -> None:
+    """The work is counted, since a busy machine says nothing by its time: at 212 calls a plan an idle one costs 23,000 plans a
+    second (docs/inference_planning.md)."""
     host, workload = describe("8xh100"), ASK.changed(allow=("fp8-weights", "fp8-kv"))
-    start = time.process_time()
-    ranking = rank(host, LLAMA_8B, workload, fixed={})
-    rate = ranking.num_plans / (time.process_time() - start)
+    profiler = cProfile.Profile()
+    ranking = profiler.runcall(rank, host, LLAMA_8B, workload, fixed={})
     assert ranking.num_plans > 1000
-    assert rate > 2000  # 10,000 on an idle machine; docs/inference_planning.md
+    assert pstats.Stats(profiler).total_calls < 300 * ranking.num_plans
 
 
 def test_command_line_options() -> None:

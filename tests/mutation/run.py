@@ -44,7 +44,6 @@ SOURCE = ROOT / "src"
 EXPLAINED = Path(__file__).parent / "explained.json"
 PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore")
 READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
-TIMED = ("test_ten_thousand_plans_a_second", "test_import_is_light")  # they fail on a busy machine
 FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
 NOT_RUN = 7  # exit code of a process that did not find its tests
 WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
@@ -247,7 +246,7 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> l
     those of files that import it. The quick ones first, files in turn, no more than take ``most_seconds``."""
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
-    calls = {nodeid: found for nodeid, found in notes["calls"].items() if not nodeid.endswith(TIMED)}
+    calls = notes["calls"]
     called = [nodeid for nodeid, found in calls.items() if [file, mutant.function] in found]
     if not called:
         importing = _files_that_name(_module_of(ROOT / mutant.file))

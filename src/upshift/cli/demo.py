@@ -11,6 +11,7 @@ import typer
 from upshift.cli import show
 from upshift.cli.train import RunDisplay
 from upshift.errors import RequestError
+from upshift.importing import importing
 from upshift.units import format_count, format_seconds
 
 
@@ -19,8 +20,9 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="a fifth of the time, for a first look")] = False,
 ) -> None:
     """Detect, profile, plan, try, train about two minutes, evaluate, save, load back, generate, report."""
-    from upshift.reports.run.demo import write_demo_page
-    from upshift.training.demo import Timing, prepare_demo, run_demo
+    with importing():
+        from upshift.reports.run.demo import write_demo_page
+        from upshift.training.demo import Timing, prepare_demo, run_demo
 
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import RaceSeconds, dim, failures, table, teller
+from upshift.importing import importing
 from upshift.settings import wait_briefly
 
 
@@ -32,10 +33,11 @@ def command(
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     wait_briefly()
-    from upshift.inference.encoding.encoder import Encoder
-    from upshift.inference.encoding.files import check_files, check_form, read_texts
-    from upshift.inference.lines import count_lines
-    from upshift.inference.sample import spread_over
+    with importing():
+        from upshift.inference.encoding.encoder import Encoder
+        from upshift.inference.encoding.files import check_files, check_form, read_texts
+        from upshift.inference.lines import count_lines
+        from upshift.inference.sample import spread_over
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):

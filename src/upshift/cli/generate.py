@@ -17,6 +17,7 @@ from upshift.cli import generate_xla, show
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
+from upshift.importing import importing
 from upshift.settings import wait_briefly
 
 MaxTtft = Annotated[
@@ -80,8 +81,9 @@ def command(
 
 
 def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
-    from upshift.inference.generation.generator import Generator
-    from upshift.loading.memory_limits import read_max_memory
+    with importing():
+        from upshift.inference.generation.generator import Generator
+        from upshift.loading.memory_limits import read_max_memory
 
     limits = read_max_memory(races["max_memory"])
     with show.step("Reading the model"):

@@ -10,6 +10,7 @@ import typer
 from upshift.cli import inspect_placement, show
 from upshift.cli.plan import Json, Model, SequenceLength
 from upshift.errors import RequestError
+from upshift.importing import importing
 
 Placement = Annotated[bool, typer.Option("--placement", help="what goes to GPUs, CPU and disk, what loading and a token cost")]
 MaxMemory = Annotated[
@@ -32,7 +33,8 @@ def command(
         return
     if max_memory or dtype is not None or batch != 1:
         raise RequestError("--max-memory, --dtype and --batch are for --placement; add it, or leave them out")
-    from upshift.models.inspect import inspect
+    with importing():
+        from upshift.models.inspect import inspect
 
     with show.step("Tracing the model on fake tensors"):
         inspection = inspect(model, sequence_length=sequence_length)

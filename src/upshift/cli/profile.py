@@ -13,6 +13,7 @@ from upshift.cli import train as train_command
 from upshift.cli.layout_flags import with_assignments
 from upshift.cli.plan import Json
 from upshift.errors import RequestError
+from upshift.importing import importing
 
 Command = Annotated[list[str], typer.Argument(metavar="-- train MODEL --data DATA ...", help="the command to profile")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="where the traces and profile.json go")]
@@ -25,7 +26,8 @@ def command(command: Command, output: Output = Path("upshift-profile"), steps: S
 
     Nothing is trained or saved.
     """
-    from upshift.training.profiling.run import profile
+    with importing():
+        from upshift.training.profiling.run import profile
 
     given = _read(command)
     if given["backend"] != "torch":

@@ -14,6 +14,7 @@ from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.number import number
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.cli.progress import activity
+from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.training.arguments import SEEDS, Arguments
@@ -72,7 +73,8 @@ def command(
     if train_xla.is_asked(backend):
         train_xla.run(request, as_json=as_json)
         return
-    from upshift.training.run import run_training
+    with importing():
+        from upshift.training.run import run_training
 
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
     with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:

@@ -17,6 +17,7 @@ from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model
 from upshift.cli.progress import activity
 from upshift.cli.train import Epochs
 from upshift.errors import MissingExtra
+from upshift.importing import importing
 from upshift.installed import installed_version
 from upshift.training.arguments import SEEDS
 from upshift.units import format_seconds
@@ -71,7 +72,8 @@ def command(
 ) -> None:
     """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
     _check(html)
-    from upshift.tuning.tune import tune
+    with importing():
+        from upshift.tuning.tune import tune
 
     with Display(quiet=as_json) as display:
         found = tune(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from upshift.importing import importing
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, key_of, remembered, versions_of
@@ -21,7 +22,8 @@ def profile_model(
     identity = (source.model_hash, versions, sequence_length, sorted(variants))
 
     def trace() -> ModelProfile:
-        from upshift.models.trace import trace_model
+        with importing():
+            from upshift.models.trace import trace_model
 
         kept = SegmentStore.of(source, sequence_length)
         return trace_model(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.importing import importing
 from upshift.models.profile import Isolation, Segment
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
@@ -37,7 +38,8 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
     ``states``: test the model that gives states alone, without its head."""
 
     def test() -> Isolation:
-        from upshift.models.isolation import test_source
+        with importing():
+            from upshift.models.isolation import test_source
 
         return test_source(source, states=states)
 
@@ -60,7 +62,8 @@ def positions_are_apart(source: ModelSource) -> bool:
 
 def _positions(source: ModelSource) -> Positions:
     def count() -> Positions:
-        from upshift.models.describe import empty_positions
+        with importing():
+            from upshift.models.describe import empty_positions
 
         return Positions(tokens=empty_positions(source), apart=source.hf_config.is_encoder_decoder)
 

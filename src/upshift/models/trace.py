@@ -47,10 +47,11 @@ from upshift.models.profile import (
     Variant,
 )
 from upshift.models.quantized import check_quantization
+from upshift.models.sizes import Counted, NotPolynomial, OfPrimes, prime_points
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, isolation_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
-from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
+from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points, widths
 
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
 
@@ -231,14 +232,35 @@ def _count_parameters(tracer: Tracer) -> Parameters:
 
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:
+    """Return the elements of keys and values that the whole model's cache holds, or None if it does not generate.
+
+    Two runs with prime sizes tell the polynomial. A window would be no polynomial between the points, and is fitted to all."""
+    told: set[Polynomial] = set()
+    for point in prime_points(points[-1][1], widths(tracer)):
+        cache = _filled_cache(tracer, point)
+        if cache is None:
+            return None
+        if any(getattr(layer, "sliding_window", None) is not None for layer in cache.layers):
+            break
+        try:
+            told.add(fit_single([point], [_cached_elements(tracer, cache, OfPrimes(*point))]))
+        except NotPolynomial:
+            break
+    else:
+        if len(told) == 1:
+            return told.pop()
     caches = [_filled_cache(tracer, point) for point in points]
     if any(cache is None for cache in caches):
         return None
-    totals = []
-    for cache in caches:
-        per_layer = [sum(tensor.numel() for tensor in _keys_and_values(layer)) for layer in cache.layers]
-        totals.append(sum(per_layer[index] for index in _layers_of(tracer, cache)))
-    return fit_single(points, totals)
+    return fit_single(points, [_cached_elements(tracer, cache, Counted()) for cache in caches])
+
+
+def _cached_elements(tracer: Tracer, cache: Any, sizes: Counted | OfPrimes) -> Any:
+    """Return the elements of the keys and values of all layers of the model."""
+    per_layer = [
+        sum((sizes.elements(tensor.shape, 1) for tensor in _keys_and_values(layer)), sizes.zero) for layer in cache.layers
+    ]
+    return sum((per_layer[index] for index in _layers_of(tracer, cache)), sizes.zero)
 
 
 def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[CachedLayers, ...]:

@@ -63,7 +63,9 @@ def steps_of(tracer: Tracer, variants: tuple[Variant, ...], found: dict[str, Fit
 
 
 def _name(variant: Variant, way: Granularity | None) -> str:
-    return f"{variant._replace(selective=False, alternate=False)} {way}"
+    # The other ways of recomputing, and what compiled layers keep, are told by traces of their own, or by the plain one.
+    compiled = variant.compiled and way is None
+    return f"{variant._replace(selective=False, alternate=False, compiled=compiled)} {way}"
 
 
 def _chunked_name(variant: Variant) -> str:

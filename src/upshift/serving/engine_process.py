@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware import detect
 from upshift.hardware.binding import bind
+from upshift.importing import importing
 from upshift.serving.messages import TO_ENGINE, EngineRequest, Failed, Ready
 from upshift.settings import quiet_libraries, take_gpu, wait_briefly
 from upshift.value import Value
@@ -36,9 +37,10 @@ def main() -> None:
         _tell(said, values, start)
 
     try:
-        from upshift.inference.weights import find_weights
+        with importing():
+            from upshift.inference.weights import find_weights
 
-        serve = _serving(find_weights(request.model))
+            serve = _serving(find_weights(request.model))
     except UpshiftError as error:
         tell([Failed(why=str(error), exit_code=error.exit_code)])
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,5 +162,6 @@ def append_record(record: Record) -> None:
         logger.warning("the record was not kept in %s: %s", path, error.strerror)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), run_rank)
+def run_folder(folder: Path) -> None:
+    """Run the job that is written in ``folder``, in the process that was started for it."""
+    main(folder, run_rank)

@@ -5,19 +5,25 @@
 
 from __future__ import annotations
 
-import runpy
+import gc
+import importlib
 import sys
+from pathlib import Path
 
+from upshift.importing import importing
 from upshift.settings import quiet_libraries
 
 PROCESS = "upshift.training.job.job_process"
 
 
-def main() -> None:
+def main(module: str, folder: Path) -> None:
+    """Run the job that is written in ``folder`` with ``run_folder`` of the module."""
     quiet_libraries()
-    sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    with importing():
+        worker = importlib.import_module(module)
+        gc.freeze()  # else the garbage collector of every rank visits all objects of the libraries, and copies their pages
+    worker.run_folder(folder)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -201,5 +200,6 @@ def profile_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequ
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), profile_rank)
+def run_folder(folder: Path) -> None:
+    """Profile the job that is written in ``folder``, in the process that was started for it."""
+    main(folder, profile_rank)
