@@ -286,3 +286,34 @@ def test_nothing_fits_is_exit_3_with_the_nearest_plan(upshift, model, tmp_path):
     answer = upshift("plan", model, *PLAN, "--on", path)
     assert answer.code == 3
     one_line(answer, "nearest plan", "needs")
+
+
+def test_a_run_goes_on_with_its_own_model_and_with_what_set_asks_for(upshift, model, data, tmp_path):
+    """The plan of the checkpoint skips the search, and must not hide that the request is another one."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    shutil.copytree(model, other)
+    LlamaConfig.from_pretrained(model, hidden_size=16).save_pretrained(other)
+
+    def train(trained, *more):
+        request = ("train", trained, "--data", data, "--from-config", *PLAN, "-o", out, "--trial-seconds", 0, *CHEAP, "--json")
+        return upshift(*request, *more)
+
+    assert train(model, "--max-steps", 2, "--save-steps", 2).code == 0
+    answer = train(other, "--max-steps", 4, "--resume")
+    assert answer.code == 2
+    one_line(answer, "'" + str(other) + "' is not the model of", "checkpoint-2", "resume with the model of that run")
+    answer = train(model, "--max-steps", 4, "--resume", "--allow", "adafactor", "--set", "optim=adafactor")
+    assert answer.code == 2
+    one_line(answer, "was trained with AdamW, this run uses Adafactor")
+    answer = train(model, "--max-steps", 4, "--resume", "--set", "per_device_train_batch_size=1")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["plan"]["per_device_train_batch_size"] == 1
+
+
+def test_a_plan_file_and_set_that_say_two_things(upshift, model, data, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(upshift("plan", model, *PLAN, *CHEAP, "--json").out)
+    request = ("train", model, "--data", data, *PLAN, "--from-config", "--plan", path, "-o", tmp_path / "out")
+    answer = upshift(*request, "--set", "precision=tf32")
+    assert answer.code == 2
+    one_line(answer, "--set precision=tf32 is not what --plan", "leave one of them out")

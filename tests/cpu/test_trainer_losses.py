@@ -207,6 +207,8 @@ def test_nothing_is_logged_while_a_loss_is_measured(tmp_path: Path) -> None:
     for library, callback in heard.items():
         trained(library, tmp_path, own=loss_method(logging), callbacks=[callback])
     assert heard[upshift].logs == heard[transformers].logs
+    with pytest.raises(RequestError, match="the loss logs largest of each batch, and a plan calls it for other rows"):
+        trained(upshift, tmp_path, own=loss_method(logging), options={"fixed": CUT})
 
 
 class Loader:

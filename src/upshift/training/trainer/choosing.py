@@ -191,7 +191,7 @@ class Choosing(LibraryTrainer):
             counts_items=counts,
             is_known=is_known,
         )
-        with self._upshift_without_logging(), exact_products():
+        with self._upshift_without_logging() as logged, exact_products():
             state = KeptState(
                 without=NOT_OF_THE_LOSS, Trainer=self, model=self.model, compute_loss=self.compute_loss,
                 function=self.compute_loss_func,
@@ -201,6 +201,8 @@ class Choosing(LibraryTrainer):
             state.restore()
         if changed is not None and split.unit is not None and not probes.is_known:
             split = Split(None, reason=f"the loss keeps a state of its own ({changed}), which moves on with each call")
+        if logged and split.unit is not None:
+            split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
         # The two rows measured are short ones: time goes with tokens.
         widths = [anatomy.width for anatomy in first.anatomies]
         shortest = sorted(first.lengths)[:2]
@@ -219,12 +221,15 @@ class Choosing(LibraryTrainer):
             self.state = before
 
     @contextmanager
-    def _upshift_without_logging(self) -> Iterator[None]:
-        """Disable ``log`` while open: a loss that is only measured reaches neither the log nor callbacks."""
-        own = vars(self).get("log")
-        self.log = lambda *arguments, **named: None  # type: ignore[method-assign]
+    def _upshift_without_logging(self) -> Iterator[dict[str, None]]:
+        """Disable ``log`` while open: a loss that is only measured reaches neither the log nor callbacks.
+
+        Yield the names that it was asked to log, in their order.
+        """
+        own, names = vars(self).get("log"), dict[str, None]()
+        self.log = lambda logs, *arguments, **named: names.update(dict.fromkeys(logs))  # type: ignore[method-assign]
         try:
-            yield
+            yield names
         finally:
             del self.log
             if own is not None:
