@@ -24,7 +24,7 @@ from transformers import (
 
 import upshift
 from upshift.errors import RequestError
-from upshift.models import store, trace
+from upshift.models import trace
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
 from upshift.models.source import find_model
@@ -134,7 +134,7 @@ def test_too_many_tokens_are_refused_before_any_trace(
     command: str, more: tuple[object, ...], few: str, upshift: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "Tracer", None)
-    monkeypatch.setattr(store, "profile_model", None)
+    monkeypatch.setattr(trace, "trace_model", None)
     answer = upshift(*asked(command, few, *more))
     lines = answer.err.strip().splitlines()
     assert answer.code == 2 and len(lines) == 1, answer.err
