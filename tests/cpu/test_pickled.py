@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from upshift.errors import JobFailed, RequestError
-from upshift.loading import pickled, pickled_process
+from upshift.loading import checkpoint, pickled_process
 from upshift.loading.checkpoint import find_checkpoint
 from upshift.loading.load import load_model
 from upshift.loading.tensors import read_tensor
@@ -101,7 +101,7 @@ def write_index(folder: Path, index: dict[str, str]) -> None:
 
 def test_a_full_disk_is_told_before(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(weights(), folder / NAME)
-    monkeypatch.setattr(pickled.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(JobFailed, match="100 B free"):
         find_checkpoint(folder)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
@@ -204,7 +204,7 @@ def test_a_process_of_its_own_reads_it(folder: Path, cache: Path, monkeypatch: p
 
 def test_a_process_that_ends_without_an_answer(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(PLAIN, folder / NAME)
-    monkeypatch.setattr(pickled, "PROCESS", "upshift.no_such_module")
+    monkeypatch.setattr(checkpoint, "PROCESS", "upshift.no_such_module")
     with pytest.raises(RequestError, match="the process that reads it ended"):
         find_checkpoint(folder)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]

@@ -25,8 +25,13 @@ from transformers import (
 
 import upshift
 from upshift.errors import RequestError
+<<<<<<< HEAD
 from upshift.models import store, trace
 from upshift.models.build import build_model, choose_class
+=======
+from upshift.models import trace
+from upshift.models.build import build_model, choose_class, read_config
+>>>>>>> options
 from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
 from upshift.models.source import find_model
 from upshift.models.store import positions_of
@@ -135,7 +140,7 @@ def test_too_many_tokens_are_refused_before_any_trace(
     command: str, more: tuple[object, ...], few: str, upshift: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "Tracer", None)
-    monkeypatch.setattr(store, "profile_model", None)
+    monkeypatch.setattr(trace, "trace_model", None)
     answer = upshift(*asked(command, few, *more))
     lines = answer.err.strip().splitlines()
     assert answer.code == 2 and len(lines) == 1, answer.err
