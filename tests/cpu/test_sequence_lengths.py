@@ -25,13 +25,8 @@ from transformers import (
 
 import upshift
 from upshift.errors import RequestError
-<<<<<<< HEAD
-from upshift.models import store, trace
-from upshift.models.build import build_model, choose_class
-=======
 from upshift.models import trace
-from upshift.models.build import build_model, choose_class, read_config
->>>>>>> options
+from upshift.models.build import build_model, choose_class
 from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
 from upshift.models.source import find_model
 from upshift.models.store import positions_of
