@@ -59,8 +59,8 @@ CLAIMS = (
         of=Source(row="summary", value="details.counts.WRONG"),
     ),
     Claim(
-        name="types", text="model types are tried in every cell", ours="Upshift", baseline="transformers", unit="model types", goal=150,
-        of=Source(row="summary", value="details.types"),
+        name="types", text="model types are tried in every cell", ours="Upshift", baseline="transformers",
+        unit="model types", goal=150, of=Source(row="summary", value="details.types"),
     ),
 )  # fmt: skip
 
