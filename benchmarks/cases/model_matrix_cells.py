@@ -238,8 +238,6 @@ def encode(model: TinyModel) -> str:
     source = find_model(str(model.folder))
     recipe: Recipe = read_recipe(source)
     check_encodes(source, recipe)
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
-    found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     if recipe.output != "embeddings":
         raise NoReference(f"it gives {recipe.output}")
     reference = model.reference()
@@ -253,6 +251,8 @@ def encode(model: TinyModel) -> str:
         except Exception as error:  # as above
             raise NoReference(f"{type(error).__name__}: {error}") from error
         expected.append(states[0].mean(0))
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
+    found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     return _compared(torch.from_numpy(found), torch.stack(expected), IN_FP32)
 
 
