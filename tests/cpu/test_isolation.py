@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from upshift.errors import RequestError
 from upshift.hardware import detect
@@ -195,6 +196,16 @@ def test_a_routers_loss_is_that_of_the_whole_batch_with_the_mask(host, tmp_path)
     assert loss_as_planned(model, source, plan_of()) == pytest.approx(whole, rel=1e-6)
     unmasked = float(model(**{name: value for name, value in inputs.items() if name != "attention_mask"}).loss.detach())
     assert unmasked != pytest.approx(whole, rel=1e-5), "padding would count"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_moe", "phimoe", "granitemoe", "jamba"])
+@pytest.mark.parametrize("router", [True, False])
+def test_a_routers_loss_is_seen_at_the_weight_that_transformers_gives_it(kind, router, tmp_path):
+    """By default it weighs 0.001 in some models: some 1e-5 of the loss, where sums in another order differ by less than 3e-7."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = transformers.CONFIG_MAPPING[kind](output_router_logits=router)
+    isolation = measure_isolation(config, getattr(transformers, architecture), "causal-lm")
+    assert isolation.proven and isolation.loss_splits is not router
 
 
 def test_without_a_router_loss_a_mixture_is_split_and_packed(tmp_path):
