@@ -350,7 +350,7 @@ def test_tokenizer_errors(tmp_path):
 
 def test_masked_lm_without_a_mask_token_is_refused(bpe):
     with pytest.raises(RequestError, match="mask"):
-        objective_for("masked-lm", bpe, vocab_size=600)
+        objective_for("masked-lm", bpe, vocab_size=600).check_masks()
     assert objective_for("causal-lm", bpe, vocab_size=600).pad_token_id == 0
 
 

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import BertConfig, PreTrainedTokenizerFast
 
 from upshift.errors import RequestError
+from upshift.models.source import find_model
 from upshift.training.batches.fill import to_tensors
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import IGNORED, Objective
@@ -27,6 +28,7 @@ from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import find_data_files
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences
+from upshift.training.data.training_data import prepare_data
 
 CHATS = [
     {"id": "7", "messages": [{"role": "user", "content": "a"}]},
@@ -125,15 +127,28 @@ def test_labels_and_masks_are_honoured_in_every_layout(suffix, tmp_path):
         assert sorted(learned) == sorted([(i, i) for i in range(20, 30)] * 4 + [(6, 6), (8, 8)] * 4)
 
 
-def test_labels_that_the_data_has_are_what_a_masked_model_finds(tmp_path):
+@pytest.mark.parametrize("mask_token_id", [4, None])
+def test_labels_that_the_data_has_are_what_a_masked_model_finds(mask_token_id, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 4, 7], "labels": [-100, 6, -100]}] * 2)
-    objective = Objective(kind="masked-lm", pad_token_id=0, mask_token_id=4, vocab_size=10)
+    objective = Objective(kind="masked-lm", pad_token_id=0, mask_token_id=mask_token_id, vocab_size=10)
     batch = next(
         BatchSource(sequences=sequences_of(path), global_batch=2, layout=Layout(micro_batch=2), objective=objective).batches()
     )
     assert batch.num_label_tokens == 2
     assert batch.micro_batches[0].arrays["input_ids"][0, :3].tolist() == [5, 4, 7]
     assert batch.micro_batches[0].arrays["labels"][0, :3].tolist() == [-100, 6, -100]
+
+
+def test_a_masked_model_needs_a_mask_token_only_where_the_data_has_no_labels(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 10}
+    BertConfig(**sizes, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "model")
+    model = find_model(str(tmp_path / "model" / "config.json"))
+    with_labels = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 4, 7], "labels": [-100, 6, -100]}] * 2)
+    training = prepare_data(model, with_labels, sequence_length=8).training
+    assert training.num_labels(np.arange(len(training)), first=0).tolist() == [1] * len(training)
+    without = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [5, 4, 7]}] * 2)
+    with pytest.raises(RequestError, match="mask_token_id .* a column labels"):
+        prepare_data(model, without, sequence_length=8)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
-from upshift.hardware import detect
+from upshift.hardware import describe, detect
 from upshift.inference import race as race_module
 from upshift.inference.bounds import Limits, Quality, read_quality
 from upshift.inference.contestant import Contest, Entrants, Run
@@ -296,7 +296,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     def chosen(quality: Quality, **limits: float) -> tuple[bool, str, int]:
         forecast = lambda: lambda setup: {"fp32": 7.0}.get(setup.precision, 5.0)  # noqa: E731
         policy = RacePolicy(quality, Limits(**limits), 1.0)
-        race = race_module.race(contest, detect(), [[1, 2]], policy, forecast=forecast)
+        race = race_module.race(contest, describe("epyc-7763"), [[1, 2]], policy, forecast=forecast)
         assert race.expected == {"onnxruntime": 7.0} and race.ceiling == 1e6
         assert [run.setup.batch for run in race.best() if run.setup != race.chosen] == [4] * (len(race.best()) - 1)
         return race.recalled, race.chosen.precision, race.chosen.batch

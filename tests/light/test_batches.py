@@ -344,7 +344,7 @@ def source_of(**changes):
         (lambda: source_of(objective=MASKED, layout=Layout(micro_batch=1, mask_padding=False)), ["mask_padding=True"]),
         (lambda: next(source_of().batches(Position(batch=2))), ["batch=2", "resume with"]),
         (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
-        (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
+        (lambda: Objective(kind="masked-lm").check_masks(), ["mask_token_id", "causal-lm"]),
         (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
         (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
         (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import model_validator
 
 from upshift.errors import RequestError
 from upshift.models.profile import labelled_share
@@ -34,14 +33,13 @@ class Objective(Value):
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
     loss_splits: bool = True  # False: the loss of a batch is not that of its parts, so that it must not be halved
 
-    @model_validator(mode="after")
-    def _check(self) -> Objective:
+    def check_masks(self) -> None:
+        """Check that words can be masked, for data that does not say its labels. Raise RequestError if they cannot."""
         if self.kind == "masked-lm" and (self.mask_token_id is None or self.vocab_size is None):
             raise RequestError(
                 f"objective masked-lm needs mask_token_id ({self.mask_token_id}) and vocab_size ({self.vocab_size}); "
-                "use a tokenizer that has a mask token, or objective causal-lm"
+                "use a tokenizer that has a mask token, data with a column labels, or objective causal-lm"
             )
-        return self
 
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
         """Return the labels that count: the divisor that makes a global batch's loss independent of its layout."""

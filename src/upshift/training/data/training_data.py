@@ -67,11 +67,15 @@ def prepare_data(
     corpus = read_corpus(data_path, text_column=text_column)
     tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
     objective = _objective(source, tokenizer)
+    if not corpus.is_tokenized:
+        objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
     tokenized, held_out = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
     for part in (tokenized, held_out):
         if part is not None:
             check_vocabulary(part, objective.vocab_size or 0)
+    if tokenized.labels is None:
+        objective.check_masks()
     if tokenized.labels is not None and objective.kind == "seq2seq-lm":
         raise RequestError(
             f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
