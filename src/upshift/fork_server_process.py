@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -63,7 +64,8 @@ def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
             traceback.print_exc()
             os._exit(1)
         _work(worker, request, said)
-    os.setpgid(child, child)  # as the child itself does: whoever is first, the group is there before it is killed
+    with suppress(PermissionError):  # it has begun anew already, in its group
+        os.setpgid(child, child)  # as the child itself does: whoever is first, the group is there before it is killed
     return child
 
 
