@@ -14,20 +14,25 @@ from upshift.training.batches.fill import MicroBatch
 from upshift.training.data.columns import IGNORED
 
 FEW_TOKENS = 8
+# What else a RuntimeError says where memory ran out; torch has no type for these.
+WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",  # c10/core/CPUAllocator.cpp
+    "CUDA error: out of memory",  # the driver's, for a context, a graph or pinned memory
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+    "HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # NCCL's, by version
+)  # fmt: skip
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the allocator's refusal, which is the error or its cause, or None. torch's pipelines wrap an error of a stage.
-
-    torch has no type for the refusal of the CPU's allocator. Its words are fixed in c10/core/CPUAllocator.cpp.
-    """
+    """Return the allocator's refusal, which is the error or its cause, or None. torch's pipelines wrap an error of a stage."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, (MemoryError, torch.OutOfMemoryError)):
             return found
-        if isinstance(found, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(found):
+        if isinstance(found, RuntimeError) and any(words in str(found) for words in WORDS):
             return found
         found = found.__cause__
     return None

@@ -23,9 +23,6 @@ from upshift.benchmarking.load import LoadMeter, Timing
 from upshift.benchmarking.meters import (
     allocated_peak,
     bytes_left_with_parent,
-    reset_resident_peak,
-    resident_bytes,
-    resident_peak_bytes,
 )
 from upshift.benchmarking.timer import synchronise
 from upshift.models.profile import num_sides
@@ -43,6 +40,7 @@ from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.data.training_data import load_data
 from upshift.training.evaluate import evaluate
+from upshift.training.held import begin_held_peak, held_bytes, held_peak_bytes
 from upshift.training.host_memory import limited_memory
 from upshift.training.job.processes import TOKENIZER
 from upshift.training.out_of_memory import is_out_of_memory
@@ -105,8 +103,8 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     plan = request.plan
     set_process(plan)
     place = find_place(plan)
-    base = resident_bytes() + bytes_left_with_parent()
-    reset_resident_peak()
+    base = held_bytes(plan) + bytes_left_with_parent()
+    begin_held_peak(plan)
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
@@ -129,7 +127,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     clips = request.clips_gradients and not plan.optimizer_in_backward
     arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
     stepper = Stepper(model, place, arguments, on_halved=_does_not_fit)
-    reset_resident_peak()  # loading has a prediction of its own
+    begin_held_peak(plan)  # loading has a prediction of its own
     return complete(Trial(stepper, batches, request, lambda rough: tell(complete(rough))).run())
 
 
@@ -239,8 +237,10 @@ class Trial:
         )  # fmt: skip
 
     def _held_bytes(self) -> int:
-        """Return the most bytes that a separate process would hold, if it imported all libraries itself and read all data."""
-        return resident_peak_bytes() + bytes_left_with_parent() + self.batches.data_bytes
+        """Return the most bytes that a separate process would hold. On a CPU it imports libraries and reads data itself."""
+        plan = self.request.plan
+        beside = 0 if plan.device == "cuda" else bytes_left_with_parent() + self.batches.data_bytes
+        return held_peak_bytes(plan) + beside
 
     def _whole_steps(self, update_seconds: float, once: float) -> TrialResult:
         """Measure optimizer steps over the run's own batches."""

@@ -37,7 +37,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
     """Return the bytes that one process holds in host memory, or that are held on the device. ``adapter``: peft is in the
     process."""
     if plan.device == "cuda":
-        return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
+        return outside_allocator(plan) + predict_reserved(memory)
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
@@ -50,6 +50,11 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
     compiled = "layer" if optimizers()[plan.optim].library == "torchao" else plan.torch_compile
     libraries = ADAPTER_BYTES * adapter + COMPILED_BYTES[compiled]
     return base_bytes(host) + libraries + memory.peak + holes
+
+
+def outside_allocator(plan: Plan) -> float:
+    """Return the bytes of a GPU that a process holds beside what torch's allocator has: CUDA's context and NCCL's buffers."""
+    return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan)
 
 
 def base_bytes(host: Host) -> float:

@@ -118,9 +118,9 @@ class TrainingLoop:
         done, left = self.progress.step, self.arguments.max_steps - self.progress.step
         looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
         if looked_at < 1:
-            return StepMeter(self.plan.device, planned_steps=left)
+            return StepMeter(self.plan, planned_steps=left)
         ahead = look_ahead(self.source, first_step=done + NUM_WARMUP, num_steps=looked_at)
-        return StepMeter(self.plan.device, planned_steps=left, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
+        return StepMeter(self.plan, planned_steps=left, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
 
     def _load(self) -> None:
         seed = self.arguments.seed
@@ -215,7 +215,7 @@ class TrainingLoop:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(outcome.num_tokens, time.perf_counter() - start)
         self.progress.add(batch, outcome)
-        resident = self.meter.resident_now()
+        resident = self.meter.held_now()
         self.held_memory.after_step(resident)
         done = StepDone(
             step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=outcome.loss,
@@ -300,7 +300,7 @@ class TrainingLoop:
         last = self.progress.losses[-LOSS_STEPS:]
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
-            resident_gib=gib(self.meter.resident_peak()), step_ms=self.meter.step_ms, tokens_per_second=speed,
+            resident_gib=gib(self.meter.held_peak()), step_ms=self.meter.step_ms, tokens_per_second=speed,
             loss=sum(last) / len(last) if last else None,
             evaluation_loss=self.progress.evaluations[-1][2] if self.progress.evaluations else None,
             model_flops_per_second=speed * per_token if speed and per_token else None,

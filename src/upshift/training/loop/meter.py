@@ -7,18 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from upshift.benchmarking.load import between, read_moment
 from upshift.benchmarking.meters import (
     AllocatedPeak,
     allocated_peak,
-    reset_resident_peak,
-    resident_bytes,
-    resident_peak_bytes,
 )
+from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.training.batches.source import GlobalBatch
+from upshift.training.held import begin_held_peak, held_bytes, held_peak_bytes
 from upshift.training.host_memory import give_back_free_memory
 from upshift.training.step import StepOutcome, Stepper
 from upshift.training.weight_offload import in_memory_bytes
@@ -34,8 +31,8 @@ class StepMeter:
     ``longest_step`` is the number, from 1, of the step after the warm-up that has the longest micro-batch.
     """
 
-    def __init__(self, device: str, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
-        self.device = device
+    def __init__(self, plan: Plan, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
+        self.plan = plan
         self.watched = min(longest_step, planned_steps)  # the step whose memory is watched
         self.count = 0
         self.seconds = 0.0
@@ -45,8 +42,8 @@ class StepMeter:
         self.waited_seconds, self.cpu_seconds = 0.0, 0.0  # of the steady steps, in this process
         self._before = read_moment()
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
-        self._resident_peak = 0
-        reset_resident_peak()
+        self._held_peak = 0
+        begin_held_peak(plan)
 
     def begin(self) -> None:
         """Read the clocks before a step's batch is made."""
@@ -74,21 +71,21 @@ class StepMeter:
 
     def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
         """Run ``Stepper.step`` under the allocator's meter. Its events are kept in memory, so only a part is watched."""
-        self._resident_peak = resident_peak_bytes()
+        self._held_peak = held_peak_bytes(self.plan)
         seen: list[AllocatedPeak] = []
 
         @contextmanager
         def watch() -> Iterator[None]:
-            with allocated_peak(self.device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
+            with allocated_peak(self.plan.device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
                 seen.append(peak)
                 yield
 
         outcome = stepper.step(batch, watch=watch)
         self.peak_bytes = max(peak.bytes or 0 for peak in seen) or None
-        if self.device == "cpu":
+        if self.plan.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
                 give_back_free_memory()
-            reset_resident_peak()  # the memory of watching itself is not the run's
+            begin_held_peak(self.plan)  # the memory of watching itself is not the run's
         return outcome
 
     @property
@@ -126,20 +123,14 @@ class StepMeter:
 
     def saving(self, *, begins: bool) -> None:
         """Keep a save's copies out of the step's memory peak. The copies leave with the save."""
-        if self.device == "cpu":
+        if self.plan.device == "cpu":
             if begins:
-                self._resident_peak = max(self._resident_peak, resident_peak_bytes())
+                self._held_peak = self.held_peak()
             else:
-                reset_resident_peak()
+                begin_held_peak(self.plan)
 
-    def resident_now(self) -> int:
-        return _device_bytes() if self.device == "cuda" else resident_bytes()
+    def held_now(self) -> int:
+        return held_bytes(self.plan)
 
-    def resident_peak(self) -> int:
-        # torch's CUDA allocator gives nothing back, so what is in use at the end is the highest.
-        return _device_bytes() if self.device == "cuda" else max(self._resident_peak, resident_peak_bytes())
-
-
-def _device_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    def held_peak(self) -> int:
+        return max(self._held_peak, held_peak_bytes(self.plan))

@@ -66,7 +66,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 def _adamw(tensors: list[Tensor], step: int, group: dict[str, Any]) -> None:
     """Run torch's fused kernel on one parameter, gradient, first and second moment."""
-    before = torch.tensor(float(step - 1), device=tensors[0].device)
+    before = torch.full((), float(step - 1), device=tensors[0].device)  # filled there: a copy would make the host wait
     weights, gradients, firsts, seconds = ([tensor] for tensor in tensors)
     beta1, beta2 = group["betas"]
     adamw(

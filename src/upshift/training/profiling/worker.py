@@ -14,12 +14,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from upshift.benchmarking.environment import environment
-from upshift.benchmarking.meters import MemoryRecorder, resident_peak_bytes
+from upshift.benchmarking.meters import MemoryRecorder
 from upshift.hardware.detect import detect
 from upshift.models.adapter import base_of
 from upshift.record import Record
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.data.training_data import TrainingData
+from upshift.training.held import held_peak_bytes
 from upshift.training.job.processes import main
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent, Started
@@ -65,7 +66,7 @@ class ProfiledLoop(TrainingLoop):
                 compiled = compiled_so_far()
             seconds = self._plain_step(batches)
             plain.append(slowest(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
-        resident = resident_peak_bytes()
+        resident = held_peak_bytes(self.plan)
         with _marked_head(self.stepper.model, self._marks_head()):
             memory = self._memory(batches)
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
