@@ -33,7 +33,7 @@ from upshift.hardware import (
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
-from upshift.hardware.nvml import find_gpus
+from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.hardware.table import ALIASES, AMBIGUOUS, find
 from upshift.units import GIB, MIB
 
@@ -636,8 +636,11 @@ class FakeNvml:
     NVML_FEATURE_ENABLED = 1
     NVML_NVLINK_MAX_LINKS = 36
 
-    def __init__(self, *gpus: tuple[str, int], links: int = 0, mig: bool = False, driver: bool = True) -> None:
+    def __init__(
+        self, *gpus: tuple[str, int], links: int = 0, mig: bool = False, driver: bool = True, whole: tuple[int, ...] = ()
+    ) -> None:
         self.gpus, self.links, self.mig, self.driver, self.is_open = gpus, links, mig, driver, False
+        self.whole = whole  # GPUs that are not cut, with ``mig``
 
     def nvmlInit(self) -> None:
         if not self.driver:
@@ -658,13 +661,13 @@ class FakeNvml:
         return handle[0].encode() if handle[2] else handle[0]  # both kinds of bindings
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        return f"GPU-{handle[2]}f00"
+        return f"MIG-{handle[2]}f00" if "MIG" in handle[0] else f"GPU-{handle[2]}f00"
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
         return SimpleNamespace(total=80 * GIB, free=handle[1])
 
     def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
-        if not self.mig:
+        if not self.mig or handle[2] in self.whole:
             raise self.NVMLError("Not Supported")
         return [1, 1]
 
@@ -674,9 +677,14 @@ class FakeNvml:
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> tuple[str, int, int]:
         if index < 2:
             raise self.NVMLError("Not Found")
-        return (f"{handle[0]} MIG 1g.10gb", 9 * GIB, 0)
+        return (f"{handle[0]} MIG 1g.10gb", 9 * GIB, 10 * handle[2] + index)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any) -> tuple[str, int, int]:
+        return (*self.gpus[handle[2] // 10], handle[2] // 10)
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        if "MIG" in handle[0]:
+            raise self.NVMLError("Invalid Argument")
         return (9, 0)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int:
@@ -731,6 +739,38 @@ def test_nvml_mig_is_one_instance_without_peak(tmp_path: Path) -> None:
     host = detect(tmp_path, nvml=FakeNvml((H100, GIB), (H100, GIB), mig=True))
     assert host.gpu is not None
     assert (host.gpus_per_node, host.gpu.name, host.gpu.peak) == (1, f"{H100} MIG 1g.10gb", None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "whole", "names"),
+    [
+        (None, (), ["MIG-2f00"]),
+        ("MIG-5f00", (), ["MIG-5f00"]),
+        ("MIG-13f00", (), ["MIG-13f00"]),  # of the second GPU
+        ("MIG-13f00,MIG-14f00", (), ["MIG-13f00"]),  # a process uses one
+        ("MIG-4", (0,), []),  # the first GPU is not cut
+        ("MIG-14f00", (0,), ["MIG-14f00"]),  # beside a whole GPU
+        (None, (0,), ["GPU-0f00"]),
+        ("0", (0,), ["GPU-0f00"]),
+        ("0", (), ["MIG-2f00"]),
+    ],
+)
+def test_an_instance_is_found_by_its_uuid(visible: str | None, whole: tuple[int, ...], names: list[str]) -> None:
+    nvml = FakeNvml((H100, GIB), (H100, GIB), mig=True, whole=whole)
+    nvml.nvmlInit()
+    assert [nvml.nvmlDeviceGetUUID(handle) for handle in usable_handles(nvml, visible)] == names
+    found, _ = find_gpus(nvml, visible)
+    assert [gpu.compute_capability for gpu in found] == [(9, 0)] * len(names)
+
+
+def test_detect_shows_what_the_variable_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever asks for the host: planning, inference, serving, the probe."""
+    gpus = [(H100, index * GIB) for index in range(4)]
+    for value, count in (("2,3", 2), ("", 0), ("1", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert detect(tmp_path, nvml=FakeNvml(*gpus)).gpus_per_node == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert detect(tmp_path, nvml=FakeNvml(*gpus)).gpus_per_node == 4
 
 
 def test_nvml_absent_or_without_driver(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from upshift.cli import (
 from upshift.cli.progress import lines
 from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import JobFailed, UpshiftError
-from upshift.settings import quiet_libraries, read_ranks
+from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy which newer versions of typer carry
 INTERRUPTED = 130
@@ -85,6 +85,7 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     quiet_libraries()
+    count_gpus_by_bus()
     ranks = read_ranks()
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:

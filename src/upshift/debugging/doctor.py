@@ -50,7 +50,7 @@ def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs:
 
     ``quick``: skip what takes seconds. ``output``: the folder where runs are to write. ``needs``: of a plan.
     """
-    host = detect(visible_devices=read_library_variables().get("CUDA_VISIBLE_DEVICES"))
+    host = detect()
     gpus = read_gpus(find_nvml(), None)
     findings = [
         *examine_gpus(gpus, psu_watts=psu_watts, process_name=process_name),

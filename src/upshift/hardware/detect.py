@@ -17,6 +17,7 @@ from upshift.hardware.links import gpu_link, pcie_link
 from upshift.hardware.nvidia import NVIDIA_GPUS
 from upshift.hardware.nvml import find_gpus
 from upshift.hardware.spec import Cpu, Gpu, Host, Isa
+from upshift.settings import read_settings
 from upshift.units import KIB, MIB
 
 ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
@@ -32,7 +33,7 @@ ISA_FLAGS: dict[str, dict[str, Isa]] = {
         "sve": "sve", "sve2": "sve2",
     },
 }  # fmt: skip
-FIND_NVML = object()
+FIND_NVML, FROM_ENVIRONMENT = object(), object()
 
 
 def detect(
@@ -40,13 +41,15 @@ def detect(
     *,
     nvml: Any = FIND_NVML,
     affinity: Collection[int] | None = None,
-    visible_devices: str | None = None,
+    visible_devices: Any = FROM_ENVIRONMENT,
 ) -> Host:
     """Return the machine that this process runs on. Missing facts never raise: they are None, and `origin` says why.
 
     `root` (where proc and sys are), `nvml` (a pynvml-like module, or None) and `affinity` (CPU numbers) are for tests.
-    `visible_devices` is the value of CUDA_VISIBLE_DEVICES; None shows every GPU.
+    `visible_devices` stands for the value of CUDA_VISIBLE_DEVICES, which counts otherwise; None shows every GPU.
     """
+    if visible_devices is FROM_ENVIRONMENT:
+        visible_devices = read_settings().cuda_visible_devices
     limits = read_limits(root)
     cpu, cpu_origin = _cpu(root, affinity, limits)
     gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)

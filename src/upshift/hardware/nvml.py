@@ -35,10 +35,14 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
 
 
 def usable_handles(nvml: Any, visible_devices: str | None) -> list[Any]:
-    return _select(nvml, _handles(nvml), visible_devices)
+    whole, instances = _handles(nvml)
+    if visible_devices is None:
+        return whole or instances[:1]
+    return _select(nvml, whole, instances, visible_devices)
 
 
-def _handles(nvml: Any) -> list[Any]:
+def _handles(nvml: Any) -> tuple[list[Any], list[Any]]:
+    """Return the GPUs that are not cut, and the MIG instances of the others."""
     whole, instances = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -50,24 +54,25 @@ def _handles(nvml: Any) -> list[Any]:
             instance = ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
             if instance is not None:
                 instances.append(instance)
-    return whole or instances[:1]
+    return whole, instances
 
 
-def _select(nvml: Any, handles: Sequence[Any], visible_devices: str | None) -> list[Any]:
-    """Return the handles that CUDA_VISIBLE_DEVICES selects, as in the CUDA C Programming Guide.
+def _select(nvml: Any, whole: Sequence[Any], instances: Sequence[Any], visible_devices: str) -> list[Any]:
+    """Return the handles that CUDA_VISIBLE_DEVICES selects, as in the CUDA C Programming Guide and the MIG User Guide.
 
-    Entries are indices or beginnings of UUIDs. A bad entry ends the list.
+    Entries are indices or beginnings of UUIDs. A bad entry ends the list. A process can use one MIG instance, and nothing beside
+    it.
     """
-    if visible_devices is None:
-        return list(handles)
-    selected = []
+    numbered, selected = whole or instances[:1], list[Any]()
     for entry in (part.strip() for part in visible_devices.split(",")):
-        if entry.isdigit() and int(entry) < len(handles):
-            selected.append(handles[int(entry)])
+        if entry.isdigit() and int(entry) < len(numbered):
+            selected.append(numbered[int(entry)])
             continue
-        named = [h for h in handles if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
+        named = [h for h in (*whole, *instances) if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
         if len(named) != 1:
             break
+        if named[0] in instances:
+            return selected or named
         selected += named
     return selected
 
@@ -82,7 +87,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         table_key=key,
         memory_bytes=None if memory is None else memory.total,
         free_memory_bytes=None if memory is None else memory.free,
-        compute_capability=ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
+        compute_capability=_capability(nvml, handle),
         pcie_generation=ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
         pcie_width=ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
         nvlink_links=links,
@@ -90,6 +95,15 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
         peak=None if key is None else NVIDIA_GPUS[key].gpu.peak,
     )
+
+
+def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
+    """Return CUDA's compute capability. Some drivers tell it of a whole GPU alone, and not of its MIG instances."""
+    found = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
+    if found is None:
+        parent = ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        found = None if parent is None else ask(nvml, "nvmlDeviceGetCudaComputeCapability", parent)
+    return None if found is None else (int(found[0]), int(found[1]))
 
 
 def _nvlink(nvml: Any, handle: Any) -> tuple[int, int | None]:

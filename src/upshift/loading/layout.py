@@ -29,7 +29,6 @@ from upshift.models.describe import max_positions
 from upshift.models.experts import experts_met
 from upshift.models.lengths import default_length
 from upshift.models.measure import fake_masks
-from upshift.settings import read_settings
 
 CACHED_TOKENS = 8  # enough to see what the cache keeps of a token
 
@@ -62,7 +61,7 @@ def place_model(
 
     Raise RequestError for a device_map that does not fit the model, and NothingFits.
     """
-    host = host or detect(visible_devices=read_settings().cuda_visible_devices)
+    host = host or detect()
     limits = memory_limits(host, max_memory)
     if sequence_length is None:
         sequence_length = default_length(max_positions(model))

@@ -34,7 +34,6 @@ from upshift.planning.variants import variants_for
 from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
-from upshift.settings import read_settings
 from upshift.units import format_bytes
 
 Progress = Callable[[int, int], None]
@@ -111,7 +110,7 @@ class Planning:
 
 def find_host(on: str | None, *, probe: bool = True) -> Host:
     """Return the described host, else this machine. It is probed (and the probe cached) where its rates are needed."""
-    host = detect(visible_devices=read_settings().cuda_visible_devices) if on is None else describe(on)
+    host = detect() if on is None else describe(on)
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if on is None else "plan for one kind of them"

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from upshift.training.out_of_memory import find_out_of_memory
 from upshift.with_parent import end_with
 
 PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
+GROUP_PATIENCE = timedelta(minutes=30)  # torch's for gloo; nccl's ten end a run whose rank 0 saves for longer
 CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
 Request = TypeVar("Request")
 Result = TypeVar("Result")
@@ -128,7 +130,7 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
     """
     _rank_and_size[:] = [(rank, plan.num_processes)]
     backend = "nccl" if plan.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, **meeting)
+    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_PATIENCE, **meeting)
     try:
         try:
             yield

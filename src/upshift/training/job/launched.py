@@ -150,7 +150,7 @@ def _shared_data(job: Job) -> TrainingData:
 
 def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     if job.plan.device == "cuda":
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())  # Slurm may show each rank one device alone
     elif job.plan.num_processes == ranks.size:
         bind(ranks.local_rank, ranks.local_size)
     try:
