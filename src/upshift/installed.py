@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
 
 
 def installed_version(library: str) -> str | None:
@@ -23,3 +26,13 @@ def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
 def requirements_of(library: str) -> list[str]:
     """Return a library's requirements as its own metadata states them: "tokenizers<0.24,>=0.22; extra == ..."."""
     return requires(library) or []
+
+
+def torch_cuda() -> tuple[tuple[int, int] | None, bool]:
+    """Return the CUDA that the installed torch was built for, and whether that could be read."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return None, False
+    match = re.search(r"^cuda[^=\n]*= '(\d+)\.(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return ((int(match[1]), int(match[2])) if match else None), True

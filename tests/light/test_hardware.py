@@ -29,12 +29,14 @@ from upshift.hardware import (
     detect,
     gemm_efficiency,
     memory_efficiency,
+    torch_build,
 )
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.hardware.table import ALIASES, AMBIGUOUS, find
+from upshift.planning import planner
 from upshift.units import GIB, MIB
 
 # --- described hosts -------------------------------------------------------------------------------------------------
@@ -816,3 +818,34 @@ def test_import_is_light() -> None:
     path = f"import sys; sys.path[:] = {sys.path!r}; "
     done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("built", "is_known", "driver", "words"),
+    [
+        (None, True, (13, 0), "without CUDA"),
+        ((13, 0), True, (12, 8), "a driver of 580 or newer, or a torch for CUDA 12"),
+        ((12, 8), True, (13, 0), None),  # a driver serves older releases
+        ((13, 2), True, (13, 0), None),  # and all of its own number
+        ((13, 0), True, None, None),
+        (None, False, (12, 8), None),  # what torch was built for could not be read
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpu_is_told_before_planning(
+    built: tuple[int, int] | None, is_known: bool, driver: tuple[int, int] | None, words: str | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    nvml: Any = FakeNvml((H100, 70 * GIB))
+    if driver is not None:
+        nvml.nvmlSystemGetCudaDriverVersion = lambda: driver[0] * 1000 + driver[1] * 10
+    monkeypatch.setattr(torch_build, "torch_cuda", lambda: (built, is_known))
+    monkeypatch.setattr(torch_build, "find_nvml", lambda: nvml)
+    host = detect(tmp_path, nvml=nvml)
+    torch_build.check_gpus_are_used(host.cpu_alone())
+    if words is None:
+        torch_build.check_gpus_are_used(host)
+        return
+    monkeypatch.setattr(planner, "detect", lambda: host)
+    with pytest.raises(RequestError, match=f"{H100}.*{words}.*CUDA_VISIBLE_DEVICES"):
+        planner.find_host(None)
+    assert planner.find_host("h100").device == "cuda"  # a described one needs no torch

@@ -22,7 +22,6 @@ from upshift.debugging.software import (
     examine_requirements,
     examine_switches,
     examine_threads,
-    torch_cuda,
 )
 from upshift.debugging.toolchain import examine_compilers, find_compilers
 from upshift.debugging.topology import examine_topology
@@ -30,7 +29,7 @@ from upshift.hardware.cgroup import read_text
 from upshift.hardware.detect import detect, find_nvml
 from upshift.hardware.gpu_state import Gpus, read_gpus
 from upshift.hardware.spec import Host
-from upshift.installed import installed_versions
+from upshift.installed import installed_versions, torch_cuda
 from upshift.settings import read_library_variables, read_ranks, read_settings
 from upshift.units import MIB
 from upshift.value import Value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from upshift.debugging.finding import Finding, error, hint, ok, warning
 from upshift.debugging.toolchain import dotted
 from upshift.hardware.gpu_state import Gpus
+from upshift.hardware.torch_build import DRIVERS
 from upshift.installed import installed_version, installed_versions, requirements_of
 
 LIBRARIES = (  # whose declared requirements are compared with what is installed
@@ -46,20 +46,8 @@ EXTRAS = {  # libraries that plans and races use where they are installed: what 
     "llama-cpp-python": ("the llama.cpp engine", "llamacpp"),
     "bitsandbytes": ("weights in 4 bits while an adapter is trained", "bitsandbytes"),
 }
-# A driver serves all CUDA releases of its own major number, and older ones: CUDA Compatibility guide. The first driver of each.
-DRIVERS = {12: "525", 13: "580"}
 ALLOCATORS = ("jemalloc", "tcmalloc")
 LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib")
-
-
-def torch_cuda() -> tuple[tuple[int, int] | None, bool]:
-    """Return the CUDA that the installed torch was built for, and whether that could be read, without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    if file is None or not file.is_file():
-        return None, False
-    match = re.search(r"^cuda[^=\n]*= '(\d+)\.(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return ((int(match[1]), int(match[2])) if match else None), True
 
 
 def examine_requirements(

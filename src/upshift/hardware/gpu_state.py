@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from upshift.hardware.nvidia import NVML_NAMES
-from upshift.hardware.nvml import ask, plain, usable_handles
+from upshift.hardware.nvml import ask, newest_cuda, plain, usable_handles
 from upshift.value import Value
 
 P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
@@ -89,10 +89,9 @@ def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
         states = tuple(_state(nvml, handle, index) for index, handle in enumerate(handles))
         numbers = range(len(handles))
         pairs = [_pair(nvml, handles, one, other) for one in numbers for other in numbers if one < other]
-        version = ask(nvml, "nvmlSystemGetCudaDriverVersion")
         return Gpus(
             states=states, pairs=tuple(pairs), origin="NVML", driver=plain(ask(nvml, "nvmlSystemGetDriverVersion") or "") or None,
-            driver_cuda=None if version is None else (version // 1000, version % 1000 // 10),
+            driver_cuda=newest_cuda(nvml),
         )  # fmt: skip
     except nvml.NVMLError as error:
         return Gpus(origin=f"none: NVML says {error}")

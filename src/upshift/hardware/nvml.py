@@ -34,6 +34,12 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
         nvml.nvmlShutdown()
 
 
+def newest_cuda(nvml: Any) -> tuple[int, int] | None:
+    """Return the newest CUDA that the driver serves. ``nvml``: initialised."""
+    version = ask(nvml, "nvmlSystemGetCudaDriverVersion")
+    return None if version is None else (version // 1000, version % 1000 // 10)
+
+
 def usable_handles(nvml: Any, visible_devices: str | None) -> list[Any]:
     whole, instances = _handles(nvml)
     if visible_devices is None:

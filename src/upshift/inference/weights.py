@@ -10,6 +10,7 @@ from pathlib import Path
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
+from upshift.hardware.torch_build import check_gpus_are_used
 from upshift.inference.engines import check_engine
 from upshift.inference.setup import EngineName, Precision, Task
 from upshift.loading.checkpoint import INDEX, WEIGHTS, inside, read_index
@@ -84,8 +85,10 @@ def computing_host(stored: EngineName | None = None) -> Host:
     import torch
 
     host = detect()
-    if host.device == "cuda" and stored in (None, "torch") and torch.cuda.is_available():
-        return host.one_device()
+    if host.device == "cuda" and stored in (None, "torch"):
+        check_gpus_are_used(host)
+        if torch.cuda.is_available():
+            return host.one_device()
     return host.cpu_alone()
 
 
