@@ -801,6 +801,26 @@ def test_visible_devices(visible: str | None, indices: list[int]) -> None:
     assert [gpu.free_memory_bytes for gpu in found] == [index * GIB for index in indices]
 
 
+@pytest.mark.parametrize("name", ["h100", "4090", "l4", "mi300x", "t4"])
+def test_rates_that_no_probe_measures_follow_the_datasheet(name: str) -> None:
+    """fp8 and int8 are planned with a GPU that is here, as they are with one that is described."""
+    host = describe(name)
+    assert host.gpu is not None and host.gpu.peak is not None
+    peak = host.gpu.peak
+    probed = Rates(bf16=peak.bf16 and peak.bf16 * 0.7, fp16=peak.fp16 and peak.fp16 * 0.6, memory_bytes_per_second=1e12)
+    measured = Measured(
+        torch_version="2", transformers_version="5", num_threads=1, cpu=Rates(fp32=1e12), dispatch_seconds=1e-6,
+        first_touch_seconds_per_byte=0.0, base_resident_bytes=1, compiler=True, probe_seconds=1.0, gpu=probed,
+    )  # fmt: skip
+    rates = host.changed(measured=measured).measured_gpu
+    share = 0.7 if peak.bf16 else 0.6
+    for precision in ("fp8", "int8"):
+        stated = peak.matrix(precision)
+        assert rates is not None and rates.matrix(precision) == (None if stated is None else pytest.approx(share * stated))
+    assert rates.changed(fp8=None, int8=None) == probed, "what was measured stays"
+    assert host.measured_gpu is None
+
+
 # --- this machine ----------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,9 @@ TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "h
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
 
 
+NOT_PROBED: tuple[Precision, ...] = ("fp8", "int8")
+
+
 class Rates(Value):
     """Dense matrix rate by precision in FLOP/s, and memory traffic. A datasheet peak or measured: its holder says.
 
@@ -62,6 +65,19 @@ class Rates(Value):
         """Return the FLOP/s in this precision, None if unknown."""
         rate: float | None = getattr(self, precision)
         return rate
+
+    def filled(self, peak: Rates | None) -> Rates:
+        """Return measured rates with those of fp8 and int8, which no probe measures: the datasheet's ``peak``, at the share of it
+        that bf16 products reach, or else fp16 ones."""
+        shares = [
+            measured / stated
+            for measured, stated in ((self.bf16, peak and peak.bf16), (self.fp16, peak and peak.fp16))
+            if measured and stated
+        ]
+        if peak is None or not shares:
+            return self
+        known = {name: peak.matrix(name) for name in NOT_PROBED if self.matrix(name) is None}
+        return self.changed(**{name: shares[0] * rate for name, rate in known.items() if rate is not None})
 
 
 class Cpu(Value):
@@ -220,6 +236,13 @@ class Host(Value):
         parts: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]
         answers = {part.supports(precision) for part in parts if part is not None}
         return False if False in answers else None if None in answers else True
+
+    @property
+    def measured_gpu(self) -> Rates | None:
+        """Return the rates of the GPU that was probed, those of fp8 and int8 from the datasheet."""
+        if self.measured is None or self.measured.gpu is None:
+            return None
+        return self.measured.gpu.filled(self.gpu.peak if self.gpu is not None else None)
 
     @property
     def medium_is_bf16(self) -> bool:

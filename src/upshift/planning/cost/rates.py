@@ -96,9 +96,10 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     if gpu is None:
         return None
     dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
-    if measured is not None and measured.gpu is not None:
-        matrix, memory = measured.gpu.matrix(precision), measured.gpu.memory_bytes_per_second
-        outside = measured.gpu.matrix(beside)
+    probed = host.measured_gpu
+    if probed is not None:
+        matrix, memory = probed.matrix(precision), probed.memory_bytes_per_second
+        outside = probed.matrix(beside)
     elif gpu.peak is not None:
         key = gpu.table_key or ""
         bandwidth = gpu.peak.memory_bytes_per_second

@@ -85,7 +85,7 @@ def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
 
 
 def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    gpu, measured = host.gpu, host.measured.gpu if host.measured else None
+    gpu, measured = host.gpu, host.measured_gpu
     if gpu is None or (gpu.peak is None and measured is None):
         return None
     key, rates = gpu.table_key or "", measured or gpu.peak
