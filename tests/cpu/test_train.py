@@ -44,6 +44,7 @@ from upshift.training.checkpoint import files as checkpoint_files
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
+from upshift.training.job.job_process import PROCESS
 from upshift.training.loop.events import (
     Evaluated,
     Event,
@@ -471,7 +472,7 @@ def test_what_cannot_be_halved_fails_in_words(
 def test_a_killed_rank_fails_the_job(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 2:
-            (rank_0,) = psutil.Process().children()
+            (rank_0,) = (child for child in psutil.Process().children() if PROCESS in child.cmdline())
             (rank_1,) = rank_0.children()
             rank_1.kill()
 
