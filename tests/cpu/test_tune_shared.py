@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def shared(home: Path) -> tuple[str, str, Path]:  # noqa: F811
     with subprocess.Popen(
         [sys.executable, "-m", "upshift.cli.main", *command], stdout=subprocess.PIPE, stderr=other_end, env=words, text=True
     ) as process:
+        deadline = time.monotonic() + 200
+        while b"running" not in b"".join(shown) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)  # this process has imported everything, and would be done before the other begins
         mine = CliRunner().invoke(app, command)
         output, _ = process.communicate(timeout=300)
     os.close(other_end)
