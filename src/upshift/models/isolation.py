@@ -254,11 +254,11 @@ class _Probe:
         for row, text in enumerate(texts):
             ids[row, -len(text) :], mask[row, -len(text) :] = text, 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache, found, start = DynamicCache(), [], 0
+        found, start, kept = [], 0, with_cache(self.model, DynamicCache())
         try:
             for end in range(width - STEPS, width + 1):
                 given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-                given = {name: value for name, value in given.items() if name in self.takes} | with_cache(self.model, cache)
+                given = {name: value for name, value in given.items() if name in self.takes} | kept
                 found.append(self._run(ids[:, start:end], **given)[:, -1])
                 start = end
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
