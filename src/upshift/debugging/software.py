@@ -9,7 +9,7 @@ from pathlib import Path
 from upshift.debugging.finding import Finding, error, hint, ok, warning
 from upshift.debugging.toolchain import dotted
 from upshift.hardware.gpu_state import Gpus
-from upshift.hardware.torch_build import DRIVERS
+from upshift.hardware.torch_build import DRIVERS, lacks_cuda, needs_newer_driver
 from upshift.installed import installed_version, installed_versions, requirements_of
 
 LIBRARIES = (  # whose declared requirements are compared with what is installed
@@ -85,14 +85,14 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
     """Compare torch with the driver, and find what hides GPUs."""
     if not gpus.states:
         return
-    if is_known and built is None:
+    if lacks_cuda(built, is_known):
         yield error(
             "torch",
             what="a GPU is here, and this torch is built without CUDA",
             evidence=gpus.states[0].name,
             fix="pip uninstall -y torch && pip install torch, from an index whose wheels have CUDA",
         )
-    if built is not None and gpus.driver_cuda is not None and gpus.driver_cuda[0] < built[0]:
+    if built is not None and gpus.driver_cuda is not None and needs_newer_driver(built, gpus.driver_cuda):
         package = f"nvidia-driver-{DRIVERS.get(built[0], 'NNN')}"
         yield error(
             "driver",

@@ -28,6 +28,16 @@ def check_gpus_are_used(host: Host) -> None:
         )
 
 
+def lacks_cuda(built: tuple[int, int] | None, is_known: bool) -> bool:
+    """Return whether torch is built without CUDA. ``is_known``: what it is built for could be read."""
+    return is_known and built is None
+
+
+def needs_newer_driver(built: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
+    """Return whether the driver serves only releases of CUDA before the one that torch is built for."""
+    return driver_cuda[0] < built[0]
+
+
 def _driver_cuda(nvml: Any) -> tuple[int, int] | None:
     if nvml is None:
         return None
@@ -48,9 +58,9 @@ def why_unused(built: tuple[int, int] | None, is_known: bool, driver_cuda: tuple
         built: the CUDA that torch is built for; None: without CUDA, if ``is_known``.
         driver_cuda: the newest CUDA that the driver serves; None: unknown.
     """
-    if is_known and built is None:
+    if lacks_cuda(built, is_known):
         return "it is built without CUDA; pip install torch from an index whose wheels have CUDA"
-    if built is not None and driver_cuda is not None and driver_cuda[0] < built[0]:
+    if built is not None and driver_cuda is not None and needs_newer_driver(built, driver_cuda):
         newest = ".".join(map(str, driver_cuda))
         driver = f"a driver of {DRIVERS[built[0]]} or newer" if built[0] in DRIVERS else "a newer driver"
         return (

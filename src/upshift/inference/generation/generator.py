@@ -86,7 +86,7 @@ class Generator:
         whole, alike = positions_of(self.source), alike_positions_in(self.source.hf_config.get_text_config(decoder=True))
         self.longest = min((limit for limit in (whole, alike) if limit is not None), default=None)
         self._positions = "positions" if self.longest == whole else "positions up to the next factor of longrope"
-        self._told: set[str] = set()  # names of generation_config.json that are not done here
+        self._untold: set[str] | None = None  # names of generation_config.json that are not done here; None: it is not read yet
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
@@ -95,10 +95,13 @@ class Generator:
     def options(self, **given: Any) -> GenerationOptions:
         found = read_options(self.source, given)
         check_tokens(found, given, self.vocabulary)
-        for name, value in unused(self.source, given).items():
-            if name not in self._told:
-                self._told.add(name)
-                logger.warning("generation_config.json says %s=%r, which is not done here", name, value)
+        if self._untold is None:
+            self._untold = {*unused(self.source)}
+        if self._untold:  # the file is not read again for each request of a server
+            for name, value in unused(self.source, given).items():
+                if name in self._untold:
+                    self._untold.remove(name)
+                    logger.warning("generation_config.json says %s=%r, which is not done here", name, value)
         return found
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:

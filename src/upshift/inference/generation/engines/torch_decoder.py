@@ -13,7 +13,7 @@ from upshift.inference.generation.engines.decoder import DecoderBuild, NoMixing,
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
-from upshift.models.cache import check_kept, with_cache
+from upshift.models.cache import cache_argument, check_kept
 
 
 class TorchDecoder(NoMixing):
@@ -25,6 +25,7 @@ class TorchDecoder(NoMixing):
         self.model = self.load(build)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._takes = set(inspect.signature(self.model.forward).parameters)
+        self._cache_argument = cache_argument(self.model)
         self.padding = Padding()
         self.cache = plain_cache()
 
@@ -98,7 +99,7 @@ class TorchDecoder(NoMixing):
             "logits_to_keep": last,
         }  # fmt: skip
         known = {name: value for name, value in given.items() if name in self._takes}
-        found: torch.Tensor = self.model(**known, **with_cache(self.model, cache)).logits
+        found: torch.Tensor = self.model(**known, **{self._cache_argument: cache}, use_cache=True).logits
         return found[:, -last:]
 
     @staticmethod

@@ -12,7 +12,7 @@ from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtensi
 from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.padding import padded_rows
 from upshift.inference.torch_computing import computing
-from upshift.models.cache import check_kept, with_cache
+from upshift.models.cache import cache_argument, check_kept
 from upshift.models.generation_config import start_token
 
 
@@ -27,6 +27,7 @@ class TorchSeq2Seq(NoExtension):
         self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._start = start_token(build.source)
+        self._cache_argument = cache_argument(self.model)
         self.keep([])
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -45,7 +46,7 @@ class TorchSeq2Seq(NoExtension):
             ids = torch.from_numpy(tokens[:, None]).to(self.model.device)
             logits = self.model(
                 encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
-                decoder_input_ids=ids, **with_cache(self.model, self._cache),
+                decoder_input_ids=ids, **{self._cache_argument: self._cache}, use_cache=True,
             ).logits  # fmt: skip
         found: np.ndarray = logits[:, -1].float().cpu().numpy()
         return found
