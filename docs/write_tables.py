@@ -5,9 +5,9 @@ python docs/write_tables.py
 
 from pathlib import Path
 
+from upshift.benchmarking.claims import find_cases
 from upshift.benchmarking.documents import write
-from upshift.benchmarking.figures import find_cases
-from upshift.training.trainer.fields import markdown
+from upshift.training.hf_trainer.arguments import markdown
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,11 +12,11 @@ import json
 import sys
 from pathlib import Path
 
+from upshift.benchmarking.ab_test import ratio
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.compare import ratio
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import interleave
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.timing import time_once
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 

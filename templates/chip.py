@@ -5,7 +5,7 @@ Copy to src/upshift/hardware/vendors/NAME.py. A product of a vendor that has a f
 
 from __future__ import annotations
 
-from upshift.hardware.facts import GpuFacts, rates
+from upshift.hardware.catalog.row import GpuFacts, rates
 from upshift.hardware.spec import Gpu
 from upshift.units import GIB
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build
+from upshift.inference.encoding.engines.base import Build
+from upshift.inference.encoding.run import Batch
 from upshift.models.build import read_config
 
 ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("numpy",), "precisions": ("fp32",)}

@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "upshift"
-KINDS = ("isolation", "positions", "profiles", "segments")  # folders of upshift.models.store
+KINDS = ("isolation", "positions", "profiles", "segments")  # folders of upshift.models.profile_cache
 CACHES = ("cache", "trainer-cache", "signs-cache")  # the caches of a session's tests
 
 

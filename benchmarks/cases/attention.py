@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from upshift.benchmarking.ab_test import Ratio, ratio
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.compare import Ratio, ratio
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.timing import time_once
 from upshift.hardware import detect
-from upshift.models.block_attention import block_attention_forward
+from upshift.models.ops.block_attention import block_attention_forward
 from upshift.record import Numbers, Spread
-from upshift.training.host_memory import keep_freed_memory
+from upshift.training.held_memory import keep_freed_memory
 
 CLAIMS = (
     Claim(

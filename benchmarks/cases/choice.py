@@ -27,7 +27,7 @@ from encode import docstrings, minilm
 from generate import made_prompts, save_model
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.errors import JobFailed
 from upshift.hardware import detect

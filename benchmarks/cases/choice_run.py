@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.timed import timed
+from upshift.benchmarking.timing import timed
 
 
 def raced(request: dict[str, Any]) -> dict[str, Any]:
     """The race -> its setups within the bound, each at its best batch, and the chosen one."""
     import upshift
-    from upshift.inference.bounds import read_quality
+    from upshift.inference.race.types import read_quality
 
     if request["kind"] == "encode":
         encoder = upshift.Encoder(request["model"], quality=request["quality"])
@@ -34,7 +34,7 @@ def raced(request: dict[str, Any]) -> dict[str, Any]:
 
 def whole(request: dict[str, Any]) -> None:
     """One setup for all texts, tokenization left out: once, and again for each line that comes."""
-    from upshift.inference.setup import EngineSetup
+    from upshift.inference.registry import EngineSetup
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
@@ -52,8 +52,8 @@ def whole(request: dict[str, Any]) -> None:
 
 def _encode(request: dict[str, Any], setup: Any) -> Any:
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-    from upshift.inference.encoding.encoding import Encoding
-    from upshift.inference.sample import spread
+    from upshift.inference.encoding.run import Encoding
+    from upshift.inference.race.types import spread
 
     encoder = Encoder(request["model"])
     sample = encoder.tokens.of(spread(request["texts"], SAMPLE_TEXTS))
@@ -62,11 +62,11 @@ def _encode(request: dict[str, Any], setup: Any) -> Any:
 
 
 def _generate(request: dict[str, Any], setup: Any) -> Any:
-    from upshift.inference.engines import build_engine
-    from upshift.inference.generation.decode import decode
-    from upshift.inference.generation.engines.decoder import DecoderBuild
+    from upshift.inference.generation.batching import decode
+    from upshift.inference.generation.engines.base import DecoderBuild
     from upshift.inference.generation.generator import Generator
-    from upshift.inference.generation.sequence import Sequence
+    from upshift.inference.generation.sequence import GeneratedSequence
+    from upshift.inference.registry import build_engine
     from upshift.inference.weights import engine_folder
 
     generator = Generator(request["model"])
@@ -77,7 +77,7 @@ def _generate(request: dict[str, Any], setup: Any) -> Any:
 
     def run() -> None:
         decoder.keep([])
-        waiting = [Sequence(place, prompt, options, generator.prompts.tokenizer) for place, prompt in enumerate(ids)]
+        waiting = [GeneratedSequence(place, prompt, options, generator.prompts.tokenizer) for place, prompt in enumerate(ids)]
         for _ in decode(decoder, waiting, rows=setup.batch):
             pass
 

@@ -27,7 +27,7 @@ from trainer_data import cached_tokenizer, definitions
 from transformers import BertConfig, LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import interleave, run_fresh
 from upshift.planning.planner import find_host
 from upshift.training.data.corpus import read_corpus

@@ -26,7 +26,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.launching.request import Launch

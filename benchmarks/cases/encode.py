@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
-from upshift.benchmarking.timed import timed
+from upshift.benchmarking.timing import timed
 from upshift.hardware import detect
-from upshift.inference.agreement import cosines
+from upshift.inference.race.types import cosines
 
 CLAIMS = (
     Claim(

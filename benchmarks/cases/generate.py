@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
-from upshift.benchmarking.timed import timed
+from upshift.benchmarking.timing import timed
 from upshift.hardware import detect
 
 CLAIMS = (

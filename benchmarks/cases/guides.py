@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
-from upshift.benchmarking import decide
+from upshift.benchmarking import significance
+from upshift.benchmarking.ab_test import orders
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.contest import orders
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.timing import time_once
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 
@@ -167,10 +167,10 @@ def run_pair(case: Case, name: str, pair: Pair, *, rounds: int, device: str) -> 
         for letter in order:
             samples[letter].append(time_once(pair.faster if letter == "A" else pair.slower, device=device))
     logs = [float(torch.tensor(b / a).log()) for a, b in zip(samples["A"], samples["B"], strict=True)]
-    found = decide.interval(logs, confidence=decide.CLAIM)
+    found = significance.interval(logs, confidence=significance.CLAIM)
     ratio, *ends = (None if one is None else float(torch.tensor(one).exp()) for one in found)
     times = [Numbers(step_ms=Spread.of([1000 * one for one in of], num_warmup=2)) for of in samples.values()]
-    details = {"ratio": ratio, "interval": ends, "verdict": decide.verdict(found), "seconds": samples, "what": pair.calls}
+    details = {"ratio": ratio, "interval": ends, "verdict": significance.verdict(found), "seconds": samples, "what": pair.calls}
     case.add(name, plan={}, measured=times[0], baseline=times[1], baseline_name="the slower of the two", details=details)
     within = "too few rounds" if ends[0] is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
     return [pair.calls, f"{ratio:.2f}", within]

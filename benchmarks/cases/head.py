@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from upshift.benchmarking.ab_test import ratio
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.compare import ratio
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave
 from upshift.benchmarking.meters import allocated_peak
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.timing import time_once
 from upshift.hardware import detect
-from upshift.models.linear_cross_entropy import HeadLoss, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy
 from upshift.models.profile import LOSS_CHUNK_TOKENS
 from upshift.record import Numbers, Spread
 from upshift.units import GIB

@@ -24,12 +24,12 @@ import psutil
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.record import Record
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.heal.heal import WORKER
+from upshift.training.elastic.supervisor import WORKER
 from upshift.training.loop.events import Event, StepDone, Waited
 from upshift.training.run import Watcher, train
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Numbers

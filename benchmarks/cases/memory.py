@@ -20,13 +20,13 @@ from shapes import SHAPES, TINY, write_config
 from transformers import PretrainedConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import append_rows, format_table, percent, read_rows
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.prove import Tried
-from upshift.planning.trial import TrialRequest, TrialServer, trial_server
+from upshift.planning.trials.runner import TrialRequest, TrialServer, trial_server
+from upshift.planning.trials.select import Tried
 from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.units import gib

@@ -39,7 +39,7 @@ import transformers
 from tiny_models import every_model
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import describe, detect
 
 ROOT = Path(__file__).parents[1]

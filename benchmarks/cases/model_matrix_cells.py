@@ -16,29 +16,26 @@ from tiny_models import every_tiny, inputs_of, save_tiny
 import upshift
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.encoding import Encoding
-from upshift.inference.encoding.engines.engine import check_encodes
-from upshift.inference.encoding.recipe import Recipe, read_recipe
-from upshift.inference.encoding.tokens import reads_alone
-from upshift.inference.engines import build_engine
-from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
+from upshift.inference.encoding.encoder import reads_alone
+from upshift.inference.encoding.engines.base import check_encodes
+from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.run import Encoding
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
-from upshift.inference.setup import EngineSetup
-from upshift.models.block_attention import NAME as BLOCK
+from upshift.inference.registry import EngineSetup, build_engine
 from upshift.models.describe import attention_kernels
 from upshift.models.inspect import inspect
+from upshift.models.ops.block_attention import NAME as BLOCK
+from upshift.models.profile_cache import isolation_of
 from upshift.models.source import find_model
-from upshift.models.store import isolation_of
-from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
-from upshift.planning.workload import Workload
+from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.arguments import Arguments
-from upshift.training.batches.layout import Layout
-from upshift.training.batches.of_plan import layout_for, objective_of
-from upshift.training.batches.source import BatchSource
+from upshift.training.batches.layout import Layout, layout_for, objective_of
+from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
-from upshift.training.parallel.place import find_place
+from upshift.training.distributed.mesh import find_place
 from upshift.training.prepare import computing, load_or_build, prepare, set_process
 from upshift.training.step import Stepper
 

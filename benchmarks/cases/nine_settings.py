@@ -25,7 +25,7 @@ from typing import Any
 from drawing import Drawing
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source, Table
+from upshift.benchmarking.claims import Claim, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.planning.planner import find_host
 from upshift.record import Numbers, Spread
@@ -125,7 +125,7 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
     import upshift
     from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
     from upshift.hardware import detect
-    from upshift.training.trainer.choose import plain_plan
+    from upshift.training.hf_trainer.choose_plan import plain_plan
 
     length = request["length"]
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from load import config_of, write_model
 from load_run import evict, read_with_dd
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import JobFailed
 from upshift.hardware import detect

@@ -23,7 +23,7 @@ from load import config_of, write_model
 from load_run import evict
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Record
@@ -50,11 +50,10 @@ TIMEOUT_SECONDS = 600.0
 
 def train(request: dict[str, Any]) -> dict[str, Any]:
     """In this process: the Record of a run that nothing was known of before."""
-    from upshift.loading import offload
-    from upshift.training.arguments import Arguments
+    from upshift.loading.offload import hooks
+    from upshift.training.arguments import Arguments, TrainRequest
     from upshift.training.job.job import run_job
     from upshift.training.run import prepare_run
-    from upshift.training.train_request import TrainRequest
 
     host = detect()
     assert host.cpu is not None
@@ -64,7 +63,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
         max_steps=request["steps"], fixed=PLAIN, lora_rank=RANK, trial_seconds=0.0,
     )  # fmt: skip
     prepared, steps = prepare_run(asked)
-    offload.detect = lambda: full  # type: ignore[attr-defined]
+    hooks.detect = lambda: full  # type: ignore[attr-defined]
     evict(sorted(Path(request["model"]).glob("*.safetensors")))
     job = prepared.job(Arguments(max_steps=steps), output=Path(request["output"]), overwrite=True)
     record = run_job(job, prepared.data)

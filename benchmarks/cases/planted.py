@@ -15,9 +15,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from upshift.benchmarking.ab_test import compare
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.contest import compare
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 

@@ -23,17 +23,17 @@ from published_page import PAGE
 from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
 from upshift.hardware import describe, detect
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.planning.cost.resident import predict_reserved
+from upshift.planning.cost.process_memory import predict_reserved
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.rank import Candidate, Coster
+from upshift.planning.search.ranking import Candidate, Coster
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import gib

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table
 from upshift.errors import UpshiftError
 from upshift.hardware import describe, detect
@@ -28,14 +28,11 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.planning.inference.engine import build_engine
 from upshift.planning.inference.memory import replica_memory
-from upshift.planning.inference.plan import ReplicaShape
-from upshift.planning.inference.planner import PROFILE_LENGTH
-from upshift.planning.inference.rank import Candidate, rank
-from upshift.planning.inference.serving import serve
+from upshift.planning.inference.plan import InferenceWorkload, ReplicaShape
+from upshift.planning.inference.planner import PROFILE_LENGTH, Candidate, rank
 from upshift.planning.inference.space import CHUNKS, legal_values
-from upshift.planning.inference.workload import InferenceWorkload
+from upshift.planning.inference.time import build_engine, serve
 
 CLAIMS = (
     Claim(

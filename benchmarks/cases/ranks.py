@@ -21,7 +21,7 @@ from shapes import SHAPES, TINY
 from trainer_data import QUICK, Size, write_inputs
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Record

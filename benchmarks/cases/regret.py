@@ -21,18 +21,18 @@ from typing import Any
 
 from shapes import SHAPES, TINY, write_config
 
+from upshift.benchmarking.ab_test import ratio
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.compare import ratio
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.plans import enumerate_plans
-from upshift.planning.prove import Proof, Tried, prove
-from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import parse_fixed
-from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+from upshift.planning.search.enumerate import enumerate_plans
+from upshift.planning.search.ranking import Candidate, cost_plan
+from upshift.planning.search.space import parse_fixed
+from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
+from upshift.planning.trials.select import Proof, Tried, prove
 from upshift.planning.workload import Workload
 
 CLAIMS = (

@@ -25,9 +25,9 @@ from typing import Any
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
-from upshift.hardware.several import join_hosts, measure_link
+from upshift.hardware.cluster import join_hosts, measure_link
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
@@ -35,7 +35,7 @@ from upshift.models.source import find_to_train
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import find_host
-from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
 
@@ -122,10 +122,10 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     import torch.distributed as dist
 
     from upshift.training.arguments import Arguments
-    from upshift.training.batches.of_plan import layout_for, objective_of
-    from upshift.training.batches.source import BatchSource
+    from upshift.training.batches.layout import layout_for, objective_of
+    from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-    from upshift.training.parallel.place import find_place
+    from upshift.training.distributed.mesh import find_place
     from upshift.training.prepare import load_or_build, prepare, set_process
     from upshift.training.step import Stepper
 

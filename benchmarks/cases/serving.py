@@ -36,14 +36,14 @@ from generate import save_model
 from serving_peers import PEERS, export_genai, installed
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.record import Numbers
-from upshift.serving.load.client import Asked, ask
-from upshift.serving.load.run import Phase, load_test
-from upshift.serving.load.traffic import Traffic, arrivals
-from upshift.training.processes import free_port
+from upshift.serving.load_test.client import Asked, ask
+from upshift.serving.load_test.run import Phase, load_test
+from upshift.serving.load_test.traffic import Traffic, arrivals
+from upshift.training.process_group import free_port
 
 CLAIMS = (
     Claim(

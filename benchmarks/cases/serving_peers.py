@@ -61,7 +61,7 @@ def write_gguf(model: Path, rounded: str, folder: Path) -> Path:
     import gguf
     from transformers import AutoTokenizer
 
-    from upshift.inference.generation.engines.gguf_file import WHOLE, make
+    from upshift.inference.generation.engines.gguf_export import WHOLE, make
 
     reader = gguf.GGUFReader(make(find_weights(str(model)), folder, WHOLE, THREADS))
     path = folder / f"server-{rounded}.gguf"

@@ -20,9 +20,9 @@ from typing import Any
 from shapes import SHAPES, TINY, write_config
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.timing import time_once
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 

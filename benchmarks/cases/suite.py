@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import CaseFile, Claim, Source, Table, find_case, find_cases
+from upshift.benchmarking.claims import CaseFile, Claim, Source, Table, find_case, find_cases
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
 from upshift.hardware import detect

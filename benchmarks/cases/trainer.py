@@ -25,16 +25,16 @@ from typing import Any
 from trainer_data import FULL, QUICK, Size, write_inputs
 from trainer_run import CAREFUL
 
+from upshift.benchmarking.ab_test import Ratio, ratio, relative_error
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.compare import Ratio, ratio, relative_error
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent, run_fresh
 from upshift.errors import JobFailed
 from upshift.planning.planner import Planning, find_host
-from upshift.planning.proof_store import proof_path
+from upshift.planning.trials.store import proof_path
 from upshift.record import Numbers, Spread
+from upshift.training.arguments import TrainRequest
 from upshift.training.run import Prepared, Watcher, prepare_run
-from upshift.training.train_request import TrainRequest
 
 CLAIMS = (
     Claim(

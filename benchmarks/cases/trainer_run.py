@@ -24,11 +24,11 @@ from transformers import (
 
 from upshift.benchmarking.meters import resident_peak_bytes
 from upshift.models.source import find_model
-from upshift.planning.packing import pack_rows
 from upshift.planning.plan import Plan
-from upshift.training.batches.of_plan import layout_for
-from upshift.training.batches.source import BatchSource, evaluation_batches
-from upshift.training.data.training_data import TrainingData, prepare_data
+from upshift.planning.workload import pack_rows
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.sampler import BatchSource, evaluation_batches
+from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.evaluate import evaluate
 from upshift.training.loop.events import Event, Started, StepDone
 from upshift.training.prepare import load_or_build

@@ -22,7 +22,7 @@ import numpy as np
 from shapes import SHAPES, TINY, write_config
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
 from upshift.hardware import detect

@@ -25,7 +25,7 @@ from tuning_data import write_classifier, write_failures, write_lm
 from tuning_run import suggested
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
 from upshift.hardware import detect

@@ -34,7 +34,7 @@ from upshift.hardware.spec import Host
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
-from upshift.training.data.training_data import prepare_data
+from upshift.training.data.dataset import prepare_data
 from upshift.training.prepare import load_or_build
 from upshift.tuning.tune import Progress, Row, tune
 

@@ -27,14 +27,14 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.case import Case, Times, command_line
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.hardware import detect
 from upshift.planning.plan import Plan
-from upshift.training.parallel.watch import watching
-from upshift.training.processes import join_processes, rank_environment
-from upshift.training.signs import RunSigns
+from upshift.training.distributed.watchdog import watching
+from upshift.training.loop.monitor import RunSigns
+from upshift.training.process_group import join_processes, rank_environment
 
 CLAIMS = (
     Claim(

@@ -18,7 +18,7 @@ from drawing import Drawing
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Source, Table
+from upshift.benchmarking.claims import Claim, Source, Table
 from upshift.hardware import describe, detect
 from upshift.models.source import find_to_train
 from upshift.planning.planner import plan_training

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.errors import NothingFits
 from upshift.hardware import detect
 from upshift.record import Numbers

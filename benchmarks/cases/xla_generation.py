@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.case import Case, Times, command_line
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 
@@ -190,15 +190,15 @@ def by_torch(request: dict[str, Any], *, compiled: bool) -> Callable[[], list[in
 
 
 def by_tensorflow(request: dict[str, Any], kind: str) -> Callable[[], list[int]]:
-    from upshift.xla.needs import need_tensorflow
+    from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow()
     import tensorflow as tf
 
-    from upshift.xla.build import build
-    from upshift.xla.generation.choose import Sampling
     from upshift.xla.generation.generator import XlaGenerator
+    from upshift.xla.generation.sampling import Sampling
     from upshift.xla.lowering.registry import LOWERINGS
+    from upshift.xla.model import build
 
     def written_by_choice(node: Any, value: Any, dim: int, places: Any, source: Any) -> Any:
         """The operation that XLA writes one place with is not there without it."""
@@ -222,7 +222,7 @@ def one_thread(*, torch_alone: bool) -> None:
 
     torch.set_num_threads(1)
     if not torch_alone:
-        from upshift.xla.needs import need_tensorflow
+        from upshift.xla.tensorflow import need_tensorflow
 
         need_tensorflow()
         import tensorflow as tf

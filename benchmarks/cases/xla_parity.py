@@ -3,7 +3,7 @@
     python benchmarks/cases/xla_parity.py [--quick] [--kinds image] [--only bert,llama] [--bfloat16] [--every-rounding]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
-shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. A row a model:
+shows), saved, and read by upshift.xla.model. Logits are of two prompts of which one is padded, or of two images. A row a model:
 
 error           the largest difference of a logit from torch's in float32
 largest         the largest logit, to judge it by
@@ -35,10 +35,10 @@ import transformers
 from tiny_models import KINDS, LENGTH, OTHERWISE, every_model, inputs_of, made_tiny
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.errors import RequestError
 from upshift.hardware import detect
-from upshift.xla.needs import need_tensorflow
+from upshift.xla.tensorflow import need_tensorflow
 
 SUITE = "--only bert,llama,t5,vit,mixtral"
 ROOT = Path(__file__).parents[1]
@@ -122,9 +122,9 @@ def by_torch(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def by_xla(folder: Path, inputs: dict[str, torch.Tensor], dtype: Any) -> torch.Tensor:
     import tensorflow as tf
 
-    from upshift.xla.build import build
-    from upshift.xla.exported import export
     from upshift.xla.lowering.program import as_constant, lower
+    from upshift.xla.model import build
+    from upshift.xla.skeleton import export
 
     built = build(str(folder), dtype=dtype)
     if hasattr(built.config, "use_cache"):

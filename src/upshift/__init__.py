@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for mypy, pyright and editors, which do not run __getattr__
-    from upshift.benchmarking.contest import compare as compare
+    from upshift.benchmarking.ab_test import compare as compare
+    from upshift.hardware.catalog.lookup import describe as describe
     from upshift.hardware.detect import detect as detect
     from upshift.hardware.spec import Host as Host
-    from upshift.hardware.table import describe as describe
     from upshift.inference.encoding.encoder import Encoder as Encoder
     from upshift.inference.generation.generator import Generator as Generator
     from upshift.loading.load import load_model as load_model
@@ -35,7 +35,7 @@ _HOME = {
     "Seq2SeqTrainer": "upshift.tuning.trainer",
     "Encoder": "upshift.inference.encoding.encoder",
     "Generator": "upshift.inference.generation.generator",
-    "compare": "upshift.benchmarking.contest",
+    "compare": "upshift.benchmarking.ab_test",
     "inspect": "upshift.models.inspect",
     "load_model": "upshift.loading.load",
     "Plan": "upshift.planning.plan",
@@ -44,7 +44,7 @@ _HOME = {
     "Workload": "upshift.planning.workload",
     "Record": "upshift.record",
     "detect": "upshift.hardware.detect",
-    "describe": "upshift.hardware.table",
+    "describe": "upshift.hardware.catalog.lookup",
 }
 __all__ = sorted(_HOME)
 

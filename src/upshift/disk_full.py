@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from upshift.whole_file import write_whole
+from upshift.atomic_file import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from upshift import with_parent
+from upshift import parent_process
 from upshift.errors import JobFailed
 from upshift.value import Value
 
@@ -93,7 +93,7 @@ def fork_server(worker: str, *, own_session: bool = False) -> Iterator[ForkServe
         folder = Path(name)
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
-                with_parent.command(PROCESS, worker),
+                parent_process.command(PROCESS, worker),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=own_session,
             )  # fmt: skip
             try:

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO
 
-from upshift import with_parent
+from upshift import parent_process
 from upshift.importing import importing
 from upshift.internals.torch_names import cuda_was_asked
+from upshift.parent_process import end_with
 from upshift.settings import quiet_libraries
-from upshift.with_parent import end_with
 
 POLL_SECONDS = 0.02
 
@@ -71,7 +71,7 @@ def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
 
 def _begin_anew(request: Path, said: TextIO) -> NoReturn:
     os.set_inheritable(said.fileno(), True)
-    command = [*with_parent.begin_again(), str(request), str(said.fileno())]
+    command = [*parent_process.begin_again(), str(request), str(said.fileno())]
     os.execv(command[0], command)
 
 

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from upshift.models.build import build_model, forget_cache
-from upshift.models.isolation import measure_isolation
-from upshift.models.narrow import narrow_copies
+from upshift.models.isolation.check import measure_isolation
+from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.profile import Isolation
 
 LENGTHS = (9, 25)

@@ -10,13 +10,13 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, forget_cache
 from upshift.models.describe import attention_kernels
+from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Variant
+from upshift.models.profile_cache import SegmentStore, isolation_of
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import SegmentStore, isolation_of
-from upshift.models.trace import trace_model
+from upshift.models.tracing.trace import trace_model
 
 LENGTH, STATE_SPACE_LENGTH = 48, 8  # state-space models are traced token by token
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}

@@ -12,7 +12,7 @@ from warm_servers import WarmServers
 from upshift.cli.main import main
 
 SERVED = (  # modules that start a fork server for each run
-    "upshift.inference.race", "upshift.planning.trial", "upshift.training.job.server", "upshift.tuning.mup_check",
+    "upshift.inference.race.race", "upshift.planning.trials.runner", "upshift.training.job.server", "upshift.tuning.mup_check",
 )  # fmt: skip
 
 

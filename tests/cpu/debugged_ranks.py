@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.debugging import DebugUnderflowOverflow, NumericsError
 from upshift.planning.plan import Plan
-from upshift.training import processes
+from upshift.training import process_group
 from upshift.training.arguments import Arguments
-from upshift.training.parallel.place import find_place
+from upshift.training.distributed.mesh import find_place
 from upshift.training.prepare import prepare
-from upshift.training.processes import join_processes, rank_environment
+from upshift.training.process_group import join_processes, rank_environment
 from upshift.training.step import Stepper
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def work(given: dict[str, Any]) -> None:
 
 
 def main(layout: str, said: Path) -> None:
-    processes.PATIENCE_SECONDS = 2.0
+    process_group.PATIENCE_SECONDS = 2.0
     said.mkdir()
     plan = Plan.model_validate(
         {

@@ -36,8 +36,8 @@ def run_fatal(cases: dict[str, Case], folder: Path) -> dict[str, Ending]:
 
 
 def one_rank(case: Case, folder: Path) -> Any:
-    from upshift.training.loop.failures import out_of_memory_in_words
-    from upshift.training.processes import rank_environment
+    from upshift.training.loop.monitor import out_of_memory_in_words
+    from upshift.training.process_group import rank_environment
 
     rank, ranks = rank_environment()
     with out_of_memory_in_words(folder, rank=rank, ranks=ranks):  # as the training loop does
@@ -46,16 +46,16 @@ def one_rank(case: Case, folder: Path) -> Any:
 
 def end(case: Case, output: Path) -> None:
     """In a process of its own: one that has computed cannot fork ranks any more."""
-    from upshift.training import processes
+    from upshift.training import process_group
 
-    processes.PATIENCE_SECONDS = PATIENCE_SECONDS
+    process_group.PATIENCE_SECONDS = PATIENCE_SECONDS
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         return
     began, ending = time.monotonic(), {"kind": "none", "words": ""}
     try:
-        processes.join_processes(a_plan(case), partial(one_rank, folder=output.parent), case)
+        process_group.join_processes(a_plan(case), partial(one_rank, folder=output.parent), case)
     except BaseException as error:  # whatever it is, the test has to see it
         ending = {"kind": type(error).__name__, "words": str(error)}
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -28,13 +28,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from upshift.internals.torch_names import tree_leaves
-from upshift.models.measure import fake_masks
-from upshift.models.tracker import LiveTracker
+from upshift.models.tracing.op_counter import LiveTracker
+from upshift.models.tracing.segments import fake_masks
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
-from upshift.training.parallel.fully_shard import announce
-from upshift.training.parallel.place import Place, find_place
-from upshift.training.parallel.update import sum_up
+from upshift.training.distributed.fsdp import announce
+from upshift.training.distributed.mesh import Place, find_place
+from upshift.training.distributed.weight_update import sum_up
 from upshift.training.prepare import loss_of, prepare
 from upshift.training.step import Stepper
 

@@ -13,7 +13,7 @@ import torch
 from parallel_runs import Case, a_plan, import_all
 from torch.distributed.tensor import DTensor
 
-from upshift.training.processes import join_processes
+from upshift.training.process_group import join_processes
 
 
 def anonymous_mib() -> float:
@@ -40,8 +40,7 @@ def growth(load: Any) -> tuple[Any, float]:
 
 def compare(given: tuple[str, Case]) -> dict[str, Any]:
     from upshift.models.source import find_model
-    from upshift.training.parallel.place import find_place
-    from upshift.training.parallel.ranks import gather
+    from upshift.training.distributed.mesh import find_place, gather
     from upshift.training.prepare import load_or_build, load_shared, prepare
 
     folder, case = given

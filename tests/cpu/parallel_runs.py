@@ -175,12 +175,12 @@ def train(case: Case) -> Result:
     from upshift.models.build import build_model, choose_class
     from upshift.training import step as step_module
     from upshift.training.arguments import Arguments
+    from upshift.training.batches.layout import layout_for
     from upshift.training.batches.objective import Objective
-    from upshift.training.batches.of_plan import layout_for
-    from upshift.training.batches.source import BatchSource, evaluation_batches
+    from upshift.training.batches.sampler import BatchSource, evaluation_batches
+    from upshift.training.distributed.gradients import overlaps
+    from upshift.training.distributed.mesh import find_place
     from upshift.training.evaluate import evaluate
-    from upshift.training.parallel.overlap import overlaps
-    from upshift.training.parallel.place import find_place
     from upshift.training.prepare import prepare
     from upshift.training.step import Stepper
 
@@ -272,7 +272,7 @@ def run_world(cases: dict[str, Case]) -> dict[str, Any]:
 
 def fork_world(size: int, cases: dict[str, Case], output: Path) -> None:
     """In a process of its own: one that has computed cannot fork ranks any more."""
-    from upshift.training.processes import join_processes
+    from upshift.training.process_group import join_processes
 
     child = os.fork()
     if child:

@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from upshift.benchmarking.meters import allocated_peak
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
-from upshift.training.batches.fill import MicroBatch
-from upshift.training.batches.source import GlobalBatch, Position
-from upshift.training.parallel.place import find_place
+from upshift.training.batches.collate import MicroBatch
+from upshift.training.batches.sampler import GlobalBatch, Position
+from upshift.training.distributed.mesh import find_place
 from upshift.training.prepare import prepare
-from upshift.training.processes import join_processes
+from upshift.training.process_group import join_processes
 from upshift.training.step import Stepper
 
 GLOO_THREAD = "pt_gloo_runloop"  # it holds what it sent or summed a moment longer than wait() does

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from upshift.parent_process import end_with
 from upshift.value import Value
-from upshift.with_parent import end_with
 
 
 class Asleep(Value):

@@ -18,14 +18,13 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import Objective
 from upshift.models.source import ModelSource
 from upshift.planning import planner
-from upshift.planning.counterfactual import why
-from upshift.planning.largest import find_largest
-from upshift.planning.legal import conflict
-from upshift.planning.lengths import LengthHistogram
-from upshift.planning.lock import check_lock, lock_plan
+from upshift.planning.analysis.lock_file import check_lock, lock_plan
+from upshift.planning.analysis.max_size import find_largest
+from upshift.planning.analysis.what_if import why
 from upshift.planning.planner import Planning, plan_training
-from upshift.planning.rank import Candidate, limit_of
-from upshift.planning.workload import Workload
+from upshift.planning.search.constraints import conflict
+from upshift.planning.search.ranking import Candidate, limit_of
+from upshift.planning.workload import LengthHistogram, Workload
 
 SOURCE = ModelSource(reference="made up", directory=None, config={})
 LONGEST = 4096

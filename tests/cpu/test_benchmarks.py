@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from upshift.benchmarking.compare import ratio, relative_error
-from upshift.benchmarking.figures import find_case
+from upshift.benchmarking.ab_test import ratio, relative_error
+from upshift.benchmarking.claims import find_case
 from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect

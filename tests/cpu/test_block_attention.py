@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from upshift.models.block_attention import block_attention_forward
+from upshift.models.ops.block_attention import block_attention_forward
 
 LENGTH = 300  # not a multiple of a block
 

@@ -13,7 +13,7 @@ import transformers
 from command import Command
 
 from upshift.inference.generation.model import plain_cache
-from upshift.models.cache import NAMES, returned_cache, with_cache
+from upshift.models.kv_cache import NAMES, returned_cache, with_cache
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource

@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.batches.source import Position
-from upshift.training.checkpoint import files as checkpoint_files
+from upshift.training.batches.sampler import Position
+from upshift.training.checkpoint import directory as checkpoint_files
 from upshift.training.checkpoint.checkpoint import (
     TrainState,
     capture_rng,

@@ -22,9 +22,9 @@ from upshift.training.checkpoint.checkpoint import (
     save_model,
 )
 from upshift.training.checkpoint.state import STATE_NAME, SavedState
-from upshift.training.data.training_data import TrainingData
+from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import run_job
-from upshift.training.loop.run import OWN_FILES, RUN_NAME
+from upshift.training.loop.state import OWN_FILES, RUN_NAME
 
 
 def flipped(place: float) -> Callable[[Path], None]:

@@ -17,8 +17,8 @@ from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.record import Record
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
-from upshift.training.checkpoint.pieces import Piece, copy_shared
-from upshift.training.data.training_data import TrainingData
+from upshift.training.checkpoint.sharded import Piece, copy_shared
+from upshift.training.data.dataset import TrainingData
 from upshift.training.job.request import Job
 from upshift.training.job.server import job_server
 

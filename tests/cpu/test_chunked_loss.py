@@ -34,8 +34,8 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
-from upshift.models.chunked_loss import ChunkedHeadError, chunked_head, why_not_chunked
-from upshift.models.linear_cross_entropy import HeadLoss, linear_cross_entropy
+from upshift.models.ops.chunked_loss import ChunkedHeadError, chunked_head, why_not_chunked
+from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy
 
 WORDS, CHUNK = 96, 7
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

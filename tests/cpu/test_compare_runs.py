@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
 from upshift.training.compare_runs import compare_runs, read_run
-from upshift.training.loop.run import Run as Written
+from upshift.training.loop.state import Run as Written
 
 NAMES = ("model.layers.0.w", "model.layers.2.w", "model.layers.10.w")
 

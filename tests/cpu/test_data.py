@@ -30,15 +30,15 @@ from transformers import (
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.describe import max_positions
 from upshift.models.source import find_model
-from upshift.training.batches.fill import to_tensors
+from upshift.training.batches.collate import to_tensors
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective, objective_for
-from upshift.training.batches.source import BatchSource, synthetic_batch
-from upshift.training.data import training_data
+from upshift.training.batches.sampler import BatchSource, synthetic_batch
+from upshift.training.data import dataset
 from upshift.training.data.corpus import read_corpus
+from upshift.training.data.dataset import TrainingData, load_data, prepare_data, save_data
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-from upshift.training.data.training_data import TrainingData, load_data, prepare_data, save_data
 from upshift.training.job.processes import written as job_folder
 
 TEXTS = ["first document", "second, with ünïcödé", "third\nwith lines"]
@@ -464,7 +464,7 @@ def test_every_array_of_the_data_is_counted_and_comes_back(labelled, tmp_path):
 def test_data_is_written_once_for_trials_and_run_and_goes_with_them(labelled, monkeypatch):
     data = replace(labelled)  # which nobody else holds
     written_to = []
-    monkeypatch.setattr(training_data, "save_data", lambda data, folder: (written_to.append(folder), save_data(data, folder)))
+    monkeypatch.setattr(dataset, "save_data", lambda data, folder: (written_to.append(folder), save_data(data, folder)))
     folder = data.folder
     job = SimpleNamespace(to_json=lambda: "{}")
     for _ in range(2):

@@ -20,15 +20,15 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 
 from upshift.errors import RequestError
 from upshift.models.source import find_model
-from upshift.training.batches.fill import to_tensors
+from upshift.training.batches.collate import to_tensors
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import IGNORED, Objective
-from upshift.training.batches.source import BatchSource, Position, steps_of
+from upshift.training.batches.sampler import BatchSource, Position, steps_of
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import find_data_files
+from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences
-from upshift.training.data.training_data import prepare_data
 
 CHATS = [
     {"id": "7", "messages": [{"role": "user", "content": "a"}]},

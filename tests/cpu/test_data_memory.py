@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 import pyarrow.parquet
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.source import BatchSource
+from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.corpus import TextFile, read_corpus
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences

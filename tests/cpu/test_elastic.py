@@ -21,10 +21,10 @@ from upshift.planning.plan import Plan
 from upshift.settings import Ranks
 from upshift.training.arguments import Arguments
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.job import meeting
+from upshift.training.job import rendezvous
 from upshift.training.job.job import Job, prepare_data, run_job
 from upshift.training.job.launched import run_launched
-from upshift.training.processes import free_port
+from upshift.training.process_group import free_port
 
 LENGTH, STEPS, LIMIT = 16, 24, 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -100,10 +100,10 @@ def test_mpirun_starts_ranks(batch: int, home: Path, tmp_path: Path) -> None:
     if mpirun is None:
         pytest.skip("mpirun is not installed")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"}
     ended = subprocess.run(
         [mpirun, "--oversubscribe", "-n", "2", sys.executable, *UPSHIFT, *arguments(home, tmp_path / "run", batch=batch)],
-        capture_output=True, text=True, env=os.environ | ENVIRONMENT | allowed | meeting, timeout=LIMIT,
+        capture_output=True, text=True, env=os.environ | ENVIRONMENT | allowed | rendezvous, timeout=LIMIT,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["plan"]["num_processes"] == (2 if batch == 4 else 1)
@@ -111,7 +111,7 @@ def test_mpirun_starts_ranks(batch: int, home: Path, tmp_path: Path) -> None:
 
 def test_a_rank_waits_for_a_run_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the global batch leaves nothing to, longer than ranks wait for a plan."""
-    monkeypatch.setattr(meeting, "SECONDS_TO_PLAN", 0.5)
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_PLAN", 0.5)
     port = free_port()
     first, second = (Ranks(rank=rank, size=2, local_rank=rank, address="127.0.0.1", port=port) for rank in (0, 1))
     plan = Plan(
@@ -120,7 +120,7 @@ def test_a_rank_waits_for_a_run_of_any_length(monkeypatch: pytest.MonkeyPatch) -
     job = Job(model_reference="", plan=plan, arguments=Arguments(max_steps=1), data="", global_batch=1, output="")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(run_launched, second, make_job=lambda *_: pytest.fail(), global_batch=1, on_event=print)
-        store = meeting.meet(first)
+        store = rendezvous.meet(first)
         store.set("local/0", "0")
         store.set("job", job.to_json())
         time.sleep(1.5)

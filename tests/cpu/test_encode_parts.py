@@ -18,23 +18,18 @@ from hypothesis import strategies as st
 from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
-from upshift.inference import race as race_module
-from upshift.inference.bounds import Limits, Quality, read_quality
-from upshift.inference.contestant import Contest, Entrants, Run
 from upshift.inference.encoding import contest as contest_module
-from upshift.inference.encoding.batches import by_length, padded
-from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
-from upshift.inference.encoding.pool import pool
-from upshift.inference.encoding.recipe import Recipe, read_recipe
-from upshift.inference.encoding.token_rows import TokenRows
-from upshift.inference.encoding.token_scores import TokenScores, score_tokens, token_counts
-from upshift.inference.final import TURNS
-from upshift.inference.lines import blocks, count_lines
-from upshift.inference.race import Race
-from upshift.inference.race_policy import RacePolicy
-from upshift.inference.sample import spread_over
-from upshift.inference.setup import EngineName, EngineSetup, Precision
-from upshift.inference.standing import Standing
+from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
+from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.run import TokenScores, by_length, padded, pool, score_tokens, token_counts
+from upshift.inference.race import race as race_module
+from upshift.inference.race.early_stopping import Standing
+from upshift.inference.race.policy import RacePolicy
+from upshift.inference.race.race import Race
+from upshift.inference.race.runoff import TURNS
+from upshift.inference.race.types import Contest, Entrants, Limits, Quality, Run, read_quality, spread_over
+from upshift.inference.registry import EngineName, EngineSetup, Precision
+from upshift.inference.resumable_output import blocks, count_lines
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -251,8 +246,8 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test").mkdir()
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
-        "from upshift.inference.contestant import Run\n"
-        "from upshift.inference.standing import contend\n"
+        "from upshift.inference.race.types import Run\n"
+        "from upshift.inference.race.early_stopping import contend\n"
         "def run(entrants, setup, standing):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
@@ -387,8 +382,8 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 
 RACED = """
 import json
-from upshift.inference.contestant import Run
-from upshift.inference.standing import contend
+from upshift.inference.race.types import Run
+from upshift.inference.race.early_stopping import contend
 from upshift.record import Spread
 COSINES = {"fp32": 1.0, "int8-weights": 0.9995, "int8": 0.998, "int4-weights": 0.97, "int4": 0.96}
 RATES = {"llamacpp": 1.0, "torch": 2.0, "openvino": 4.0}
@@ -484,7 +479,7 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
 SIGNALLED = """
 import os, signal
 import openvino
-from upshift.inference.openvino_core import core, signal_stack_kept
+from upshift.inference.openvino_runtime import core, signal_stack_kept
 core()
 with signal_stack_kept():
     one, other = openvino.Core(), openvino.Core()

@@ -24,21 +24,20 @@ from transformers import PreTrainedTokenizerFast
 
 import upshift
 from upshift.errors import JobFailed, RequestError
-from upshift.inference import engines
-from upshift.inference.encoding.encoding import Encoding
+from upshift.inference import registry
+from upshift.inference.encoding.encoder import Tokens
 from upshift.inference.encoding.files import Rows, check_files, read_texts
-from upshift.inference.encoding.recipe import read_recipe
-from upshift.inference.encoding.tokens import Tokens
-from upshift.inference.setup import EngineSetup
-from upshift.inference.unfinished import Unfinished
-from upshift.inference.unfinished_lines import UnfinishedLines
+from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.run import Encoding
+from upshift.inference.registry import EngineSetup
+from upshift.inference.resumable_output import Unfinished, UnfinishedLines
 from upshift.models.source import find_model
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXTS = ["one", "two words", "", "three of them", "x"]
 MODULES = [("", "Transformer"), ("1_Pooling", "Pooling")]
 MAKERS = {  # what makes an engine's files
-    "openvino": "upshift.inference.openvino_model:_save",
+    "openvino": "upshift.inference.openvino_runtime:_save",
     "onnxruntime": "upshift.inference.encoding.engines.onnxruntime_engine:_export",
     "ctranslate2": "upshift.inference.encoding.engines.ctranslate2_engine:_convert",
 }
@@ -55,8 +54,8 @@ def save(folder: Path, model: Any, **tokens: str) -> str:
 
 @pytest.fixture
 def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
-    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})
+    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
 
 
 @pytest.mark.usefixtures("no_race")
@@ -191,7 +190,7 @@ def test_an_output_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("engine", "maker"), MAKERS.items())
 def test_two_processes_fill_one_cache(model: str, engine: Any, maker: str, monkeypatch: Any, tmp_path: Path) -> None:
     """As two threads here: each file is made once, by who comes first, and the other finds it whole."""
-    if not engines.is_installed(engine):
+    if not registry.is_installed(engine):
         pytest.skip(f"{engine} is not installed")
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
     module, name = maker.split(":")

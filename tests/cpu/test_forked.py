@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from upshift.models.forked import run_forked
+from upshift.models.tracing.fork_map import run_forked
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from test_train import a_job, home, prepared  # noqa: F401  fixtures
 from upshift.cli import main as command_line
 from upshift.disk_full import full_disk, keep
 from upshift.errors import JobFailed
-from upshift.training.data.training_data import TrainingData
+from upshift.training.data.dataset import TrainingData
 from upshift.training.job.processes import result_in, run_in, written
 
 
@@ -102,8 +102,8 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
     openvino = pytest.importorskip("openvino")
     from openvino import opset13
 
-    from upshift.inference import engines
-    from upshift.inference.openvino_model import make
+    from upshift.inference import registry
+    from upshift.inference.openvino_runtime import make
 
     def export() -> object:
         given = opset13.parameter([1, 600], np.float32)
@@ -111,7 +111,7 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
         return openvino.Model([opset13.matmul(given, weights, False, False)], [given])
 
     (full / "filler").write_bytes(bytes(600_000))  # room for the .xml alone
-    monkeypatch.setattr(engines, "_named", lambda *names: lambda build: make(full / "fp32.xml", export, None))
+    monkeypatch.setattr(registry, "_named", lambda *names: lambda build: make(full / "fp32.xml", export, None))
     with pytest.raises(JobFailed, match=r"the files that openvino makes of the model could not be written \(.*UPSHIFT_CACHE"):
-        engines.build_engine("encode", "openvino", None)
+        registry.build_engine("encode", "openvino", None)
     assert sorted(path.name for path in full.iterdir() if path.suffix != ".lock") == ["filler"]

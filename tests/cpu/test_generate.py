@@ -37,26 +37,24 @@ from transformers import (
 import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
-from upshift.hardware.base_process import compiler_works
+from upshift.hardware.probe_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
-from upshift.inference import engines
-from upshift.inference.agreement import cosines
-from upshift.inference.contestant import EXACT_DIFFERENCE
-from upshift.inference.forecast import forecast_encoding, forecast_generation
-from upshift.inference.generation import prefill
-from upshift.inference.generation.decode import decode
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
-from upshift.inference.generation.engines.openvino_stateful import convert
-from upshift.inference.generation.files import read_prompts
+from upshift.inference import registry
+from upshift.inference.generation import prefix as prefill
+from upshift.inference.generation.batching import decode
+from upshift.inference.generation.engines.base import DecoderBuild, Padding
+from upshift.inference.generation.engines.openvino_export import convert
 from upshift.inference.generation.model import generation_task
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
-from upshift.inference.generation.prompts import Prompts
-from upshift.inference.generation.rounding import rounding_of
-from upshift.inference.generation.sequence import Sequence
+from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
+from upshift.inference.generation.prompts import Prompts, read_prompts
+from upshift.inference.generation.quantize import rounding_of
+from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.quantize import quantize
-from upshift.inference.setup import QUANTIZED, EngineSetup
-from upshift.inference.unfinished_lines import UnfinishedLines
+from upshift.inference.race.forecast import forecast_encoding, forecast_generation
+from upshift.inference.race.types import EXACT_DIFFERENCE, cosines
+from upshift.inference.registry import QUANTIZED, EngineSetup
+from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights
 from upshift.models.generation_config import start_token
 
@@ -83,7 +81,7 @@ SEQ2SEQ: dict[str, Any] = {
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two two", "and a last one", "yes"]
 NEW = 14
-BUILT = pytest.mark.skipif(not engines.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
+BUILT = pytest.mark.skipif(not registry.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
 RUN = [(engine, kind) for engine in ("torch", "openvino") for kind in CONFIGS] + [
     pytest.param("llamacpp", kind, marks=BUILT) for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
 ]
@@ -117,7 +115,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def decoder_of(model: str, engine: Any, precision: Any = "fp32", *, task: Any = "generate") -> Any:
     source = find_weights(model)
     setup = EngineSetup(engine=engine, precision=precision, threads=1, batch=4)
-    return engines.build_engine(task, engine, DecoderBuild(source, setup, engine_folder(task, source, engine)))
+    return registry.build_engine(task, engine, DecoderBuild(source, setup, engine_folder(task, source, engine)))
 
 
 def ids_of(texts: list[str], model: str) -> list[list[int]]:
@@ -139,7 +137,7 @@ def run(
     decoder: Any, prompts: list[list[int]], rows: int, options: GenerationOptions, start: int | None = None
 ) -> list[list[int]]:
     decoder.keep([])
-    sequences = [Sequence(place, prompt, options, None, start=start) for place, prompt in enumerate(prompts)]
+    sequences = [GeneratedSequence(place, prompt, options, None, start=start) for place, prompt in enumerate(prompts)]
     for _ in decode(decoder, sequences, rows=rows):
         pass
     return [sequence.tokens for sequence in sequences]
@@ -391,7 +389,7 @@ def test_sampling_follows_the_probabilities(made: dict[str, str]) -> None:
     decoder.keep([])
     logits = decoder.admit([prompt])[0]
     options = GenerationOptions(do_sample=True, top_k=4, temperature=3.0)
-    drawn = [Sequence(place, prompt, options, None).choose(logits) for place in range(2000)]
+    drawn = [GeneratedSequence(place, prompt, options, None).choose(logits) for place in range(2000)]
     likeliest = np.argsort(-logits)[:4]
     expected = np.exp(logits[likeliest] / 3.0) / np.exp(logits[likeliest] / 3.0).sum()
     shares = np.array([drawn.count(token) for token in likeliest]) / len(drawn)
@@ -653,7 +651,7 @@ def test_openvino_tells_nobody_that_it_is_used() -> None:
     code = (
         "import time, openvino_telemetry.backend.backend_ga4 as backend; told = []\n"
         "backend.GA4Backend.send = lambda self, message: told.append(message)\n"
-        "from upshift.inference.openvino_core import core; core(); time.sleep(0.5); print(told)"
+        "from upshift.inference.openvino_runtime import core; core(); time.sleep(0.5); print(told)"
     )
     outside = {name: value for name, value in os.environ.items() if name not in ("CI", "NNCF_CI")}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=outside, timeout=120)

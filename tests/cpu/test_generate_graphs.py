@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from upshift.hardware import describe
-from upshift.inference.agreement import cosines
-from upshift.inference.engines import contestants
-from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.engines.torch_cuda_graphs import Given, Room, TorchaoDecoder, TorchGraphsDecoder
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
-from upshift.inference.generation.engines.torch_graphs_decoder import Given, Room, TorchGraphsDecoder
-from upshift.inference.generation.engines.torchao_decoder import TorchaoDecoder
-from upshift.inference.setup import EngineSetup, Precision
+from upshift.inference.race.types import cosines
+from upshift.inference.registry import EngineSetup, Precision, contestants
 from upshift.inference.weights import find_weights
 
 SIZES: dict[str, Any] = {

@@ -22,12 +22,11 @@ from transformers import (
 )
 
 from upshift.errors import RequestError
-from upshift.inference import engines
-from upshift.inference.agreement import cosines
-from upshift.inference.engines import is_installed
-from upshift.inference.generation.engines.decoder import DecoderBuild
-from upshift.inference.generation.engines.gguf_form import FAMILIES, family_of
-from upshift.inference.setup import EngineSetup
+from upshift.inference import registry
+from upshift.inference.generation.engines.base import DecoderBuild
+from upshift.inference.generation.engines.gguf_families import FAMILIES, family_of
+from upshift.inference.race.types import cosines
+from upshift.inference.registry import EngineSetup, is_installed
 from upshift.inference.weights import find_weights
 
 BUILT = pytest.mark.skipif(not is_installed("llamacpp"), reason="llama-cpp-python is not installed, which compiles for minutes")
@@ -79,7 +78,7 @@ def save(folder: Path, config: Any) -> Any:
 
 def decoder_of(source: Any, folder: Path, engine: Any, precision: Any = "fp32") -> Any:
     setup = EngineSetup(engine=engine, precision=precision, threads=1, batch=1)
-    return engines.build_engine("generate", engine, DecoderBuild(source, setup, folder))
+    return registry.build_engine("generate", engine, DecoderBuild(source, setup, folder))
 
 
 def followed(decoder: Any, prompts: list[list[int]]) -> np.ndarray:

@@ -12,10 +12,10 @@ from test_generate import CONFIGS, NEW, by_transformers, decoder_of, ids_of, sav
 
 import upshift
 from upshift.errors import RequestError
-from upshift.inference.generation.decode import decode
-from upshift.inference.generation.lookup import AGAIN, LONGEST_MATCH, TRIALS, Lookup, continuation
+from upshift.inference.generation.batching import decode
 from upshift.inference.generation.options import read_options
-from upshift.inference.generation.sequence import Sequence
+from upshift.inference.generation.prompt_lookup import AGAIN, LONGEST_MATCH, TRIALS, Lookup, continuation
+from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.weights import find_weights
 
 PROMPTS = ["the same words " * 6, "nothing again"]
@@ -52,7 +52,7 @@ def test_the_text_is_that_without_guesses(made: dict[str, str], engine: str, kin
     for prompt, tokens in zip(prompts, expected, strict=True):
         for lookup in (Oracle(prompt, tokens), Lookup(4)):
             decoder.keep([])
-            sequence = Sequence(0, prompt, options, None)
+            sequence = GeneratedSequence(0, prompt, options, None)
             found = [token for _, token in decode(decoder, [sequence], rows=1, lookup=lookup)]  # type: ignore[arg-type]
             assert found == sequence.tokens == tokens
             if isinstance(lookup, Oracle):  # three guessed right and the one behind them, of each pass

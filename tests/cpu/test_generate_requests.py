@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config
 
 import upshift
 from upshift.errors import NothingFits, RequestError
-from upshift.inference.contestant import Contest
 from upshift.inference.generation import generator as generator_module
-from upshift.inference.generation.files import check_files, read_prompts
+from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prompts import Prompts, line_of
-from upshift.inference.generation.sequence import Sequence
-from upshift.inference.generation.task import GenerationTask
-from upshift.inference.unfinished_lines import UnfinishedLines
+from upshift.inference.generation.prompts import Prompts, check_files, line_of, read_prompts
+from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.race.types import Contest
+from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import find_weights, needed_memory, weights_size
 
 FEW = ("--engine", "torch", "--max-new-tokens", 4)
@@ -88,14 +87,14 @@ def test_options_that_no_text_can_have(generator: upshift.Generator, options: di
 @pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [-np.inf, np.inf, 0.0], [1e38, 3e38, 0.0]])
 def test_where_nothing_can_be_drawn_the_likeliest_comes(logits: list[float]) -> None:
     options = GenerationOptions(do_sample=True, temperature=1e-6, suppress_tokens=(0, 1, 2) if logits[0] == 1.0 else ())
-    assert Sequence(0, [1], options, None).choose(np.array(logits, dtype=np.float32)) == 1
+    assert GeneratedSequence(0, [1], options, None).choose(np.array(logits, dtype=np.float32)) == 1
 
 
 @pytest.mark.parametrize("stop", ["END", "\u65e5\u672c\u8a9e\u65e5\u672c\u8a9e", "\U0001f642" * 3])
 def test_stop_strings_of_characters_that_are_several_tokens(model: str, stop: str) -> None:
     tokenizer = Prompts(find_weights(model)).tokenizer
     ids = tokenizer(f"x {stop} and more").input_ids
-    sequence = Sequence(0, [1], GenerationOptions(stop_strings=(stop,)), tokenizer)
+    sequence = GeneratedSequence(0, [1], GenerationOptions(stop_strings=(stop,)), tokenizer)
     while sequence.ending is None:
         sequence.add(ids[len(sequence.tokens)])
     assert sequence.ending == "stop" and tokenizer.decode(sequence.tokens) == f"x {stop}"

@@ -16,10 +16,10 @@ from gguf import GGMLQuantizationType as Form
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.loading import gguf_file
-from upshift.loading.convert import convert
-from upshift.loading.gguf_file import open_gguf
+from upshift.loading import gguf as gguf_file
+from upshift.loading.gguf import open_gguf
 from upshift.loading.load import load_model
+from upshift.loading.rewrite.convert import convert
 
 WIDTH, LAYERS, TOKENS = 64, 2, 48
 SIZES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from upshift.planning.cost.resident import outside_allocator
+from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
-from upshift.training.held import begin_held_peak, held_bytes, held_peak_bytes
+from upshift.training.held_memory import begin_held_peak, held_bytes, held_peak_bytes
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.units import GIB
 

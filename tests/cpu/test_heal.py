@@ -19,7 +19,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.heal.heal import WORKER, check_healing, fixed_to_heal
+from upshift.training.elastic.supervisor import WORKER, check_healing, fixed_to_heal
 from upshift.training.loop.events import Event, StepDone, Waited
 from upshift.training.run import Watcher, train
 

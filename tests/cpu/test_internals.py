@@ -17,12 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import upshift
 from upshift.errors import MissingInternal
-from upshift.internals import internal as lookup
-from upshift.internals import torch_names, transformers_names
-from upshift.internals.internal import Internal, Mark
+from upshift.internals import lookup, torch_names, transformers_names
+from upshift.internals.lookup import Internal, Mark
 from upshift.planning.layout import Layout
-from upshift.training.parallel import keep_pace
-from upshift.training.parallel.context import document_of_each_token, within_documents
+from upshift.training.distributed import fsdp
+from upshift.training.distributed.context_parallel import document_of_each_token, within_documents
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -126,20 +125,20 @@ def test_ranks_do_not_keep_pace_where_torch_has_no_exchange_to_count(
 ) -> None:
     """Said once; the run itself goes on."""
     layout = Layout(fully_shard="weights", shard_size=2)
-    keep_pace._missing.cache_clear()
-    assert keep_pace.can_keep_pace(layout)
+    fsdp._missing.cache_clear()
+    assert fsdp.can_keep_pace(layout)
     without(name)
-    keep_pace._missing.cache_clear()
-    assert not keep_pace.can_keep_pace(layout) and not keep_pace.can_keep_pace(layout)
-    keep_pace._missing.cache_clear()
+    fsdp._missing.cache_clear()
+    assert not fsdp.can_keep_pace(layout) and not fsdp.can_keep_pace(layout)
+    fsdp._missing.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
     assert name.attribute in line and "ends the run" in line
 
 
 def test_measuring_is_refused_without_fake_tensors_and_loading_goes_on(without: Any, model: Path) -> None:
     from upshift.loading.load import load_model
-    from upshift.models.measure import Tracer
     from upshift.models.source import find_model
+    from upshift.models.tracing.segments import Tracer
 
     without(torch_names.FAKE_TENSOR_MODE, torch_names.FAKE_TENSOR)
     with pytest.raises(MissingInternal, match="without its weights needs torch._subclasses.fake_tensor.FakeTensorMode"):

@@ -16,27 +16,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
-from upshift.models import narrow
 from upshift.models.build import choose_class
-from upshift.models.isolation import measure_isolation
+from upshift.models.isolation import small_copy
+from upshift.models.isolation.check import measure_isolation
 from upshift.models.profile import Isolation, ModelProfile, Variant
+from upshift.models.profile_cache import isolation_of
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import isolation_of
-from upshift.planning.lengths import LengthHistogram
-from upshift.planning.plan import Plan
-from upshift.planning.plans import enumerate_plans
-from upshift.planning.presets import plain_default
-from upshift.planning.rank import Rejected, cost_plan
-from upshift.planning.space import choices, parse_fixed
-from upshift.planning.workload import Workload
-from upshift.training.batches.of_plan import layout_for, objective_of
-from upshift.training.batches.source import BatchSource, GlobalBatch
+from upshift.planning.plan import Plan, plain_default
+from upshift.planning.search.enumerate import enumerate_plans
+from upshift.planning.search.ranking import Rejected, cost_plan
+from upshift.planning.search.space import choices, parse_fixed
+from upshift.planning.workload import LengthHistogram, Workload
+from upshift.training.batches.layout import layout_for, objective_of
+from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
+from upshift.training.hf_trainer.choose_plan import check_given, isolated
+from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.out_of_memory import halve
 from upshift.training.prepare import load_or_build, loss_of
-from upshift.training.trainer.choose import check_given, isolated
-from upshift.training.trainer.separable import Split
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64}
 DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -171,7 +169,7 @@ def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
 
 
 def test_what_cannot_be_tested_is_not_packed(monkeypatch):
-    monkeypatch.setattr(narrow, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(small_copy, "MOST_PARAMETERS", 0)
     config = transformers.LlamaConfig(**DECODER)
     isolation = measure_isolation(config, transformers.LlamaForCausalLM, "causal-lm")
     assert not isolation.proven
@@ -239,9 +237,9 @@ def test_rows_that_padding_would_change_are_as_wide_as_their_texts(tmp_path):
 
 def test_a_copy_has_every_kind_of_layer_and_small_sizes():
     config = transformers.Gemma3TextConfig()  # of 26 layers, five with a window to one without
-    copy = next(narrow.narrow_copies(config, transformers.Gemma3ForCausalLM))
+    copy = next(small_copy.narrow_copies(config, transformers.Gemma3ForCausalLM))
     assert {*copy.layer_types} == {*config.layer_types} and copy.num_hidden_layers < config.num_hidden_layers
-    assert copy.hidden_size < config.hidden_size and copy.sliding_window == narrow.SHORT
+    assert copy.hidden_size < config.hidden_size and copy.sliding_window == small_copy.SHORT
     assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
 
 

@@ -20,12 +20,11 @@ from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.planning.cost.exchange import groups_of
-from upshift.planning.cost.known import Known
+from upshift.planning.cost.communication import Moved, Volumes, groups_of
+from upshift.planning.cost.memo import Known
 from upshift.planning.cost.memory import add_share, walk_stage
+from upshift.planning.cost.partition import share_of, stage_of
 from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.share import share_of, stage_of
-from upshift.planning.cost.volumes import Moved, Volumes
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload

@@ -22,13 +22,13 @@ from transformers import (
 from upshift.errors import RequestError
 from upshift.models.adapter import complete_model
 from upshift.models.build import build_model, choose_class
-from upshift.models.live import source_of
+from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model, find_to_train
 from upshift.planning.plan import Plan
-from upshift.planning.trial import TrialRequest, trial_server
-from upshift.training.parallel.place import Place
+from upshift.planning.trials.runner import TrialRequest, trial_server
+from upshift.training.distributed.mesh import Place
 from upshift.training.prepare import computing, load_or_build, prepare
 
 LLAMA = LlamaConfig(

@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from upshift.errors import RequestError
-from upshift.loading.checkpoint import find_checkpoint
+from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.fill import Filling
+from upshift.loading.key_mapping import map_names
 from upshift.loading.load import build_empty, load_model
-from upshift.loading.names import map_names
-from upshift.loading.slices import Rank, Share, bytes_read, rank_slices, read_slices
-from upshift.models.tensor_parallel import declared_plan, divided_dimension
+from upshift.loading.rank_shards import Rank, Share, bytes_read, rank_slices, read_slices
+from upshift.models.tensor_parallel_plan import declared_plan, divided_dimension
 
 WIDTH = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128,

@@ -26,14 +26,14 @@ from transformers import (
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.hardware import detect
-from upshift.models import live
+from upshift.models import live_model
 from upshift.models.adapter import base_of, complete_model
-from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, sample_inputs
-from upshift.models.chunked_loss import chunked_head
+from upshift.models.ops.activation_checkpointing import recompute_layers
+from upshift.models.ops.block_attention import set_attention
+from upshift.models.ops.chunked_loss import chunked_head
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.optimizer import state_bytes
@@ -41,8 +41,7 @@ from upshift.planning.cost.segments import trace_for
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.training.arguments import Arguments
-from upshift.training.optimizers.build import build_optimizer
-from upshift.training.optimizers.in_backward import update_in_backward
+from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.prepare import compile_layers
 
 SEQUENCE = 128
@@ -158,7 +157,7 @@ def test_predicted_peak_is_within_two_percent(name, tmp_path):
         source, precisions = source_of(CONFIGS[name], tmp_path), ("fp32", "bf16")
     else:
         precision, made = PARTLY_TRAINED[name]
-        source, precisions = live.source_of(made()), (precision,)
+        source, precisions = live_model.source_of(made()), (precision,)
     selective, alternate = name in SELECTIVE, name in ALTERNATE
     variants = tuple(Variant(p, "sdpa", False, selective=selective, alternate=alternate) for p in precisions)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=variants)

@@ -14,12 +14,12 @@ from tiny_models import every_model, every_tiny
 from upshift.errors import RequestError
 from upshift.models.build import build_model, find_stacks
 from upshift.models.describe import count_parameters
-from upshift.models.experts import stacked
-from upshift.models.measure import Tracer
 from upshift.models.profile import Variant
+from upshift.models.profile_cache import SegmentStore
 from upshift.models.source import find_model
-from upshift.models.store import SegmentStore
-from upshift.models.trace import _experts, trace_model
+from upshift.models.tracing.active_experts import stacked
+from upshift.models.tracing.segments import Tracer
+from upshift.models.tracing.trace import _experts, trace_model
 
 # Fields that say it, in the order tried: read by this test alone.
 SAID = ("moe_topk", "top_k_experts", "num_experts_per_tok", "moe_k")

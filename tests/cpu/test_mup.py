@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 from upshift.cli.main import app
 from upshift.errors import RequestError
 from upshift.models.source import find_model
-from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
+from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
 from upshift.training.mup import check_base, scale_initial, scales
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.run import train
-from upshift.tuning.mup_check import BOUND, Growth, checked, measure
-from upshift.tuning.narrow import write_narrow
+from upshift.tuning.mup_check import BOUND, Growth, checked, measure, write_narrow
 from upshift.tuning.tune import tune
 
 TOKENS, BATCH, LENGTH, STEPS = 64, 8, 16, 24

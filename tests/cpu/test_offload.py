@@ -38,17 +38,17 @@ from transformers import (
 
 import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
-from upshift.loading import offload_store
-from upshift.loading.checkpoint import find_checkpoint
-from upshift.loading.header import StoredTensor
-from upshift.loading.layout import place_model, units_of
+from upshift.loading.files.checkpoint import find_checkpoint
+from upshift.loading.files.safetensors_header import StoredTensor
+from upshift.loading.files.safetensors_writer import NewTensor, header_of
 from upshift.loading.load import build_empty, load_source
-from upshift.loading.offload import is_offloaded
-from upshift.loading.place import CPU, DISK, Work, place
-from upshift.loading.placed import Where
-from upshift.loading.reader import Reader, make_groups
-from upshift.loading.slots import BufferSlots, PageSlots
-from upshift.loading.writing import NewTensor, header_of
+from upshift.loading.offload import disk_store
+from upshift.loading.offload.buffers import BufferSlots, PageSlots
+from upshift.loading.offload.hooks import is_offloaded
+from upshift.loading.offload.prefetch import Reader, make_groups
+from upshift.loading.placement.apply import Where
+from upshift.loading.placement.modules import place_model, units_of
+from upshift.loading.placement.place import CPU, DISK, Work, place
 from upshift.models.source import find_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 500}
@@ -268,7 +268,7 @@ def test_killed_while_it_converts(folder: Folder, tmp_path: Path, monkeypatch: p
     folder("untied")
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(offload_store, "write_file", die)
+        monkeypatch.setattr(disk_store, "write_file", die)
         try:
             everything_on_disk(folder("untied"), "bfloat16", tmp_path)
         finally:

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
-from upshift.loading.checkpoint import find_checkpoint
-from upshift.loading.layout import units_of
-from upshift.loading.names import map_names
-from upshift.loading.offload import dispatch
-from upshift.loading.place import CPU, DISK, Placement, Unit, Work, place
-from upshift.loading.placed import check_placed_with_main
+from upshift.loading.files.checkpoint import find_checkpoint
+from upshift.loading.key_mapping import map_names
+from upshift.loading.offload.hooks import dispatch
+from upshift.loading.placement.apply import check_placed_with_main
+from upshift.loading.placement.modules import units_of
+from upshift.loading.placement.place import CPU, DISK, Placement, Unit, Work, place
 
 GPU = "cuda:0"
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 300}
@@ -153,7 +153,7 @@ def test_weights_that_wait_are_frozen_and_errors_of_the_disk_are_one_error(saved
     def broken(*_: object) -> None:
         raise JobFailed("the disk is gone")
 
-    monkeypatch.setattr("upshift.loading.slots._read", broken)
+    monkeypatch.setattr("upshift.loading.offload.buffers._read", broken)
     with pytest.raises(JobFailed, match="the disk is gone"):
         for _ in range(3):
             model(input_ids=torch.ones(1, 3, dtype=torch.long))

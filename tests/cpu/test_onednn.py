@@ -11,13 +11,13 @@ import torch
 import transformers
 
 from upshift.errors import RequestError
-from upshift.inference.agreement import cosines
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build
+from upshift.inference.encoding.engines.base import Build
 from upshift.inference.encoding.engines.onednn_engine import OneDnnEngine
 from upshift.inference.encoding.engines.torch_engine import TorchEngine
-from upshift.inference.encoding.recipe import read_recipe
-from upshift.inference.setup import EngineSetup
+from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.run import Batch
+from upshift.inference.race.types import cosines
+from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
 
 SMALL = {

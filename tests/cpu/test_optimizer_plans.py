@@ -15,12 +15,12 @@ from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
 from upshift.planning import optimizers as named
-from upshift.planning import space
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan
-from upshift.planning.plans import enumerate_plans
-from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import check_allow, parse_fixed
+from upshift.planning.search import space
+from upshift.planning.search.enumerate import enumerate_plans
+from upshift.planning.search.ranking import Candidate, cost_plan
+from upshift.planning.search.space import check_allow, parse_fixed
 from upshift.planning.workload import Workload
 
 EIGHT = Rates(fp32=1.6e11, bf16=4e11, memory_bytes_per_second=2e10)

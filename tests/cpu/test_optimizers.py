@@ -21,21 +21,19 @@ from transformers.training_args import OptimizerNames
 
 import upshift
 from upshift.errors import MissingExtra, RequestError
-from upshift.models.recompute import recompute_layers
+from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.planning import optimizers as named
 from upshift.planning.optimizers import REFUSED, optimizers, read_optim_args
 from upshift.planning.plan import Plan, changes_of_mathematics
 from upshift.training.arguments import Arguments, LearningRateSchedule
-from upshift.training.batches.source import Position
+from upshift.training.batches.sampler import Position
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.fp8 import convert_to_fp8
-from upshift.training.optimizers.build import build_optimizer, parameter_groups
-from upshift.training.optimizers.in_backward import update_in_backward
-from upshift.training.optimizers.on_host import OnHost
+from upshift.training.distributed.mesh import Place
+from upshift.training.optimizers.build import build_optimizer, parameter_groups, update_in_backward
+from upshift.training.optimizers.cpu_offload import OnHost
 from upshift.training.optimizers.schedule import build_schedule
-from upshift.training.parallel.place import Place
-from upshift.training.prepare import activations_on_host
+from upshift.training.prepare import activations_on_host, convert_to_fp8
 from upshift.training.step import Stepper
 
 STEPS = 10
@@ -269,7 +267,7 @@ def test_bf16_weights_follow_fp32_where_nearest_rounding_stalls() -> None:
             optimizer.step()
         return weight.detach().float()
 
-    from upshift.training.optimizers.stochastic import StochasticAdamW
+    from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 
     options: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.999), "eps": 1e-8}
     fp32 = trained(lambda p: torch.optim.AdamW(p, weight_decay=0.0, **options), torch.float32)
@@ -285,7 +283,7 @@ def test_bf16_weights_follow_fp32_where_nearest_rounding_stalls() -> None:
 
 def test_the_second_moment_falls_again() -> None:
     """It changes by a thousandth a step, which is less than bf16 tells apart."""
-    from upshift.training.optimizers.stochastic import StochasticAdamW
+    from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 
     moments = {}
     for name, make, dtype in (

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from upshift.errors import RequestError
 from upshift.inference.quantize import check_output
 from upshift.loading.output_lock import LOCK_NAME, check_free, claimed, lock_file_beside, locked
-from upshift.loading.shard import shard
-from upshift.training.data.training_data import TrainingData
+from upshift.loading.rewrite.rewrite import shard
+from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import run_job
-from upshift.training.loop.run import RUN_NAME
+from upshift.training.loop.state import RUN_NAME
 
 HOLDER = """
 import sys, time

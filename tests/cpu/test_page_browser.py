@@ -7,12 +7,11 @@ from pathlib import Path
 
 from headless import opened
 
-from upshift.benchmarking.figures import find_cases
-from upshift.benchmarking.standing import standings
+from upshift.benchmarking.claims import find_cases, standings
 from upshift.reports.claims import claims_page
+from upshift.reports.plots import Candidate
 from upshift.reports.run.content import ComparisonRow, LossCurve, MemoryLife, MemorySample, RunPage, Sample
 from upshift.reports.run.page import write_run_page
-from upshift.reports.scatter import Candidate
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
 

@@ -7,7 +7,7 @@ import torch
 from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, run, with_references
 
 from upshift.models.build import build_model, choose_class
-from upshift.training.parallel.refusals import cannot_run
+from upshift.training.distributed.parallelize import cannot_run
 
 ULYSSES = {"context_parallel": 2, "context_kind": "ulysses"}
 MODELS = ("llama", "qwen2 tied", "gpt2", "bert", "mixture", "opt", "gpt neox", "phi3")

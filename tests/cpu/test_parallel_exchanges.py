@@ -13,10 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from upshift.models.build import build_model, choose_class, find_stacks
-from upshift.models.tracker import LiveTracker
-from upshift.planning.cost.volumes import PAIRS_A_LAYER
-from upshift.training.parallel.place import find_place
-from upshift.training.parallel.tensor import divide_tensors
+from upshift.models.tracing.op_counter import LiveTracker
+from upshift.planning.cost.communication import PAIRS_A_LAYER
+from upshift.training.distributed.mesh import find_place
+from upshift.training.distributed.tensor_parallel import divide_tensors
 
 TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}

@@ -23,11 +23,10 @@ from transformers import (
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
 from upshift.planning.layout import Layout
-from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
-from upshift.training.parallel.refusals import cannot_run
-from upshift.training.parallel.separable import find_parts
-from upshift.training.parallel.stage import Stage, as_stage
+from upshift.planning.search.constraints import conflict
+from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.pipeline_stage import Stage, as_stage, find_parts
 
 TWO = {"pipeline_parallel": 2}
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}

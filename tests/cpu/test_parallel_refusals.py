@@ -9,7 +9,7 @@ import torch
 from parallel_runs import CONFIGS, Case, a_config, a_plan
 
 from upshift.models.build import build_model, choose_class
-from upshift.training.parallel.refusals import cannot_run
+from upshift.training.distributed.parallelize import cannot_run
 
 TENSOR = {"tensor_parallel": 2}
 EXPERTS = {"expert_parallel": 2}

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from upshift.errors import JobFailed, RequestError
-from upshift.loading import checkpoint, pickled_process
-from upshift.loading.checkpoint import find_checkpoint
+from upshift.loading.files import bin_process, checkpoint
+from upshift.loading.files.checkpoint import find_checkpoint
+from upshift.loading.files.tensors import read_tensor
 from upshift.loading.load import load_model
-from upshift.loading.tensors import read_tensor
 
 NAME = "pytorch_model.bin"
 
@@ -173,7 +173,7 @@ def in_fork(arguments: list[str], folder: Path) -> tuple[int, str]:
         try:
             os.chdir(folder)
             sys.stdout = (folder / "answer").open("w")
-            status = pickled_process.answer(arguments)
+            status = bin_process.answer(arguments)
             sys.stdout.close()
         finally:
             os._exit(status)

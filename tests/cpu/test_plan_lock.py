@@ -13,9 +13,9 @@ from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
-from upshift.planning import lock as locking
+from upshift.planning.analysis import lock_file as locking
+from upshift.planning.analysis.max_size import with_layers
 from upshift.planning.cost.memory import predict_memory
-from upshift.planning.depth import with_layers
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training, read_plan
 from upshift.planning.workload import Workload

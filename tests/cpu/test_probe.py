@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from upshift.errors import RequestError
-from upshift.hardware import Host, describe, detect, kept_probe
+from upshift.hardware import Host, describe, detect, probe_cache
 from upshift.hardware import probe as probe_module
-from upshift.hardware.kept_probe import measure
 from upshift.hardware.probe import probe
+from upshift.hardware.probe_cache import measure
 from upshift.units import MIB
 
 
@@ -65,7 +65,7 @@ def test_the_cache_is_used_and_mended(probed: Host, cache: Path, monkeypatch: py
         calls.append(host)
         return probed
 
-    monkeypatch.setattr(kept_probe, "probe", counted)
+    monkeypatch.setattr(probe_cache, "probe", counted)
     assert measure(detect()).measured == probed.measured
     assert not calls
     measure(detect(), refresh=True)
@@ -89,11 +89,11 @@ def test_what_was_measured_beside_others_is_soon_measured_again(
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
     assert probed.measured is not None
     shared = probed.model_copy(update={"measured": probed.measured.changed(core_share=share)})
-    monkeypatch.setattr(kept_probe, "probe", lambda host, *, budget_seconds: shared)
+    monkeypatch.setattr(probe_cache, "probe", lambda host, *, budget_seconds: shared)
     measure(detect())
     (path,) = (tmp_path / "probe").iterdir()
     os.utime(path, (time.time() - age,) * 2)
-    monkeypatch.setattr(kept_probe, "probe", lambda host, *, budget_seconds: probed)
+    monkeypatch.setattr(probe_cache, "probe", lambda host, *, budget_seconds: probed)
     assert measure(detect()).measured == (probed.measured if again else shared.measured)
 
 

@@ -11,7 +11,7 @@ import pytest
 from command import Answer, Command
 from transformers import LlamaConfig
 
-from upshift.planning.roofline import KINDS
+from upshift.planning.analysis.bottleneck import KINDS
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"

@@ -24,13 +24,13 @@ import upshift
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.errors import RequestError
 from upshift.models.adapter import base_of
-from upshift.models.block_attention import set_attention
 from upshift.models.build import sample_inputs
-from upshift.models.live import source_of
+from upshift.models.live_model import source_of
+from upshift.models.ops.activation_checkpointing import recompute_layers
+from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.quantized import four_bit_layers
-from upshift.models.recompute import recompute_layers
 from upshift.models.source import find_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan

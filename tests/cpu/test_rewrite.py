@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import JobFailed, RequestError
-from upshift.loading.header import read_header
-from upshift.loading.output_folder import MANIFEST, PARTIAL
+from upshift.loading.files.safetensors_header import read_header
+from upshift.loading.files.safetensors_writer import copy_of, in_order, write_file
 from upshift.loading.output_lock import LOCK_NAME
-from upshift.loading.shard import shard
-from upshift.loading.writing import copy_of, in_order, write_file
+from upshift.loading.rewrite.output_folder import MANIFEST, PARTIAL
+from upshift.loading.rewrite.rewrite import shard
 
 LLAMA = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -172,7 +172,7 @@ def test_killed_at_any_moment_it_goes_on(wide, tmp_path):
 
 def test_killed_while_converting(wide, tmp_path):
     """In the middle of a file, by a child of this process, which has imported torch."""
-    from upshift.loading import convert
+    from upshift.loading.rewrite import convert
 
     def stop(done: int, total: int) -> None:
         if done > total // 3:
@@ -284,9 +284,9 @@ def test_memory_is_bounded_by_a_piece(tmp_path):
 
 def test_what_was_read_again_is_compared(wide, tmp_path, monkeypatch):
     """A disk that gives back another byte."""
-    from upshift.loading import rewriting
+    from upshift.loading.rewrite import rewrite
 
-    write = rewriting.write_file
+    write = rewrite.write_file
 
     def written(path, tensors, metadata, told):
         hashes = write(path, tensors, metadata, told)
@@ -295,7 +295,7 @@ def test_what_was_read_again_is_compared(wide, tmp_path, monkeypatch):
         path.write_bytes(content)
         return hashes
 
-    monkeypatch.setattr(rewriting, "write_file", written)
+    monkeypatch.setattr(rewrite, "write_file", written)
     with pytest.raises(JobFailed, match="is not what was written"):
         shard(str(wide), tmp_path / "out", max_shard_bytes=10**9, progress=lambda done, total: None)
     assert [file.name for file in (tmp_path / "out").iterdir()] == [MANIFEST]

@@ -25,15 +25,15 @@ from transformers import (
 
 import upshift
 from upshift.errors import RequestError
-from upshift.models import trace
 from upshift.models.build import build_model, choose_class
-from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
+from upshift.models.profile_cache import positions_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
 from upshift.models.source import find_model
-from upshift.models.store import positions_of
-from upshift.serving.generating import Generating
+from upshift.models.tracing import trace
+from upshift.serving.engine.generation import Generating
 from upshift.serving.messages import EngineRequest
+from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.data.training_data import prepare_data
 
 FEW = 24
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -155,7 +155,7 @@ def test_too_many_tokens_are_refused_before_data_is_read(
     command: tuple[str, ...], few: str, upshift: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("upshift.xla.needs.need_tensorflow", lambda purpose: None)
+    monkeypatch.setattr("upshift.xla.tensorflow.need_tensorflow", lambda purpose: None)
     Path("space.yaml").write_text("learning_rate: {low: 1.0e-5, high: 1.0e-3}\n")
     names = command[: 1 if command[0] in ("train", "tune") else 2]
     answer = upshift(*names, few, *command[len(names) :], "--sequence-length", FEW + 1)

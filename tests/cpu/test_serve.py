@@ -30,8 +30,8 @@ from running_server import KEY, WORDS, Running, serving, wait, write_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 from web_driver import driven
 
-from upshift.serving import door
-from upshift.serving.guard import Limits
+from upshift.serving import server as door
+from upshift.serving.app import Limits
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_serving_parts import Counted, of_several
 
-from upshift.serving.app import Server, make_app
-from upshift.serving.guard import Limits
+from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.metrics import Metrics
-from upshift.serving.served import Served
+from upshift.serving.model_pool import Served
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 GOOD = {

@@ -18,10 +18,10 @@ from running_server import write_models
 from upshift.errors import JobFailed, RequestError
 from upshift.inference.generation.generator import Generator
 from upshift.models.source import ModelSource
-from upshift.serving import embedding
-from upshift.serving.embedding import embed
-from upshift.serving.engine import EngineDied, EngineProcess, RequestRefused
-from upshift.serving.generating import Generating
+from upshift.serving.engine import embedding
+from upshift.serving.engine.embedding import embed
+from upshift.serving.engine.generation import Generating
+from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused
 from upshift.serving.messages import Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
 
 VOCABULARY = 100

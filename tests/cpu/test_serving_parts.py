@@ -17,24 +17,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.inference.generation.engines.decoder import NoExtension, Prefix
+from upshift.inference.generation.engines.base import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.prefill import SHORTEST
-from upshift.inference.generation.sequence import Sequence
-from upshift.serving.app import Server, make_app
-from upshift.serving.engine import RequestRefused
-from upshift.serving.guard import Limits
-from upshift.serving.load.client import Asked
-from upshift.serving.load.run import phase_of
-from upshift.serving.load.traffic import Traffic, arrivals
+from upshift.inference.generation.prefix import SHORTEST
+from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.engine.generation import TextStream
+from upshift.serving.engine.scheduler import Pace, PromptCache, Scheduler, Ticket
+from upshift.serving.engine_client import RequestRefused
+from upshift.serving.load_test.client import Asked
+from upshift.serving.load_test.run import phase_of
+from upshift.serving.load_test.traffic import Traffic, arrivals
 from upshift.serving.messages import EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.metrics import Metrics
-from upshift.serving.pace import Pace
-from upshift.serving.prompt_cache import PromptCache
+from upshift.serving.model_pool import NoRoom, Served
 from upshift.serving.replicas import Replicas
-from upshift.serving.scheduler import Scheduler, Ticket
-from upshift.serving.served import NoRoom, Served
-from upshift.serving.text_stream import TextStream
 
 VOCABULARY, PASS_SECONDS, TOKEN_SECONDS = 16, 0.01, 0.001
 
@@ -111,7 +108,7 @@ def made(clock: Clock, *, joins: bool = True, mixes: bool = False, **more: Any) 
 
 def ticket(number: int, clock: Clock, *, prompt: int = 3, new: int = 4) -> Ticket:
     tokens = [(number + place) % VOCABULARY for place in range(prompt)]
-    return Ticket(number, Sequence(0, tokens, GenerationOptions(max_new_tokens=new), None), clock())
+    return Ticket(number, GeneratedSequence(0, tokens, GenerationOptions(max_new_tokens=new), None), clock())
 
 
 @given(
@@ -152,7 +149,7 @@ def test_a_conversation_goes_on_from_what_was_computed(mixes: bool) -> None:
     scheduler = made(clock, rows=4, cache_tokens=2000, mixes=mixes)
 
     def ask(prompt: list[int], *, goes_on: bool) -> tuple[int, list[int]]:
-        one = Ticket(0, Sequence(0, prompt, GenerationOptions(max_new_tokens=4), None), clock(), goes_on=goes_on)
+        one = Ticket(0, GeneratedSequence(0, prompt, GenerationOptions(max_new_tokens=4), None), clock(), goes_on=goes_on)
         assert scheduler.add(one) is None
         while scheduler.busy:
             scheduler.step()
@@ -226,7 +223,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request(mixes: bool) -> None
         assert one.sequence.tokens == answer(one.sequence.prompt, 4)
 
 
-class Broken(Sequence):
+class Broken(GeneratedSequence):
     plain = property(lambda self: False)
 
     def choose(self, logits: np.ndarray) -> int:

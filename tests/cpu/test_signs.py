@@ -15,8 +15,8 @@ from command import Command
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import upshift
-from upshift.debugging.signs import ENOUGH, EVERY, LEAK_BYTES, LEAK_STEPS, SETTLING
-from upshift.training.signs import ATTRIBUTED_STEPS
+from upshift.debugging.step_signs import ENOUGH, EVERY, LEAK_BYTES, LEAK_STEPS, SETTLING
+from upshift.training.loop.monitor import ATTRIBUTED_STEPS
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):

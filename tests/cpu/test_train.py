@@ -30,17 +30,16 @@ from transformers import (
 
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.hardware import detect
-from upshift.hardware.base_process import compiler_works
+from upshift.hardware.probe_process import compiler_works
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.record import Numbers, Record
 from upshift.settings import read_settings
 from upshift.training import step as step_module
 from upshift.training.arguments import Arguments
-from upshift.training.autopsy import Autopsy
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.source import BatchSource
-from upshift.training.checkpoint import files as checkpoint_files
+from upshift.training.batches.sampler import BatchSource
+from upshift.training.checkpoint import directory as checkpoint_files
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
@@ -56,6 +55,7 @@ from upshift.training.loop.events import (
     event_from_json,
     event_to_json,
 )
+from upshift.training.out_of_memory import Autopsy
 from upshift.training.run import train
 from upshift.training.step import Stepper
 

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.models.source import find_model, find_to_train
-from upshift.planning.cost.resident import USABLE_SHARE
+from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host, plan, plan_training
-from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.training.arguments import Arguments

@@ -20,10 +20,10 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 import upshift
 from upshift.errors import JobFailed, RequestError
-from upshift.training.autopsy import Autopsy
-from upshift.training.trainer import trainer as without_search
-from upshift.training.trainer.fields import FIELDS, markdown, refuse_unsupported
-from upshift.training.trainer.planned import PlannedTraining
+from upshift.training.hf_trainer import trainer as without_search
+from upshift.training.hf_trainer.arguments import FIELDS, markdown, refuse_unsupported
+from upshift.training.hf_trainer.planned_training import PlannedTraining
+from upshift.training.out_of_memory import Autopsy
 
 STEPS = 20
 

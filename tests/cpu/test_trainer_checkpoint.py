@@ -34,13 +34,14 @@ from transformers.trainer_pt_utils import safe_globals
 
 import upshift
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint import files as checkpoint_files
-from upshift.training.checkpoint import snapshot
-from upshift.training.checkpoint.files import find_checkpoints
-from upshift.training.trainer import saving, trainer_files
-from upshift.training.trainer.checkpoints import PlainCheckpoints
-from upshift.training.trainer.evaluation import StreamedEvaluation
-from upshift.training.trainer.plain_state import NotPlain, from_json, to_json
+from upshift.training.checkpoint import async_save
+from upshift.training.checkpoint import directory as checkpoint_files
+from upshift.training.checkpoint.directory import find_checkpoints
+from upshift.training.hf_trainer import checkpoint_files as trainer_files
+from upshift.training.hf_trainer import save as saving
+from upshift.training.hf_trainer.checkpoint_files import NotPlain, from_json, to_json
+from upshift.training.hf_trainer.evaluation import StreamedEvaluation
+from upshift.training.hf_trainer.resume import PlainCheckpoints
 
 GPT2 = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=1)
 BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -543,13 +544,13 @@ def test_who_reads_the_files_finds_them_whole(tmp_path: Path, monkeypatch: pytes
 
 
 def test_room_counts_what_training_needs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    monkeypatch.setattr(snapshot, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
-    monkeypatch.setattr(snapshot, "resident_bytes", lambda: 5000)
-    monkeypatch.setattr(snapshot, "resident_peak_bytes", lambda: 5300)
-    assert snapshot.has_room(650) and not snapshot.has_room(651)
-    monkeypatch.setattr(snapshot, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=400))
-    assert snapshot.has_room(80) and not snapshot.has_room(81)
+    monkeypatch.setattr(async_save.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(async_save, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=None))
+    monkeypatch.setattr(async_save, "resident_bytes", lambda: 5000)
+    monkeypatch.setattr(async_save, "resident_peak_bytes", lambda: 5300)
+    assert async_save.has_room(650) and not async_save.has_room(651)
+    monkeypatch.setattr(async_save, "read_limits", lambda root: SimpleNamespace(free_memory_bytes=400))
+    assert async_save.has_room(80) and not async_save.has_room(81)
 
 
 def test_pushing_writes_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,7 +671,7 @@ def test_the_step_waits_for_the_copy_only(tmp_path: Path) -> None:
     one.train()
     for _ in range(3):
         start = time.perf_counter()
-        kept = snapshot.copy_weights(model), snapshot.copy_optimizer(one._upshift_plain_optimizer())
+        kept = async_save.copy_weights(model), async_save.copy_optimizer(one._upshift_plain_optimizer())
         copy = time.perf_counter() - start
         del kept
         start = time.perf_counter()

@@ -30,8 +30,9 @@ from transformers import (
 from transformers.modeling_outputs import ModelOutput
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.trainer import evaluation, spool
-from upshift.training.trainer.evaluation import StreamedEvaluation
+from upshift.training.hf_trainer import evaluation
+from upshift.training.hf_trainer import evaluation as spool
+from upshift.training.hf_trainer.evaluation import StreamedEvaluation
 from upshift.units import MIB
 
 BERT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 
 import upshift
 from upshift.planning.plan import Plan
-from upshift.training.trainer.loss_state import KeptState
+from upshift.training.hf_trainer.loss_state import KeptState
 
 CLASSES, BATCH, STEPS = 12, 8, 4
 PLAN = Plan.model_validate({

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from upshift.benchmarking.load import LoadMeter, Timing
+from upshift.benchmarking.timing import LoadMeter, Timing
 from upshift.models.source import find_model
-from upshift.planning.cost.basis import AGAIN
+from upshift.planning.cost.uncertainty import AGAIN
 from upshift.planning.plan import Plan
-from upshift.planning.trial import TrialRequest, TrialResult, trial_server
-from upshift.training import trial_worker
+from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.training.arguments import Arguments
-from upshift.training.batches.source import GlobalBatch
-from upshift.training.data.training_data import TrainingData, prepare_data, save_data
+from upshift.training.batches.sampler import GlobalBatch
+from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.job.job import Job, run_job
 from upshift.training.step import Stepper
+from upshift.training.trials import worker
 from upshift.units import GIB
 
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 48, 6, 8, 300
@@ -69,7 +69,7 @@ def tried(request: TrialRequest, folder: Path) -> TrialResult:
     path = folder / "request.json"
     path.write_text(request.to_json())
     answers: list[TrialResult] = []
-    trial_worker.main(path, answers.append)
+    worker.main(path, answers.append)
     assert answers[-1].failure is None
     return answers[-1]
 
@@ -115,7 +115,7 @@ def test_a_trial_steps_over_the_first_batches_of_the_run(
     stepped.clear()
     found = tried(a_request(model, stored, plan, seed=seed, seconds=2.0), tmp_path)
     num_steps = min(len(stepped), len(of_run))
-    assert num_steps >= trial_worker.WARM_STEPS + trial_worker.MIN_TIMED
+    assert num_steps >= worker.WARM_STEPS + worker.MIN_TIMED
     assert all(same(one, other) for one, other in zip(stepped[:num_steps], of_run, strict=False))
     assert found.largest_of_run and found.peak_bytes
 
@@ -143,15 +143,15 @@ def test_what_was_timed_beside_other_programs_is_timed_again(
     disturbed: int, busy: bool, model: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some timings are not steps: updates and looks at the longest micro-batch."""
-    monkeypatch.setattr(trial_worker, "LoadMeter", Beside)
-    monkeypatch.setattr(trial_worker, "BUSY_PATIENCE", 1e9)
+    monkeypatch.setattr(worker, "LoadMeter", Beside)
+    monkeypatch.setattr(worker, "BUSY_PATIENCE", 1e9)
     monkeypatch.setattr(Beside, "count", 0)
     monkeypatch.setattr(Beside, "disturbed", disturbed)
     found = tried(a_request(model, stored, a_plan(model), seconds=2.0), tmp_path)
     assert found.busy is busy
     assert found.waited_share == pytest.approx(0.5 if busy else 0.0)
     if disturbed == 12:
-        assert Beside.count >= 12 + trial_worker.MIN_TIMED
+        assert Beside.count >= 12 + worker.MIN_TIMED
 
 
 def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: TrainingData, stored: Path, tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from transformers import LlamaConfig
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.tuning.folder import remove
+from upshift.tuning.jobs import remove
 from upshift.tuning.report import write_study_page
-from upshift.tuning.rungs import make_pruner, rungs
-from upshift.tuning.study import Asked, count, open_study, reason_of, run_study
+from upshift.tuning.study import Asked, count, make_pruner, open_study, reason_of, run_study, rungs
 from upshift.tuning.tune import Found, tune
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905

@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 
 from upshift.cli.main import app
 from upshift.errors import RequestError
-from upshift.tuning import population
-from upshift.tuning.storage import database, persistent
-from upshift.tuning.warm_start import start_from
+from upshift.tuning import trainer
+from upshift.tuning.storage import database, persistent, start_from
 
 RATE = FloatDistribution(1e-4, 1e-1, log=True)
 
@@ -168,7 +167,7 @@ def test_a_population_keeps_its_own_rates() -> None:
     values = [{name: value for name, value in group.items() if name != "params"} for group in own[0].param_groups]
     for mine, theirs in zip(own, other, strict=True):
         mine.load_state_dict(theirs.state_dict())
-    population.keep_own(*own, values)
+    trainer.keep_own(*own, values)
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.6) and own[0].param_groups[0]["weight_decay"] == 0.5
     step(*own)
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.tuning.backends.optuna_space import distributions, draw
-from upshift.tuning.backends.wandb_space import parameters, space_of
+from upshift.tuning.backends import distributions, draw, parameters, space_of
 from upshift.tuning.space import Choices, Range, Space, make_space, read_space
 
 DRAWS = 4000
@@ -92,7 +91,7 @@ def by_optuna() -> list[dict[str, Any]]:
 def by_ray() -> list[dict[str, Any]]:
     import numpy as np
 
-    from upshift.tuning.backends.ray_space import domains
+    from upshift.tuning.backends import domains
 
     np.random.seed(0)
     random.seed(0)

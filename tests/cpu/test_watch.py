@@ -16,8 +16,8 @@ from watched_ranks import GONE, STOPPED
 
 from upshift.debugging.run_report import examine_run
 from upshift.errors import JobFailed
-from upshift.training.loop.failures import death_reported
-from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
+from upshift.training.distributed.watchdog import Pulse, Waiting, stalled, straggler
+from upshift.training.loop.monitor import death_reported
 
 WORLD = Path(__file__).with_name("watched_ranks.py")
 
@@ -92,10 +92,10 @@ def waiting(name: str, number: int, seconds: float = 95.0) -> Waiting:
 def test_words() -> None:
     late = pulse(0, waiting=waiting("all_reduce", 40))
     assert stalled([pulse(0, waiting=waiting("all_reduce", 40, 5.0)), pulse(1)], {}, patience=60) is None
-    words = stalled([late, pulse(1, at="training/batches/source.py:12 (read)")], {}, patience=60)
+    words = stalled([late, pulse(1, at="training/batches/sampler.py:12 (read)")], {}, patience=60)
     assert words == (
         "rank 0 waits since 1 min 35 s in all_reduce 40 of group 0 default_pg (4.00 KiB), step 7; "
-        "rank 1 is in no collective: step 7 since 1 min 40 s, at training/batches/source.py:12 (read)"
+        "rank 1 is in no collective: step 7 since 1 min 40 s, at training/batches/sampler.py:12 (read)"
     )
     words = stalled([late, pulse(1, waiting=waiting("all_gather", 39))], {}, patience=60)
     assert words is not None and words.endswith("ranks in one group must begin the same ones in the same order")

@@ -18,13 +18,12 @@ from transformers.models.auto import modeling_auto
 
 import upshift
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.engine import check_encodes
-from upshift.inference.encoding.recipe import is_encoder, read_recipe
+from upshift.inference.encoding.engines.base import check_encodes
+from upshift.inference.encoding.model_config import is_encoder, read_recipe
 from upshift.inference.generation.model import check_weights as check_generates
 from upshift.inference.generation.model import generation_task
 from upshift.models.build import choose_class, find_architecture
-from upshift.models.config_json import config_text, decode_floats, encode_floats
-from upshift.models.config_sizes import heads_of
+from upshift.models.config import config_text, decode_floats, encode_floats, heads_of
 from upshift.models.source import ModelSource, find_model
 from upshift.training.prepare import check_weights as check_trains
 
@@ -236,7 +235,7 @@ ENCODERS = {  # what is saved, what the config names: texts become vectors with 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_vectors_are_those_of_the_model_inside(name: str, tmp_path: Path) -> None:
-    from upshift.inference.encoding.engines.engine import load_forward
+    from upshift.inference.encoding.engines.base import load_forward
 
     model_class, config, inside = ENCODERS[name]
     folder = saved(model_class, config, tmp_path)

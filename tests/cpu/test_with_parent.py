@@ -44,14 +44,14 @@ FORKED = """
 import torch
 torch.set_num_threads(2)
 from sleeping_worker import nap
-from upshift.models.forked import run_forked
+from upshift.models.tracing.fork_map import run_forked
 import threading
 threading.Timer(1.0, lambda: print("Asleep", flush=True)).start()
 run_forked([nap, nap, nap])
 """
 ENGINE = """
 import asyncio
-from upshift.serving.engine import EngineProcess
+from upshift.serving.engine_client import EngineProcess
 from upshift.serving.messages import EngineRequest
 async def main():
     engine = EngineProcess(EngineRequest(**{request!r}))
@@ -208,6 +208,6 @@ def test_a_child_lives_as_long_as_the_process(in_thread: bool, started: list[sub
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_parent_that_is_gone_already(by_kernel: bool) -> None:
     end = f"end_with(os.getppid() + 1, by_kernel={by_kernel})"
-    code = f"from upshift.with_parent import end_with; import os; {end}; print('here')"
+    code = f"from upshift.parent_process import end_with; import os; {end}; print('here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL and not done.stdout

@@ -15,14 +15,14 @@ import transformers
 from torch.nn import functional
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.xla.needs import need_tensorflow
+from upshift.xla.tensorflow import need_tensorflow
 
 need_tensorflow()
 import tensorflow as tf  # noqa: E402
 
-from upshift.xla.build import build  # noqa: E402
-from upshift.xla.exported import export  # noqa: E402
 from upshift.xla.lowering.program import UnloweredOp, as_constant, lower  # noqa: E402
+from upshift.xla.model import build  # noqa: E402
+from upshift.xla.skeleton import export  # noqa: E402
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -205,16 +205,16 @@ def test_a_shape_that_depends_on_data_is_refused_in_one_line():
 
 
 def test_a_missing_tensorflow_is_one_line(monkeypatch):
-    monkeypatch.setattr("upshift.xla.needs.find_spec", lambda name: None)
+    monkeypatch.setattr("upshift.xla.tensorflow.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'upshift\[xla\]'"):
         need_tensorflow("--backend xla")
 
 
 MEMORY = """
 import json, resource, sys
-from upshift.xla.needs import need_tensorflow
+from upshift.xla.tensorflow import need_tensorflow
 need_tensorflow()
-from upshift.xla.build import build
+from upshift.xla.model import build
 from upshift.xla.generation.generator import XlaGenerator
 from xla_batches import as_batches, ragged_batches, train
 

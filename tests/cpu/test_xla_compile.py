@@ -10,7 +10,7 @@ from command import Command
 from transformers import LlamaConfig
 
 from upshift.errors import RequestError
-from upshift.xla.tpu.topology import read_topology
+from upshift.xla.tpu.compile import read_topology
 
 NO_COMPILER = [name for name in ("tensorflow", "jax", "libtpu") if find_spec(name) is None]
 compiled = pytest.mark.skipif(bool(NO_COMPILER), reason=f"not installed: {', '.join(NO_COMPILER)}")

@@ -40,11 +40,14 @@ from upshift.errors import RequestError
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from upshift.xla.build import build  # noqa: E402
-from upshift.xla.generation.buckets import groups, width_of  # noqa: E402
-from upshift.xla.generation.choose import Sampling, sample  # noqa: E402
-from upshift.xla.generation.generator import XlaGenerator  # noqa: E402
-from upshift.xla.training.rules import custom_calls, dynamic_dimensions  # noqa: E402
+from upshift.xla.generation.generator import (  # noqa: E402
+    XlaGenerator,  # noqa: E402
+    groups,
+    width_of,
+)
+from upshift.xla.generation.sampling import Sampling, sample  # noqa: E402
+from upshift.xla.model import build  # noqa: E402
+from upshift.xla.training.step import custom_calls, dynamic_dimensions  # noqa: E402
 
 NEW, END = 8, 7
 SMALL = {
@@ -221,7 +224,7 @@ def test_programs_are_compiled_ahead(generators: Any) -> None:
 KEPT = """
 import sys
 import upshift.xla
-from upshift.xla.kept import keep_programs
+from upshift.xla.tensorflow import keep_programs
 upshift.xla.generate(sys.argv[1], [[5, 6, 7]], max_new_tokens=2)
 print(len(list(keep_programs().iterdir())))
 """

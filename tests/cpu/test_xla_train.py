@@ -22,20 +22,24 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from upshift.errors import JobFailed, RequestError
 from upshift.training.arguments import LearningRateSchedule
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.xla.needs import need_tensorflow
+from upshift.xla.tensorflow import need_tensorflow
 
 need_tensorflow()
 import tensorflow as tf  # noqa: E402
 from xla_batches import KILLED, as_batches, ragged_batches  # noqa: E402
 
-from upshift.xla.build import build  # noqa: E402
 from upshift.xla.data.tfrecord import read_index, record_batches, write_records  # noqa: E402
+from upshift.xla.model import build  # noqa: E402
 from upshift.xla.training.arguments import XlaArguments  # noqa: E402
-from upshift.xla.training.door import train  # noqa: E402
 from upshift.xla.training.optimizers import Optimizer, learning_rates  # noqa: E402
-from upshift.xla.training.rules import check_rules, custom_calls, dynamic_dimensions  # noqa: E402
-from upshift.xla.training.step import Step  # noqa: E402
+from upshift.xla.training.step import (  # noqa: E402
+    Step,  # noqa: E402
+    check_rules,
+    custom_calls,
+    dynamic_dimensions,
+)
 from upshift.xla.training.strategy import Devices, choose_devices  # noqa: E402
+from upshift.xla.training.train import train  # noqa: E402
 
 REPLICAS = Path(__file__).parent / "xla_replicas" / "run_replicas.py"
 BATCHES = Path(__file__).parent / "xla_batches.py"

@@ -17,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.settings import read_ranks
-from upshift.training.trainer import step_of_ranks
+from upshift.training.hf_trainer import step
 
 WIDTHS = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 BERT = WIDTHS | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -133,7 +133,7 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
         model=model, args=arguments, train_dataset=data_of(kind, 64), eval_dataset=data_of(kind, 16, equal=True),
         data_collator=without_labels if bare else collate, callbacks=[seen], plan=plan, fixed=tuple(case.get("fixed", ())),
     )  # fmt: skip
-    step_of_ranks.overlaps = lambda plan: bool(case.get("overlaps"))  # as on GPUs
+    step.overlaps = lambda plan: bool(case.get("overlaps"))  # as on GPUs
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     predicted = trainer.predict(data_of(kind, 13, equal=True))

@@ -23,12 +23,12 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
     import torch
     import torch.distributed as dist
 
-    from upshift.training.parallel import watch
-    from upshift.training.processes import rank_environment
+    from upshift.training.distributed import watchdog
+    from upshift.training.process_group import rank_environment
 
-    watch.PATIENCE, watch.PERIOD, watch.STRAGGLER_PERIODS, watch.STEPS_OF_PATIENCE = PATIENCE, PERIOD, 2, 0
-    watch.ENDS_AFTER = ENDS_AFTER if given["case"] in GONE else watch.ENDS_AFTER
-    watch.STORE_SECONDS = timedelta(seconds=2)
+    watchdog.PATIENCE, watchdog.PERIOD, watchdog.STRAGGLER_PERIODS, watchdog.STEPS_OF_PATIENCE = PATIENCE, PERIOD, 2, 0
+    watchdog.ENDS_AFTER = ENDS_AFTER if given["case"] in GONE else watchdog.ENDS_AFTER
+    watchdog.STORE_SECONDS = timedelta(seconds=2)
     torch.set_num_threads(1)
     rank, said = rank_environment()[0], Path(given["said"])
 
@@ -36,7 +36,7 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
         with said.open("a") as file:
             file.write(json.dumps([rank, step, words]) + "\n")
 
-    with watch.watching(given["plan"], tell, said.parent) as step:
+    with watchdog.watching(given["plan"], tell, said.parent) as step:
         for number in range(1, STEPS + 1):
             with step(number):
                 one_step(given["case"], rank, number, said)
@@ -75,7 +75,7 @@ def wait_until_said(said: Path) -> None:
 
 
 def main(case: str, world: int, said: str) -> None:
-    from upshift.training.processes import join_processes
+    from upshift.training.process_group import join_processes
 
     plan: Any = SimpleNamespace(num_processes=world, device="cpu")
     join_processes(plan, work, {"case": case, "plan": plan, "said": said})

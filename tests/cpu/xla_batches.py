@@ -11,13 +11,12 @@ import sys
 
 import numpy as np
 
-from upshift.xla.needs import need_tensorflow
+from upshift.xla.tensorflow import need_tensorflow
 
 need_tensorflow()
 
-from upshift.xla.data.batches import Batches  # noqa: E402
-from upshift.xla.data.buckets import Buckets  # noqa: E402
-from upshift.xla.training.door import train  # noqa: E402
+from upshift.xla.data.batches import Batches, Buckets  # noqa: E402
+from upshift.xla.training.train import train  # noqa: E402
 
 KILLED = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 2}
 

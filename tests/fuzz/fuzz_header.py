@@ -20,7 +20,7 @@ import safetensors
 
 with atheris.instrument_imports(include=["upshift.loading", "json"]):
     from upshift.errors import RequestError
-    from upshift.loading.header import BITS, KEYS, LENGTH_BYTES, METADATA, parse_header
+    from upshift.loading.files.safetensors_header import BITS, KEYS, LENGTH_BYTES, METADATA, parse_header
 
 DATA_BYTES = 40  # behind the header, in most inputs
 U8 = {"dtype": "U8", "shape": [40], "data_offsets": [0, 40]}

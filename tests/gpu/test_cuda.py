@@ -19,18 +19,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import upshift
 from upshift.benchmarking.meters import allocated_peak
 from upshift.models.adapter import base_of
-from upshift.models.live import source_of
+from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
-from upshift.training.activation_offload import activations_on_host
+from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.arguments import Arguments
-from upshift.training.fp8 import convert_to_fp8
+from upshift.training.distributed.mesh import Place
 from upshift.training.optimizers.build import build_optimizer
-from upshift.training.parallel.place import Place
-from upshift.training.prepare import autocast, computing, no_cache, prepare
+from upshift.training.prepare import activations_on_host, autocast, computing, convert_to_fp8, no_cache, prepare
 
 TINY = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,

@@ -15,13 +15,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import upshift
-from upshift.inference.agreement import cosines
-from upshift.inference.engines import build_engine
-from upshift.inference.generation.decode import decode
-from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.batching import decode
+from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.sequence import Sequence
-from upshift.inference.setup import Device, EngineName, EngineSetup, Precision
+from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.race.types import cosines
+from upshift.inference.registry import Device, EngineName, EngineSetup, Precision, build_engine
 from upshift.inference.weights import computing_host, find_weights, free_memory
 
 DEVICE: Device = "cuda"
@@ -45,7 +44,7 @@ def test_tokens_are_those_of_transformers(engine: EngineName, tmp_path: Path) ->
     setup = EngineSetup(engine=engine, precision="fp32", device=DEVICE, threads=1, batch=4, hint="latency")
     decoder = build_engine("generate", engine, DecoderBuild(source, setup, tmp_path))
     options = GenerationOptions(max_new_tokens=NEW, eos_token_id=())
-    waiting = [Sequence(row, ids, options.changed(max_new_tokens=NEW - row), None) for row, ids in enumerate(prompts)]
+    waiting = [GeneratedSequence(row, ids, options.changed(max_new_tokens=NEW - row), None) for row, ids in enumerate(prompts)]
     for _ in decode(decoder, waiting, rows=4):
         pass
     assert [sequence.tokens for sequence in waiting] == expected

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from upshift.loading.files.tensors import PIECE_BYTES
 from upshift.loading.load import load_model
-from upshift.loading.tensors import PIECE_BYTES
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -6,10 +6,10 @@ from made_profile import make_profile
 
 from upshift.hardware import describe
 from upshift.models.profile import Objective
+from upshift.planning.plan import plain_default
 from upshift.planning.planner import Planning
-from upshift.planning.presets import plain_default
-from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.search import search
+from upshift.planning.search.ranking import Candidate, cost_plan
+from upshift.planning.search.search import search
 from upshift.planning.workload import Workload
 
 LENGTH = 2048

@@ -10,16 +10,15 @@ from made_profile import make_profile
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile
-from upshift.planning import attention
-from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import predict_time
-from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
-from upshift.planning.plans import enumerate_plans
-from upshift.planning.space import parse_fixed
-from upshift.planning.workload import Workload
+from upshift.planning.search import constraints
+from upshift.planning.search.constraints import PACKED_KERNELS
+from upshift.planning.search.enumerate import enumerate_plans
+from upshift.planning.search.space import parse_fixed
+from upshift.planning.workload import LengthHistogram, Workload
 
 LENGTHS = LengthHistogram(sequence_length=4096, lengths=(256, 512, 4096), counts=(100, 50, 1), num_tokens=55_296)
 MIXED = Workload(sequence_length=4096, global_batch=16, lengths=LENGTHS, total_steps=100)
@@ -35,7 +34,7 @@ def profile() -> ModelProfile:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda library: object())
+    monkeypatch.setattr(constraints, "find_spec", lambda library: object())
 
 
 def kernels(host: str, profile: ModelProfile, workload: Workload, **fixed: Any) -> set[tuple[str, bool]]:
@@ -56,7 +55,7 @@ def test_they_are_in_the_space_for_packed_sequences_only(profile: ModelProfile, 
 
 
 def test_what_cannot_run_is_refused_with_the_next_step(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda library: None)
+    monkeypatch.setattr(constraints, "find_spec", lambda library: None)
     undeclared = make_profile()
     for name, host, model, words in (
         ("flash_attention_2", "1xh100", profile, "the library flash_attn is not installed: pip install flash-attn"),

@@ -13,18 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.planning.lengths import LengthHistogram
-from upshift.planning.packing import pack_rows, spread_rows
+from upshift.planning.workload import LengthHistogram, pack_rows, spread_rows
 from upshift.training.batches.layout import Layout, lay_out
 from upshift.training.batches.objective import IGNORED, Objective, objective_for
-from upshift.training.batches.source import (
-    BatchSource,
-    GlobalBatch,
-    Position,
-    evaluation_batches,
-    look_ahead,
-    synthetic_batch,
-)
+from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, evaluation_batches, look_ahead, synthetic_batch
 from upshift.training.data.tokens import (
     TokenizedCorpus,
     check_vocabulary,
@@ -366,5 +358,5 @@ def test_vocabulary_and_types():
 
 
 def test_planning_batches_needs_no_torch():
-    code = "import sys, upshift.training.batches.source; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
+    code = "import sys, upshift.training.batches.sampler; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from made_up_plans import made_up_planning
 
 from upshift.hardware import describe
-from upshift.planning import calibration
-from upshift.planning.calibration import Calibration, Pair, Sample, job_key, made_with, read_calibration, remember, sample_of
-from upshift.planning.cost.basis import MIN_RECORDS, STEP, held_spread
+from upshift.planning.cost.uncertainty import MIN_RECORDS, STEP, held_spread
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate
+from upshift.planning.search.ranking import Candidate
+from upshift.planning.trials import calibration
+from upshift.planning.trials.calibration import (
+    Calibration,
+    Pair,
+    Sample,
+    job_key,
+    made_with,
+    read_calibration,
+    remember,
+    sample_of,
+)
 from upshift.units import GIB
 
 RATIOS = st.floats(0.3, 3.0)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from upshift.errors import RequestError
-from upshift.loading.checkpoint import find_checkpoint, find_safetensors
-from upshift.loading.header import BITS, LENGTH_BYTES, MAX_BYTES, Header, parse_header, read_header
+from upshift.loading.files.checkpoint import find_checkpoint, find_safetensors
+from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, MAX_BYTES, Header, parse_header, read_header
 
 BIG = 2**63
 NOWHERE = Path("model.safetensors")

@@ -11,8 +11,7 @@ import pytest
 from page_elements import Elements
 
 from upshift.benchmarking import documents
-from upshift.benchmarking.figures import CaseFile, Source, find_case, find_cases
-from upshift.benchmarking.standing import Standing, standings
+from upshift.benchmarking.claims import CaseFile, Source, Standing, find_case, find_cases, standings
 from upshift.errors import RequestError
 from upshift.reports.claims import claims_page
 
@@ -22,7 +21,7 @@ CASE = '''"""Whether a toy is fast."""
 
 import no_such_library
 from upshift.benchmarking.case import command_line
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.claims import Claim, Source
 
 CLAIMS = (
     Claim(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import upshift
-from upshift.benchmarking.contest import orders
-from upshift.benchmarking.decide import CLAIM, interval, least_rounds, rounds_to_settle, verdict
+from upshift.benchmarking.ab_test import orders
+from upshift.benchmarking.significance import CLAIM, interval, least_rounds, rounds_to_settle, verdict
 from upshift.cli.main import app
 from upshift.errors import JobFailed, RequestError
 

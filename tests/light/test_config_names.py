@@ -13,9 +13,9 @@ NAMES = {
 }  # fmt: skip
 BY_GETATTR = NAMES | {"pad_token_id"}  # an attribute of tokenizers and of our own values, too
 ALLOWED = {  # place: why
-    ("loading/layout.py", "sliding_window"): "of a layer of a cache, which is no config",
-    ("tuning/narrow.py", "num_attention_heads"): "a list of widths that are written, not read",
-    ("tuning/narrow.py", "num_key_value_heads"): "a list of widths that are written, not read",
+    ("loading/placement/modules.py", "sliding_window"): "of a layer of a cache, which is no config",
+    ("tuning/mup_check.py", "num_attention_heads"): "a list of widths that are written, not read",
+    ("tuning/mup_check.py", "num_key_value_heads"): "a list of widths that are written, not read",
 }
 
 

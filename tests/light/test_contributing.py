@@ -55,7 +55,7 @@ def test_a_chip_is_one_file(clone: Path) -> None:
 def test_an_engine_is_one_file(clone: Path) -> None:
     code = """
 from upshift.hardware import describe
-from upshift.inference.engines import contestants, check_engine, install_line, is_installed
+from upshift.inference.registry import contestants, check_engine, install_line, is_installed
 from upshift.models.source import find_model
 import json, pathlib
 pathlib.Path("model").mkdir()
@@ -77,7 +77,7 @@ from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.planning.cost.optimizer import state_bytes, update_words
 from upshift.planning.plan import Plan, changes_of_mathematics
-from upshift.planning.space import read_fixed
+from upshift.planning.search.space import read_fixed
 from upshift.planning.workload import Workload
 host = describe("epyc-9654")
 def asked(*allow):

@@ -10,19 +10,18 @@ from upshift.errors import RequestError
 from upshift.hardware import describe, gemm_efficiency
 from upshift.hardware.spec import Link
 from upshift.models.profile import ParameterShape
-from upshift.planning.attention import PACKED_KERNELS, why_not
-from upshift.planning.compare import DURATIONS
-from upshift.planning.cost import memory, optimizer, rates, resident
+from upshift.planning.analysis.bottleneck import by_kind
+from upshift.planning.analysis.compare_hosts import DURATIONS
+from upshift.planning.analysis.lock_file import _changes
+from upshift.planning.cost import memory, optimizer, process_memory, rates
 from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
-from upshift.planning.lengths import LengthHistogram
-from upshift.planning.lock import _changes
 from upshift.planning.optimizers import read_optim_args
-from upshift.planning.packing import pack_rows
 from upshift.planning.plan import Plan
-from upshift.planning.roofline import by_kind
-from upshift.planning.trial import LABELS_OF_A_LOSS, loosened
+from upshift.planning.search.constraints import PACKED_KERNELS, why_not
+from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosened
+from upshift.planning.workload import LengthHistogram, pack_rows
 
 PROFILE = make_profile()
 GIB = 2**30
@@ -103,7 +102,7 @@ def test_outputs_of_weights_are_a_row_for_each_token() -> None:
     last. A mixture's outputs are those of the experts that a token is sent to."""
     inner = LAYERS * (4 * HIDDEN + 3 * FEED_FORWARD)
     plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2))
-    from upshift.planning.cost.share import stage_of
+    from upshift.planning.cost.partition import stage_of
 
     first, last = (stage_of(PROFILE, plan, rank) for rank in (0, 1))
     assert memory._outputs_of_weights(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
@@ -146,32 +145,32 @@ def test_the_risk_decides_how_much_may_be_predicted() -> None:
     host, plan = describe("h100"), plan_of()
     assert host.gpu is not None
     total = host.gpu.memory_bytes
-    assert resident.memory_limit(plan, host) == pytest.approx(0.95 * total)
-    assert resident.memory_limit(plan, host, risk=0.01) == pytest.approx(total / (1 + 2.326 * 0.08), rel=1e-3)
-    assert resident.memory_limit(plan, host, risk=0.4) == pytest.approx(total / (1 + 0.2533 * 0.08), rel=1e-3)
-    assert resident.memory_limit(plan, host, risk=0.01, spread=0.01) == pytest.approx(total / 1.02326, rel=1e-3)
-    limits = [resident.memory_limit(plan, host, risk=risk) or 0.0 for risk in (0.001, 0.01, 0.1, 0.3, 0.49)]
+    assert process_memory.memory_limit(plan, host) == pytest.approx(0.95 * total)
+    assert process_memory.memory_limit(plan, host, risk=0.01) == pytest.approx(total / (1 + 2.326 * 0.08), rel=1e-3)
+    assert process_memory.memory_limit(plan, host, risk=0.4) == pytest.approx(total / (1 + 0.2533 * 0.08), rel=1e-3)
+    assert process_memory.memory_limit(plan, host, risk=0.01, spread=0.01) == pytest.approx(total / 1.02326, rel=1e-3)
+    limits = [process_memory.memory_limit(plan, host, risk=risk) or 0.0 for risk in (0.001, 0.01, 0.1, 0.3, 0.49)]
     assert limits == sorted(limits)
     for risk in (0.01, 0.2):
-        held = resident.memory_limit(plan, host, risk=risk)
+        held = process_memory.memory_limit(plan, host, risk=risk)
         assert held is not None
-        assert resident.out_of_memory_probability(held, plan, host) == pytest.approx(risk)
+        assert process_memory.out_of_memory_probability(held, plan, host) == pytest.approx(risk)
 
 
 def test_memory_of_a_host_is_shared_by_its_processes() -> None:
     plan, host = plan_of(device="cpu", num_processes=4), describe("2xepyc-9654-64gb@ethernet-25")
-    assert resident.free_memory(plan, host) == 64 * GIB / 2
+    assert process_memory.free_memory(plan, host) == 64 * GIB / 2
 
 
 def test_communicators_are_counted_by_kind() -> None:
     """Two of tensor parallelism, four that share gradients: 2 kinds of groups; with ZeRO in halves the rest replicates."""
-    assert resident._communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
-    assert resident._communicators(plan_of()) == 0
+    assert process_memory._communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
+    assert process_memory._communicators(plan_of()) == 0
     halves = Layout(fully_shard="weights", shard_size=2)
-    assert resident._communicators(plan_of(num_processes=4, layout=halves)) == 2
-    assert resident._communicators(plan_of(num_processes=2, layout=halves)) == 1
+    assert process_memory._communicators(plan_of(num_processes=4, layout=halves)) == 2
+    assert process_memory._communicators(plan_of(num_processes=2, layout=halves)) == 1
     shared = Layout(context_parallel=2)
-    assert resident._communicators(plan_of(num_processes=2, layout=shared)) == 2
+    assert process_memory._communicators(plan_of(num_processes=2, layout=shared)) == 2
 
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def test_units_of_durations() -> None:
                     ("h100", {*PACKED_KERNELS}), ("b200", {"flex_attention", "flash_attention_2"}), ("epyc-9654", set())]
 )  # fmt: skip
 def test_kernels_run_on_the_devices_that_they_are_written_for(on: str, can: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upshift.planning.attention.find_spec", lambda name: object())
+    monkeypatch.setattr("upshift.planning.search.constraints.find_spec", lambda name: object())
     declares = PROFILE.declares.changed(attention_kernels=("sdpa", *PACKED_KERNELS))
     profile = PROFILE.changed(declares=declares)
     assert {name for name in PACKED_KERNELS if why_not(name, describe(on), profile) is None} == can

@@ -15,8 +15,7 @@ from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
-from upshift.planning.bisecting import largest_multiple
-from upshift.planning.compare import (
+from upshift.planning.analysis.compare_hosts import (
     DURATIONS,
     Terms,
     compare,
@@ -26,15 +25,14 @@ from upshift.planning.compare import (
     read_prices,
     read_tokens,
 )
-from upshift.planning.counterfactual import shadow_prices, too_big, why
-from upshift.planning.depth import with_layers
-from upshift.planning.explain import shadow_price
-from upshift.planning.largest import find_largest
+from upshift.planning.analysis.explain import shadow_price
+from upshift.planning.analysis.max_size import find_largest, largest_multiple, with_layers
+from upshift.planning.analysis.what_if import shadow_prices, too_big, why
+from upshift.planning.plan import plain_default
 from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.presets import plain_default
-from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, cost_plan
-from upshift.planning.search import search
-from upshift.planning.space import parse_fixed
+from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, cost_plan
+from upshift.planning.search.search import search
+from upshift.planning.search.space import parse_fixed
 from upshift.planning.workload import Workload
 
 BATCH = 4  # sequences of a global batch: few micro-batches to search

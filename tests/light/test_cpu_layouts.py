@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from made_profile import make_profile
 
-from upshift.cli.layout_flags import FLAGS
+from upshift.cli.options import FLAGS
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link, Measured, Rates
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.layout import Layout
-from upshift.planning.layouts import layouts
 from upshift.planning.plan import ALONE, Plan
-from upshift.planning.prove import Proof, prove
-from upshift.planning.rank import Candidate, Coster, Ranking
-from upshift.planning.search import search
-from upshift.planning.space import parse_fixed
-from upshift.planning.trial import TrialResult
-from upshift.planning.variants import variants_for
+from upshift.planning.search.layouts import layouts
+from upshift.planning.search.ranking import Candidate, Coster, Ranking
+from upshift.planning.search.search import search
+from upshift.planning.search.space import parse_fixed
+from upshift.planning.search.variants import variants_for
+from upshift.planning.trials.runner import TrialResult
+from upshift.planning.trials.select import Proof, prove
 from upshift.planning.workload import Workload
 from upshift.record import Spread
 

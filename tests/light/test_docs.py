@@ -21,10 +21,10 @@ from pages import CODE, HISTORY, PAGES, ROOT, Block, blocks, place
 import upshift
 from upshift.cli.main import UsageError, app
 from upshift.errors import RequestError
-from upshift.planning import space as training
 from upshift.planning.inference import space as inference
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
+from upshift.planning.search import space as training
 
 ABRIDGED = re.compile(r"\[|\||\.\.\.|, ")  # a form, not a command: its options must exist
 ASKED_FOR = re.compile(r"[A-Z_]+")  # WATTS, GIB: what a reader puts in

@@ -14,25 +14,25 @@ import pytest
 from typer.testing import CliRunner
 
 from upshift.cli.main import app
+from upshift.debugging.cpu_memory import examine_cpu, examine_memory
 from upshift.debugging.disks import Usage, examine_folder, examine_shm
 from upshift.debugging.finding import Finding, error, worst_first
-from upshift.debugging.gpus import examine_gpus
-from upshift.debugging.machine import examine_cpu, examine_memory
+from upshift.debugging.gpus import examine_gpus, examine_topology
 from upshift.debugging.plan_needs import examine_plan, read_plan_needs
 from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     examine_allocators,
+    examine_compilers,
     examine_cuda,
     examine_extras,
     examine_requirements,
     examine_switches,
     examine_threads,
+    find_compilers,
 )
-from upshift.debugging.toolchain import examine_compilers, find_compilers
-from upshift.debugging.topology import examine_topology
 from upshift.errors import RequestError
 from upshift.hardware import Measured, Rates, describe, detect
-from upshift.hardware.gpu_state import Gpus, read_gpus
+from upshift.hardware.nvml import Gpus, read_gpus
 from upshift.units import GIB, MIB
 
 RTX = "NVIDIA GeForce RTX 4090"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 import upshift
 from upshift import errors
 from upshift.errors import MissingExtra, RequestError, UpshiftError
-from upshift.hardware.table import describe
+from upshift.hardware.catalog.lookup import describe
 from upshift.value import Value
 
 SOURCE = Path(upshift.__file__).parent

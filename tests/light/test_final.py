@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from upshift.inference.contestant import Contest, Entrants, LeftOut, Run
-from upshift.inference.engines import EngineName
-from upshift.inference.final import FINAL_SECONDS, MOST, TURNS, finalists, run_final
-from upshift.inference.setup import EngineSetup
+from upshift.inference.race.runoff import FINAL_SECONDS, MOST, TURNS, finalists, run_final
+from upshift.inference.race.types import Contest, Entrants, LeftOut, Run
+from upshift.inference.registry import EngineName, EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 

@@ -31,11 +31,11 @@ from upshift.hardware import (
     memory_efficiency,
     torch_build,
 )
+from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
+from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find
+from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.cgroup import read_limits
-from upshift.hardware.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
-from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.nvml import find_gpus, usable_handles
-from upshift.hardware.table import ALIASES, AMBIGUOUS, find
 from upshift.planning import planner
 from upshift.units import GIB, MIB
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upshift.cli.plan_inference import read_workload
+from upshift.cli.plan.inference import read_workload
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
@@ -27,16 +27,19 @@ from upshift.models.profile import (
     Stack,
     TensorParallel,
 )
-from upshift.planning.inference.cache import cached_bytes, mean_visible, prompt_attention_flops
-from upshift.planning.inference.engine import build_engine
-from upshift.planning.inference.formats import CHANGES_MATHEMATICS, WEIGHTS
-from upshift.planning.inference.memory import memory_limit, replica_memory, weight_bytes
-from upshift.planning.inference.plan import InferencePlan, ReplicaShape
-from upshift.planning.inference.planner import InferencePlanning, plan_profile
-from upshift.planning.inference.products import products_of
-from upshift.planning.inference.rank import rank
+from upshift.planning.inference.memory import (
+    cached_bytes,
+    mean_visible,
+    memory_limit,
+    products_of,
+    prompt_attention_flops,
+    replica_memory,
+    weight_bytes,
+)
+from upshift.planning.inference.plan import CHANGES_MATHEMATICS, WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape
+from upshift.planning.inference.planner import InferencePlanning, plan_profile, rank
 from upshift.planning.inference.space import check_allow
-from upshift.planning.inference.workload import InferenceWorkload
+from upshift.planning.inference.time import build_engine
 from upshift.units import GIB, KIB
 
 ALL = tuple(CHANGES_MATHEMATICS)

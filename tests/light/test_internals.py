@@ -10,9 +10,8 @@ import pytest
 from test_house import PACKAGE, at, nodes, refuse, sources
 
 from upshift.errors import MissingInternal
-from upshift.internals import internal as lookup
-from upshift.internals import jax_names, openvino_names, optuna_names, peft_names, torch_names, transformers_names
-from upshift.internals.internal import Internal, Mark
+from upshift.internals import jax_names, lookup, openvino_names, optuna_names, peft_names, torch_names, transformers_names
+from upshift.internals.lookup import Internal, Mark
 
 FILES = {
     "jax": jax_names, "openvino": openvino_names, "optuna": optuna_names, "peft": peft_names, "torch": torch_names,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from upshift.cli.main import app
 from upshift.errors import RequestError
-from upshift.hardware.binding import cores_of
+from upshift.hardware.cpu_affinity import cores_of
 
 TRAIN = ["--", "train", "model dir", "--data", "it's data"]
 COMMAND = ["-m", "upshift.cli.main", "train", "model dir", "--data", "it's data", "--resume"]

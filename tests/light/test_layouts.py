@@ -12,19 +12,18 @@ from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
-from upshift.planning.cost.divide import divide
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
+from upshift.planning.cost.partition import divide, share_of, stages
 from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.share import share_of, stages
 from upshift.planning.layout import Layout, divisors
-from upshift.planning.layouts import layouts
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training
-from upshift.planning.plans import Plans
-from upshift.planning.rank import Candidate, Coster, Rejected
-from upshift.planning.search import search
-from upshift.planning.space import parse_fixed
+from upshift.planning.search.enumerate import Plans
+from upshift.planning.search.layouts import layouts
+from upshift.planning.search.ranking import Candidate, Coster, Rejected
+from upshift.planning.search.search import search
+from upshift.planning.search.space import parse_fixed
 from upshift.planning.workload import Workload
 
 PROFILE = make_profile()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from page_elements import Elements
 
 from upshift.errors import RequestError
+from upshift.reports.plots import MAX_DRAWN, Candidate, frontier, placed
 from upshift.reports.run.charts import MAX_POINTS, candidate_plot, loss_figure, memory_figure, moving_mean
 from upshift.reports.run.content import (
     ComparisonRow,
@@ -28,7 +29,6 @@ from upshift.reports.run.content import (
     Sample,
 )
 from upshift.reports.run.page import run_page_html, write_run_page
-from upshift.reports.scatter import MAX_DRAWN, Candidate, frontier, placed
 from upshift.value import Value
 
 HOSTILE = "</script><script>boom()</script><img src=https://x.test/a onerror='boom()'>\"&{{%{x}}}\u2028"

@@ -11,8 +11,7 @@ from made_up_plans import made_up_planning
 from page_elements import Elements
 from test_page import full_page
 
-from upshift.benchmarking.figures import Claim, Reading
-from upshift.benchmarking.standing import Standing
+from upshift.benchmarking.claims import Claim, Reading, Standing
 from upshift.planning.planner import Planning
 from upshift.reports import document
 from upshift.reports.blocks import (
@@ -35,9 +34,9 @@ from upshift.reports.claims import claims_page
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plan.page import plan_page_html
 from upshift.reports.run.page import run_page_html
-from upshift.serving.load.report import load_page_html
-from upshift.serving.load.run import LoadTest, Phase
-from upshift.serving.load.traffic import Traffic
+from upshift.serving.load_test.report import load_page_html
+from upshift.serving.load_test.run import LoadTest, Phase
+from upshift.serving.load_test.traffic import Traffic
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
-from upshift.loading.memory_limits import memory_limits, read_device, read_max_memory, read_size
-from upshift.loading.place import CPU, DISK, Placement, Unit, Work, follow, place
-from upshift.loading.speed import predict
+from upshift.loading.placement.cost import predict
+from upshift.loading.placement.memory_limits import memory_limits, read_device, read_max_memory, read_size
+from upshift.loading.placement.place import CPU, DISK, Placement, Unit, Work, follow, place
 from upshift.units import GIB
 
 

@@ -11,10 +11,10 @@ import pytest
 from made_up_plans import made_up_planning
 from page_elements import Elements
 
-from upshift.cli import show
+from upshift.cli import tables
 from upshift.errors import RequestError
+from upshift.planning.cost.pipeline_schedule import simulate
 from upshift.planning.planner import Planning
-from upshift.planning.schedule import simulate
 from upshift.reports.document import write_page
 from upshift.reports.plan.charts import MAX_DRAWN, MAX_PASSES, num_drawn, picture, schedule_figure
 from upshift.reports.plan.page import pipelined, plan_page_html, write_plan_page
@@ -198,7 +198,7 @@ def test_images_are_counted_as_images() -> None:
     planning = made_up_planning(on="1xa100-80gb", global_batch=8, objective="image-classification")
     best = planning.ranking.candidates[0]
     assert best.tokens_per_second == pytest.approx(8 / (best.time.total + best.time.one_time / planning.workload.total_steps))
-    assert show.plans_table(planning, rows=1).columns[-6].header == "images/s"
+    assert tables.plans_table(planning, rows=1).columns[-6].header == "images/s"
     page = plan_page_html(planning, model="made up")
     assert "global batch 8 images," in page and "images per second" in page
     assert "okens per second" not in page and 'id="sequence-length"' not in page
@@ -208,8 +208,8 @@ def test_nothing_is_said_to_fit_memory_that_is_unknown() -> None:
     planning = made_up_planning(on="epyc-9654", global_batch=8)
     page = plan_page_html(planning, model="made up")
     assert "plans fit" not in page and "The memory of epyc-9654 is unknown" in page
-    assert planning.shadow_price is None and "fit" not in str(show.plans_table(planning, rows=1).title)
-    assert "plans that fit" in str(show.plans_table(made_up_planning(on="epyc-9654-768gb"), rows=1).title)
+    assert planning.shadow_price is None and "fit" not in str(tables.plans_table(planning, rows=1).title)
+    assert "plans that fit" in str(tables.plans_table(made_up_planning(on="epyc-9654-768gb"), rows=1).title)
 
 
 def test_what_cannot_be_written_is_a_request_error(planning: Planning, page: str, tmp_path: Path) -> None:

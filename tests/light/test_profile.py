@@ -6,13 +6,12 @@ import pytest
 from made_profile import make_profile
 
 from upshift.hardware import describe
-from upshift.planning.changes import Measured, find_changes
+from upshift.planning.analysis.bottleneck import Measured, by_kind, find_changes
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.roofline import by_kind
-from upshift.planning.search import search
+from upshift.planning.search.search import search
 from upshift.planning.workload import Workload
-from upshift.training.profiling.account import (
+from upshift.training.profiling.breakdown import (
     DATA_RANGE,
     HEAD_RANGE,
     STEP_RANGE,

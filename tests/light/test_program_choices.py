@@ -11,17 +11,14 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
-from upshift.planning.cost.divide import divide_experts
-from upshift.planning.cost.fused import fused_trace, kept_bytes
-from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.share import share_of, stages
-from upshift.planning.cost.vocabulary import bytes_a_word, with_own_loss
+from upshift.planning.cost.partition import divide_experts, share_of, stages
+from upshift.planning.cost.segments import bytes_a_word, fused_trace, kept_bytes, trace_for, with_own_loss
 from upshift.planning.layout import Layout
-from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
-from upshift.planning.rank import Candidate, Coster
-from upshift.planning.search import search
-from upshift.planning.space import parse_fixed
+from upshift.planning.search.constraints import conflict
+from upshift.planning.search.ranking import Candidate, Coster
+from upshift.planning.search.search import search
+from upshift.planning.search.space import parse_fixed
 from upshift.planning.workload import Workload
 
 PROFILE, HOST = make_profile(), describe("8xh100")

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from upshift.cli import main as command_line
-from upshift.cli import progress, show
+from upshift.cli import progress, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ def test_lines_end_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.02)
     console = Console(file=io.StringIO())
     with progress.lines("upshift train", console):
-        with show.bar("Encoding") as update:
+        with tables.bar("Encoding") as update:
             update(1, 4)
             time.sleep(0.2)
         progress.stop()  # as a server does once it waits for requests

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from upshift.hardware.table import GPUS
+from upshift.hardware.catalog.lookup import GPUS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 FILES = ("training", "inference", "memory")

@@ -14,11 +14,10 @@ from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
-from upshift.planning.compare import Terms, compare
-from upshift.planning.largest import Largest, find_largest
-from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram
+from upshift.planning.analysis.compare_hosts import Terms, compare
+from upshift.planning.analysis.max_size import Largest, find_largest
 from upshift.planning.planner import Planning
-from upshift.planning.workload import Workload
+from upshift.planning.workload import MAX_BUCKETS, LengthHistogram, Workload
 
 LENGTH = 2048
 ONE = describe("1xa100-80gb")

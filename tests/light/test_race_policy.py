@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from upshift.inference.bounds import Limits
-from upshift.inference.contestant import LeftOut, Run
-from upshift.inference.payback import COMPILE_SECONDS, FEW
-from upshift.inference.race_policy import LONGER, RACE_SECONDS, RACE_SHARE, RacePolicy
-from upshift.inference.setup import EngineName, EngineSetup
+from upshift.inference.race.policy import COMPILE_SECONDS, FEW, LONGER, RACE_SECONDS, RACE_SHARE, RacePolicy
+from upshift.inference.race.types import LeftOut, Limits, Run
+from upshift.inference.registry import EngineName, EngineSetup
 from upshift.record import Spread
 
 SETUP = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)

@@ -14,17 +14,16 @@ from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.planning import planner
-from upshift.planning.cost.basis import Basis
-from upshift.planning.counterfactual import too_big, why
-from upshift.planning.explain import shadow_price
-from upshift.planning.growing import why_none
+from upshift.planning.analysis.explain import shadow_price
+from upshift.planning.analysis.lock_file import check_lock, lock_plan
+from upshift.planning.analysis.max_size import why_none
+from upshift.planning.analysis.what_if import too_big, why
+from upshift.planning.cost.uncertainty import Basis
 from upshift.planning.layout import Layout
-from upshift.planning.lock import check_lock, lock_plan
-from upshift.planning.plan import Plan
+from upshift.planning.plan import Plan, plain_default
 from upshift.planning.planner import Planning
-from upshift.planning.presets import plain_default
-from upshift.planning.rank import Candidate, Ranking, cost_plan, limit_of
-from upshift.planning.search import search
+from upshift.planning.search.ranking import Candidate, Ranking, cost_plan, limit_of
+from upshift.planning.search.search import search
 from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 

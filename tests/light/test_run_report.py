@@ -47,9 +47,9 @@ def test_a_killed_rank_leaves_nothing_and_is_named(tmp_path: Path) -> None:
 
 def test_who_holds_up_a_hang(tmp_path: Path) -> None:
     waits = [report(rank, "stalled", "since 70 s", waiting="all_reduce 40 of group 0") for rank in (0, 2)]
-    (found,) = look(tmp_path, *waits, report(1, "stalled", "since 70 s", at="upshift/training/batches/source.py:12 (read)"))
+    (found,) = look(tmp_path, *waits, report(1, "stalled", "since 70 s", at="upshift/training/batches/sampler.py:12 (read)"))
     assert found.subject == "rank 1" and "in no collective" in found.what
-    assert found.evidence.startswith("upshift/training/batches/source.py:12 (read)")
+    assert found.evidence.startswith("upshift/training/batches/sampler.py:12 (read)")
 
 
 def test_all_wait_and_one_is_slow(tmp_path: Path) -> None:

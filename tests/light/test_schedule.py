@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from upshift.planning.cost.share import micro_batches_waiting
+from upshift.planning.cost.partition import micro_batches_waiting
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, makespan, most_waiting, simulate
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, Schedule
 from upshift.planning.plan import Plan
-from upshift.planning.schedule import Pass, idle_share, makespan, most_waiting, simulate
 
 SHAPES = [
     (schedule, ranks, micro_batches, stages)

@@ -6,7 +6,7 @@ import pytest
 
 from upshift.errors import RequestError
 from upshift.hardware import describe
-from upshift.hardware.several import join_hosts
+from upshift.hardware.cluster import join_hosts
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
 
 LINK = Link(name="network", bytes_per_second=1e8, latency_seconds=1e-4, measured=True)

@@ -10,10 +10,11 @@ import pytest
 from made_up_plans import made_up_planning
 from rich.console import Console
 
-from upshift.cli import plan, show
+from upshift.cli import tables
+from upshift.cli.plan import command
 from upshift.planning.cost.memory import PARTS
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate
+from upshift.planning.search.ranking import Candidate
 from upshift.record import Basis
 
 HOSTS = {"8xa100-40gb": 32, "epyc-9654-768gb": 4}
@@ -22,8 +23,8 @@ PLANNINGS = {host: made_up_planning(on=host, global_batch=batch) for host, batch
 
 def printed(planning: Planning, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     file = io.StringIO()
-    monkeypatch.setattr(show, "out", Console(file=file, width=width))
-    plan._print(planning, rows=5)
+    monkeypatch.setattr(tables, "out", Console(file=file, width=width))
+    command._print(planning, rows=5)
     return file.getvalue()
 
 
@@ -45,7 +46,7 @@ def test_names_are_whole_and_lines_fit(host: str, width: int, monkeypatch: pytes
     heads = ["tok/s", "step", "alloc.", "held", "tier", *(["resv."] if "a100" in host else [])]
     header = next(line for line in lines if "tok/s" in line).split()
     assert [name for name in header if name in heads] and {*heads} <= {*header}
-    for _, candidate, _ in show.folded_rows(planning.ranking.candidates, rows=5):
+    for _, candidate, _ in tables.folded_rows(planning.ranking.candidates, rows=5):
         assert {*candidate.plan.label().split()} <= {*words}
 
 
@@ -62,17 +63,17 @@ def test_large_numbers_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_say_the_same_are_one() -> None:
     candidates = PLANNINGS["8xa100-40gb"].ranking.candidates
-    rows = show.folded_rows(candidates, rows=5)
+    rows = tables.folded_rows(candidates, rows=5)
     assert len(rows) == 5 and rows[0][1] is candidates[0]
     for _, first, _ in rows:
         near = [other for _, other, _ in rows if other is not first and abs(other.time.total / first.time.total - 1) < 0.005]
         for other in near:  # told apart by memory, or by more than one choice at a time
-            apart = [getattr(first.plan, name) != getattr(other.plan, name) for name in show.COST_KEY]
+            apart = [getattr(first.plan, name) != getattr(other.plan, name) for name in tables.COST_KEY]
             ratios = (
                 other.memory.peak / first.memory.peak, other.resident / first.resident,
                 other.tokens_per_second / first.tokens_per_second,
             )  # fmt: skip
-            assert sum(apart) > 1 or any(abs(ratio - 1) > show.SAME for ratio in ratios)
+            assert sum(apart) > 1 or any(abs(ratio - 1) > tables.SAME for ratio in ratios)
 
 
 def test_twins_of_the_best_are_folded_and_others_are_not() -> None:
@@ -81,10 +82,10 @@ def test_twins_of_the_best_are_folded_and_others_are_not() -> None:
     of_both = replace(best, plan=best.plan.model_copy(update={"precision": "fp16", "optim": "adamw_torch"}))
     slower = replace(twin, tokens_per_second=0.99 * best.tokens_per_second)
     larger = replace(twin, resident=1.01 * best.resident)
-    assert [row[2] for row in show.folded_rows([best, twin, of_both], rows=5)] == [2]
-    assert [row[2] for row in show.folded_rows([best, of_both], rows=5)] == [0, 0]
-    assert [row[0] for row in show.folded_rows([best, larger, slower], rows=5)] == ["1", "2", "3"]
-    assert [row[:1] + row[2:] for row in show.folded_rows([best, larger, twin], rows=1)] == [("1", 1)]
+    assert [row[2] for row in tables.folded_rows([best, twin, of_both], rows=5)] == [2]
+    assert [row[2] for row in tables.folded_rows([best, of_both], rows=5)] == [0, 0]
+    assert [row[0] for row in tables.folded_rows([best, larger, slower], rows=5)] == ["1", "2", "3"]
+    assert [row[:1] + row[2:] for row in tables.folded_rows([best, larger, twin], rows=1)] == [("1", 1)]
 
 
 def test_each_number_says_how_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,11 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
 
 from upshift.hardware import describe
 from upshift.models.profile import Experts, ModelProfile, Polynomial
-from upshift.planning.cost.fused import fused_trace, moved_bytes
 from upshift.planning.cost.rates import product_efficiency
-from upshift.planning.cost.vocabulary import with_own_loss
+from upshift.planning.cost.segments import fused_trace, moved_bytes, with_own_loss
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.rank import Candidate, Coster
+from upshift.planning.search.ranking import Candidate, Coster
 from upshift.planning.workload import Workload
 
 PROFILE = make_profile()

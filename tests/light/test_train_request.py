@@ -10,8 +10,7 @@ import pytest
 from upshift.cli.profile import _read
 from upshift.cli.train import request_of
 from upshift.errors import RequestError
-from upshift.training.arguments import Arguments
-from upshift.training.train_request import PlanOptions, TrainRequest
+from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
 
 OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
 # Every option of upshift train that the request carries, with a value that is not its default, and where it goes.

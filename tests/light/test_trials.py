@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from made_up_plans import made_up_planning
 
-from upshift.benchmarking.load import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
+from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
 from upshift.errors import JobFailed
-from upshift.planning.cost.basis import AGAIN
 from upshift.planning.cost.memory import LASTING_PARTS
+from upshift.planning.cost.uncertainty import AGAIN
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.proof_store import recall_proof, store_proof
-from upshift.planning.prove import FIRST_SHARE, Proof, Tried, after_trial, prove
-from upshift.planning.trial import TrialResult, unfinished
+from upshift.planning.trials.runner import TrialResult, unfinished
+from upshift.planning.trials.select import FIRST_SHARE, Proof, Tried, after_trial, prove
+from upshift.planning.trials.store import recall_proof, store_proof
 from upshift.record import Spread
-from upshift.training import host_memory
+from upshift.training import held_memory
 
 BUDGET = 60.0
 
@@ -228,12 +228,12 @@ def test_the_counters_of_this_machine_are_read() -> None:
 def test_free_heap_goes_back_when_the_process_holds_more_than_predicted_and_ever_less_often_where_that_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(held_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
     given_back: list[int] = []
-    held = host_memory.HeldMemory(1000.0, give_back=lambda: given_back.append(1))
+    held = held_memory.HeldMemory(1000.0, give_back=lambda: given_back.append(1))
     assert [held.after_step(size) for size in (900, 1000, 1001, 900)] == [False, False, True, False]
     at = [step for step in range(20) if held.after_step(2000)]
     gaps = [second - first for first, second in zip(at, at[1:], strict=False)]
     assert gaps == sorted(gaps) and gaps[-1] > gaps[0] and len(at) == len(given_back) - 1
-    nothing_known = host_memory.HeldMemory(None, give_back=lambda: given_back.append(1))
+    nothing_known = held_memory.HeldMemory(None, give_back=lambda: given_back.append(1))
     assert not nothing_known.after_step(10**12)

@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
 from upshift.launching.request import Launch
-from upshift.planning.lengths import LengthHistogram
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
+from upshift.planning.workload import LengthHistogram
 from upshift.value import Value
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -10,11 +10,10 @@ from made_up_plans import made_up_planning
 
 from upshift.errors import NothingFits
 from upshift.planning import planner
-from upshift.planning.cost.life import WITH_LOGITS, needed
-from upshift.planning.cost.memory import Peak, scaled_to
+from upshift.planning.cost.memory import WITH_LOGITS, Peak, needed, scaled_to
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning
-from upshift.planning.rank import Candidate, Ranking
-from upshift.planning.whole_life import WholeLife
+from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.ranking import Candidate, Ranking
 from upshift.units import GIB
 
 

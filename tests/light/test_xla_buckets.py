@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upshift.xla.data.buckets import MAX_BUCKETS, MULTIPLE, plan_buckets
+from upshift.xla.data.batches import MAX_BUCKETS, MULTIPLE, plan_buckets
 
 
 def test_a_short_run_has_one_width_and_a_long_one_several() -> None:

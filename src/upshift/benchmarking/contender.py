@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upshift.benchmarking.called import NOT_FOUND
+from upshift.benchmarking.call_process import NOT_FOUND
 from upshift.benchmarking.harness import LOG_TAIL, TreeWatcher
 from upshift.errors import JobFailed, RequestError
 
@@ -48,7 +48,7 @@ def contender(given: Runnable) -> Contender:
         name = given.strip()
     else:
         return _command(given)
-    return Contender(name, (sys.executable, "-m", "upshift.benchmarking.called", name), True)
+    return Contender(name, (sys.executable, "-m", "upshift.benchmarking.call_process", name), True)
 
 
 def _command(given: str | Sequence[str]) -> Contender:

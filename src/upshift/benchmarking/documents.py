@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from upshift.benchmarking.figures import CaseFile
+from upshift.benchmarking.claims import CaseFile
 from upshift.errors import RequestError
 
 HISTORY = ("log.md", "log_archive.md")

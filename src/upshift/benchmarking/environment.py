@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from upshift.hardware.spec import Host
-from upshift.installed import installed_versions
 from upshift.record import Environment
+from upshift.versions import installed_versions
 
 LIBRARIES = (
     "upshift", "torch", "transformers", "accelerate", "torchao", "numpy", "openvino", "nncf", "onnxruntime", "ctranslate2",

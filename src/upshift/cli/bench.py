@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from upshift.cli import show
-from upshift.cli.plan import Json
+from upshift.cli import tables
+from upshift.cli.plan.command import Json
 from upshift.errors import JobFailed, RequestError
 
 app = typer.Typer(
@@ -26,15 +26,14 @@ Results = Annotated[Path | None, typer.Option("--results", help="append rows to 
 @app.command("list")
 def list_(cases: Cases = None, as_json: Json = False) -> None:
     """Every claim: its newest number, its goal, and the command that measures it."""
-    from upshift.benchmarking.figures import find_cases
-    from upshift.benchmarking.standing import standings
+    from upshift.benchmarking.claims import find_cases, standings
 
     found = find_cases(cases)
     rows = standings(found)
     if as_json:
         print(json.dumps([json.loads(row.to_json()) for row in rows]))
         return
-    table = show.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", numbers=("number", "goal", "rows"))
+    table = tables.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", numbers=("number", "goal", "rows"))
     for column in table.columns[1:]:
         column.no_wrap = True
     for row in rows:
@@ -42,8 +41,8 @@ def list_(cases: Cases = None, as_json: Json = False) -> None:
         words = Text.assemble((row.name, f"bold {style}".strip()), "\n", row.claim.text)  # two lines: names are long, and typed
         goal = "" if row.claim.goal is None else f"{row.claim.goal:g}"
         table.add_row(words, row.written(row.value), goal, str(len(row.readings)), style=style)
-    show.out.print(table)
-    show.out.print(
+    tables.out.print(table)
+    tables.out.print(
         "upshift bench run CASE measures one anew; upshift bench report --html FILE draws them", style="dim", highlight=False
     )
 
@@ -57,8 +56,7 @@ def run(
     results: Results = None, cases: Cases = None,
 ) -> None:  # fmt: skip
     """Run a case: what it claims, then its own output, then what the claims stand at. Rows are appended."""
-    from upshift.benchmarking.figures import find_case
-    from upshift.benchmarking.standing import Standing
+    from upshift.benchmarking.claims import Standing, find_case
 
     case = find_case(name, cases)
     more: list[str] = []
@@ -72,7 +70,7 @@ def run(
         command += ["--results", str(results)]
     for claim in case.claims:
         goal = "" if claim.goal is None else f"; goal: {claim.goal:g} {claim.unit}"
-        show.err.print(
+        tables.err.print(
             f"{name}/{claim.name}: {claim.text}. {claim.ours} against {claim.baseline}{goal}", markup=False, highlight=False
         )
     code = subprocess.run(command, check=False).returncode
@@ -82,7 +80,7 @@ def run(
         return
     for claim in case.claims:
         standing = Standing.of(case, claim)
-        show.err.print(f"{standing.name}: {standing.written(standing.value)}", markup=False, highlight=False)
+        tables.err.print(f"{standing.name}: {standing.written(standing.value)}", markup=False, highlight=False)
 
 
 @app.command("compare")
@@ -97,13 +95,13 @@ def compare(
     results: Results = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Tell which of two commands or functions is faster, or how many more rounds would tell. Exit code 0 either way."""
-    from upshift.benchmarking import contest
+    from upshift.benchmarking import ab_test
     from upshift.benchmarking.harness import append_rows, check_results
 
     if results is not None:
         check_results(results)
-    with show.bar("Rounds") as update:
-        found = contest.compare(
+    with tables.bar("Rounds") as update:
+        found = ab_test.compare(
             a, b, rounds=rounds, max_rounds=max_rounds, confidence=confidence, measure=measure,  # type: ignore[arg-type]
             timeout_seconds=timeout, on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
         )  # fmt: skip
@@ -119,13 +117,13 @@ def compare(
 
 def _print_comparison(found: Any) -> None:
     columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if found.a.result and found.b.result else []))
-    table = show.new_table("", "", "command", numbers=columns)
+    table = tables.new_table("", "", "command", numbers=columns)
     for letter, one in (("A", found.a), ("B", found.b)):
         times = (one.seconds.p20, one.seconds.p50, one.seconds.p80, one.cpu_seconds.p50)
         result = [f"{one.result.p50:g}"] if "result" in columns and one.result else []
-        table.add_row(letter, one.label, *(f"{value:.3f}" for value in times), show.gib(one.resident_gib), *result)
-    show.out.print(table)
-    show.out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        table.add_row(letter, one.label, *(f"{value:.3f}" for value in times), tables.gib(one.resident_gib), *result)
+    tables.out.print(table)
+    tables.out.print(str(found), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("report")
@@ -136,22 +134,22 @@ def report(
 ) -> None:
     """Check that README and docs say what the rows say. Exit code 1: they do not."""
     from upshift.benchmarking import documents
-    from upshift.benchmarking.figures import find_cases
+    from upshift.benchmarking.claims import find_cases
 
     found = find_cases(cases)
     root = next(iter(found.values())).path.parents[2] if found else Path.cwd()
     if write:
         for path in documents.write(root, found):
-            show.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
+            tables.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
     if html is not None:
-        from upshift.benchmarking.standing import standings
+        from upshift.benchmarking.claims import standings
         from upshift.reports.claims import claims_page
         from upshift.reports.document import write_page
 
         write_page(html, claims_page(standings(found)))
     problems = [str(one) for one in documents.stale(root, found)]
     for problem in problems:
-        show.out.print(problem, markup=False, highlight=False, soft_wrap=True)
+        tables.out.print(problem, markup=False, highlight=False, soft_wrap=True)
     if problems:
         raise JobFailed(f"{len(problems)} of README and docs are not what the rows say; upshift bench report --write renews them")
-    show.out.print("README and docs say what the rows do", markup=False, highlight=False)
+    tables.out.print("README and docs say what the rows do", markup=False, highlight=False)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
-from upshift.cli.plan import Model, SequenceLength
+from upshift.cli import tables
+from upshift.cli.plan.command import Model, SequenceLength
 
 app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend reads best.")
 
@@ -24,22 +24,22 @@ def to_tfrecord(
     seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
 ) -> None:
     """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
-    from upshift.xla.needs import need_tensorflow
+    from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift data to-tfrecord")
     from upshift.models.source import find_model
-    from upshift.training.data.training_data import prepare_data
+    from upshift.training.data.dataset import prepare_data
     from upshift.xla.data.tfrecord import write_records
 
     found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
     pad = found.objective.pad_token_id
     index = write_records(_examples(found, seed), output, pad_token_id=pad, shards=shards)
-    show.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
+    tables.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
 
 
 def _examples(found: Any, seed: int) -> Iterator[dict[str, Any]]:
     """Yield one sequence at a time, as training would batch it."""
-    from upshift.training.batches.fill import fill
+    from upshift.training.batches.collate import fill
     from upshift.training.batches.layout import Layout, RowGroup
 
     layout = Layout(micro_batch=1, pad_multiple=1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
+from upshift.cli import tables
 from upshift.cli.train import RunDisplay
 from upshift.errors import RequestError
 from upshift.importing import importing
@@ -35,7 +35,7 @@ def command(
         prepared = prepare_demo(output, timing=timing, watcher=display.watcher)
         profile, files = prepared.planning.profile, prepared.data.summary.num_documents
         what = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
-        show.err.print(f"[dim]{what}; {files} files of Python's standard library[/dim]")
+        tables.err.print(f"[dim]{what}; {files} files of Python's standard library[/dim]")
         result = run_demo(
             prepared, output, timing=timing,
             on_baseline=display.named("Plain default", prepared.planning.default.resident),
@@ -43,16 +43,16 @@ def command(
         )  # fmt: skip
     _print(result)
     page = write_demo_page(result, output / "report.html")
-    show.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
+    tables.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
 
 
 def _print(result: Any) -> None:
     prepared = result.prepared
-    show.out.print(show.plans_table(prepared.planning, rows=3))
+    tables.out.print(tables.plans_table(prepared.planning, rows=3))
     if prepared.proof is not None:
-        show.out.print(show.trials_table(prepared.proof.tried, prepared.proof.chosen))
-    show.out.print("[bold]The trained model continues a prompt[/bold]")
-    show.out.print(result.text, markup=False, highlight=False, style="green")
-    show.out.print(show.prediction_table(result.chosen.predicted, result.chosen.measured))
+        tables.out.print(tables.trials_table(prepared.proof.tried, prepared.proof.chosen))
+    tables.out.print("[bold]The trained model continues a prompt[/bold]")
+    tables.out.print(result.text, markup=False, highlight=False, style="green")
+    tables.out.print(tables.prediction_table(result.chosen.predicted, result.chosen.measured))
     equal = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
-    show.out.print(show.comparison_table([("plain default", result.baseline.measured), ("chosen plan", equal)]))
+    tables.out.print(tables.comparison_table([("plain default", result.baseline.measured), ("chosen plan", equal)]))

@@ -1,4 +1,7 @@
-"""Run ``upshift doctor``: report what is wrong here, and what to type about it."""
+"""Run ``upshift doctor``: report what is wrong here, and what to type about it.
+
+Run ``upshift compare-runs``: find where two runs that should agree part.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from upshift.cli import show
-from upshift.cli.given import given_options
-from upshift.cli.plan import Json
+from upshift.cli import tables
+from upshift.cli.options import given_options
+from upshift.cli.plan.command import Json
 from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
 from upshift.launching.request import RENDEZVOUS_PORT
@@ -62,7 +65,7 @@ def command(
     from upshift.debugging.plan_needs import read_plan_needs
 
     needs = None if plan is None else read_plan_needs(plan)
-    with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
+    with tables.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needs=needs)
     tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
 
@@ -131,7 +134,23 @@ def show_finding(finding: Finding) -> None:
     subject = escape(finding.subject)
     facts = f" [dim]| {escape(finding.evidence)}[/]" if finding.evidence else ""
     line = f"{MARKS[finding.severity]} [bold]{subject}[/]: {escape(finding.what)}{facts}"
-    show.out.print(line, highlight=False, soft_wrap=True)
+    tables.out.print(line, highlight=False, soft_wrap=True)
     for name, text in (("because", finding.cause), ("fix", finding.fix)):
         if text is not None:
-            show.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+            tables.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+One = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
+Other = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
+Tolerance = Annotated[
+    float | None, typer.Option("--tolerance", min=0.0, help="relative; default: 1e-5 in fp32, 1e-3 in bf16 and fp16, 5e-3 else")
+]
+
+
+def compare_runs_command(one: One, other: Other, tolerance: Tolerance = None, as_json: Json = False) -> None:
+    """The first step, checkpoint and tensors in which two runs differ, and by how much. Exit code 1: they differ."""
+    from upshift.training.compare_runs import compare_runs
+
+    with tables.step("Comparing the runs"):
+        comparison = compare_runs(one, other, tolerance=tolerance)
+    tell(list(comparison.findings), document=comparison.to_json(), as_json=as_json)

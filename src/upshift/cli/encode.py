@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import show
-from upshift.cli.plan import Json, Model
-from upshift.cli.race import RaceSeconds, dim, failures, table, teller
+from upshift.cli import tables
+from upshift.cli.plan.command import Json, Model
+from upshift.cli.tables import RaceSeconds, dim, failures, table, teller
 from upshift.importing import importing
 from upshift.settings import wait_briefly
 
@@ -36,11 +36,11 @@ def command(
     with importing():
         from upshift.inference.encoding.encoder import Encoder
         from upshift.inference.encoding.files import check_files, check_form, read_texts
-        from upshift.inference.lines import count_lines
-        from upshift.inference.sample import spread_over
+        from upshift.inference.race.types import spread_over
+        from upshift.inference.resumable_output import count_lines
 
     check_files(texts, output, overwrite=overwrite)
-    with show.step("Racing the installed engines on a sample of the texts"):
+    with tables.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=teller("texts/s"),
@@ -58,19 +58,17 @@ def command(
         return
     dim(_said(encoder.recipe))
     if race.runs:
-        show.out.print(race_table(race))
+        tables.out.print(race_table(race))
     failures(race, "texts/s")
-    show.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
+    tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
     rate = f", {done / seconds:,.0f} a second" if done and seconds else ""
-    show.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")
+    tables.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")
 
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import Rows, read_texts
-    from upshift.inference.encoding.token_rows import TokenRows
-    from upshift.inference.lines import blocks
-    from upshift.inference.unfinished import made_of
+    from upshift.inference.encoding.files import Rows, TokenRows, read_texts
+    from upshift.inference.resumable_output import blocks, made_of
 
     setup = encoder.race.chosen.changed(batch=1)  # however many at once, the rows are the same
     made = made_of(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
@@ -80,7 +78,7 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     else:
         rows, encode = Rows(output, total, made), encoder.encode
     before = rows.done
-    with closing(rows), show.bar("Encoding") as update:
+    with closing(rows), tables.bar("Encoding") as update:
         update(before, total)
         for block in blocks(read_texts(texts), size=rows.block, skip=before):
             rows.add(encode(block))

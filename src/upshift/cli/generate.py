@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import generate_xla, show
-from upshift.cli.plan import Json, Model
-from upshift.cli.race import RaceSeconds, dim, failures, table, teller
+from upshift.cli import generate_xla, tables
+from upshift.cli.plan.command import Json, Model
+from upshift.cli.tables import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.settings import wait_briefly
@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Race the installed engines on some of the prompts, then generate with the winner."""
     wait_briefly()
-    from upshift.inference.generation.files import check_files
+    from upshift.inference.generation.prompts import check_files
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
@@ -83,10 +83,10 @@ def command(
 def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
     with importing():
         from upshift.inference.generation.generator import Generator
-        from upshift.loading.memory_limits import read_max_memory
+        from upshift.loading.placement.memory_limits import read_max_memory
 
     limits = read_max_memory(races["max_memory"])
-    with show.step("Reading the model"):
+    with tables.step("Reading the model"):
         generator = Generator(model, **{**races, "max_memory": limits}, chat=chat, on_run=teller("tokens/s"))
     return generator, generator.options(**given)
 
@@ -129,26 +129,23 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
     sys.stdout.write("\n")
     chosen = generator.race.chosen
     if generator.race.divided is not None:
-        dim(generator.race.divided, show.err)
-    dim(f"{chosen.label()}; first text after {pieces - start:.1f} s with the race, loading included", show.err)
+        dim(generator.race.divided, tables.err)
+    dim(f"{chosen.label()}; first text after {pieces - start:.1f} s with the race, loading included", tables.err)
 
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
-    from upshift.inference.generation.files import BLOCK_PROMPTS, read_prompts
-    from upshift.inference.generation.prompts import line_of
-    from upshift.inference.lines import blocks
-    from upshift.inference.unfinished import made_of
-    from upshift.inference.unfinished_lines import UnfinishedLines
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
 
     total = sum(1 for _ in read_prompts(prompts))
-    with show.step("Racing the installed engines on some of the prompts"):
+    with tables.step("Racing the installed engines on some of the prompts"):
         first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first, options), options, total=total)
     chosen = generator.race.chosen
     setup = chosen.changed(batch=1)  # however many at once, the texts are the same
     made = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     before, tokens, start = 0, 0, time.perf_counter()
-    with closing(UnfinishedLines(output, total, made)) as answers, show.bar("Generating") as update:
+    with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
         before = answers.done
         update(before, total)
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
@@ -164,13 +161,13 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
         sys.stdout.write(json.dumps({**done, "output": str(output)}) + "\n")
         return
     if generator.race.runs:
-        show.out.print(_table(generator.race))
+        tables.out.print(_table(generator.race))
         _bound(generator)
     if generator.race.divided is not None:
         dim(generator.race.divided)
     failures(generator.race, "tokens/s")
-    show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
-    show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
+    tables.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
+    tables.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
 
 
 def _answer(found: Any) -> dict[str, Any]:
@@ -180,10 +177,10 @@ def _answer(found: Any) -> dict[str, Any]:
 def _bound(generator: Any) -> None:
     """Return how near the chosen setup's step is to what memory allows: no step is faster than reading its weights
     once."""
-    from upshift.hardware.kept_probe import measure
+    from upshift.hardware.probe_cache import measure
 
     (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
-    with show.step("Measuring this machine"):
+    with tables.step("Measuring this machine"):
         measured = measure(generator.host).measured
     rate = None if measured is None else measured.cpu.memory_bytes_per_second
     if rate and run.step_seconds:
@@ -202,6 +199,6 @@ def _table(race: Any) -> Table:
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
     }
-    if show.out.width < WIDE:
+    if tables.out.width < WIDE:
         del more["GB/s"]  # a line below says it of the chosen one
     return table(race, "rows", "tokens/s", more)

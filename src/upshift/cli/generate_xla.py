@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from upshift.cli import show
-from upshift.cli.race import dim
+from upshift.cli import tables
+from upshift.cli.tables import dim
 from upshift.errors import RequestError
 
 EXACT = "exact"
@@ -31,24 +31,23 @@ def run(
     model: str, *, prompt: str | None, prompts: Path | None, output: Path | None, chat: bool, options: Mapping[str, Any],
     as_json: bool,
 ) -> None:  # fmt: skip
-    from upshift.xla.kept import keep_programs
-    from upshift.xla.needs import need_tensorflow
+    from upshift.xla.tensorflow import keep_programs, need_tensorflow
 
     need_tensorflow("--backend xla")
     keep_programs()
-    with show.step("Reading the model"):
+    with tables.step("Reading the model"):
         from upshift.inference.generation.prompts import Prompts
         from upshift.models.generation_config import unused_options
-        from upshift.xla.build import build
         from upshift.xla.generation.generator import XlaGenerator
         from upshift.xla.generation.options import XlaGeneration
+        from upshift.xla.model import build
 
         generator = XlaGenerator(build(model))
         source = generator.model.source
         texts = Prompts(source, chat=chat)
     read = generator.options(**options)
     for name, value in unused_options(XlaGeneration, source, options).items():
-        dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
+        dim(f"generation_config.json says {name}={value!r}, which is not done here", tables.err)
     start = time.perf_counter()
     if prompt is not None:
         (answer,) = _answers(generator, texts, [prompt], read, first=0)
@@ -61,21 +60,18 @@ def run(
         if as_json:
             sys.stdout.write(json.dumps({**done, "compiled": [one.model_dump() for one in generator.compiled]}) + "\n")
         else:
-            show.out.print(f"{total:,} answers in {output} ({tokens / seconds:,.0f} tokens/s with compiling)")
+            tables.out.print(f"{total:,} answers in {output} ({tokens / seconds:,.0f} tokens/s with compiling)")
     for one in generator.compiled:
-        dim(f"Compiled for {one.rows} prompts of {one.width} tokens: {one.seconds:.1f} s with its first run", show.err)
+        dim(f"Compiled for {one.rows} prompts of {one.width} tokens: {one.seconds:.1f} s with its first run", tables.err)
 
 
 def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
-    from upshift.inference.generation.files import BLOCK_PROMPTS, read_prompts
-    from upshift.inference.generation.prompts import line_of
-    from upshift.inference.lines import blocks
-    from upshift.inference.unfinished import made_of
-    from upshift.inference.unfinished_lines import UnfinishedLines
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
 
     total, tokens = sum(1 for _ in read_prompts(prompts)), 0
     made = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
-    with closing(UnfinishedLines(output, total, made)) as answers, show.bar("Generating") as update:
+    with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
             found = _answers(generator, texts, block, options, first=answers.done)
             tokens += sum(one["tokens"] for one in found)

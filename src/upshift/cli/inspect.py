@@ -1,18 +1,120 @@
-"""Run ``upshift inspect``: show what a model is made of, and with --placement which part goes where."""
+"""Run ``upshift inspect``: show what a model is made of, and with --placement which part goes where.
+
+Run ``upshift inspect --placement``: show which part of a model goes where, why, and what loading and a token cost.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from upshift.cli import inspect_placement, show
-from upshift.cli.plan import Json, Model, SequenceLength
+from upshift.cli import tables
+from upshift.cli.plan.command import Json, Model, SequenceLength
 from upshift.errors import RequestError
 from upshift.importing import importing
+from upshift.loading.placement.memory_limits import read_max_memory
+from upshift.loading.placement.place import CPU, DISK, Place, Placement
+from upshift.units import format_bytes, format_seconds
 
-Placement = Annotated[bool, typer.Option("--placement", help="what goes to GPUs, CPU and disk, what loading and a token cost")]
+NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def run(
+    model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
+) -> None:
+    from upshift.loading.load import empty_with_files, place_empty
+    from upshift.loading.placement.apply import Where
+    from upshift.models.sequence_length import sequence_length_of
+    from upshift.models.source import find_model
+
+    source = find_model(model)
+    sequence_length = sequence_length_of(source, sequence_length)
+    empty, checkpoint = empty_with_files(source, dtype)
+    where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    with tables.step("Measuring this machine and its disk"):
+        placement = place_empty(empty, checkpoint, where)
+    if as_json:
+        derived = {
+            "device_map": placement.device_map, "totals": placement.totals, "peak_bytes": placement.peak_bytes,
+            "disk_read": placement.disk_read,
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(placement.model_dump() | derived) + "\n")
+        return
+    _print(placement)
+
+
+def _print(placement: Placement) -> None:
+    table = tables.new_table("Where it goes", "device", "part", "why", numbers=("size",))
+    for device, names, size, why in _rows(placement):
+        table.add_row(device, names, why, format_bytes(size))
+    tables.out.print(table)
+    tables.out.print(_memory_table(placement))
+    for line in _lines(placement):
+        tables.out.print(line, highlight=False)
+
+
+def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
+    """Return the rows. Neighboring parts that differ by a number only are one row."""
+    held: list[Place] = []
+    for place in [*placement.modules, None]:
+        if held and (place is None or _kind(place) != _kind(held[0])):
+            first, last = held[0], held[-1]
+            names = first.name or "the whole model"
+            if len(held) > 1:
+                names = f"{names} to {last.name.rpartition('.')[2]} ({len(held)})"
+            yield first.device, names, sum(one.bytes for one in held), first.why
+            held = []
+        if place is not None:
+            held.append(place)
+
+
+def _kind(place: Place) -> tuple[str, str, str, int]:
+    return NUMBER.sub(".#", place.name), place.device, place.why, place.bytes
+
+
+def _memory_table(placement: Placement) -> object:
+    table = tables.new_table("Memory", "device", numbers=("weights", "buffers on the way", "the work", "peak", "limit"))
+    totals, peaks = placement.totals, placement.peak_bytes
+    for device, total in totals.items():
+        if device == DISK:
+            table.add_row(DISK, format_bytes(total), "", "", "", "")
+            continue
+        streamed = placement.stream_bytes.get(device, 0)
+        work = peaks[device] - total - streamed
+        sizes = (total, streamed, work, peaks[device], placement.limits.get(device, 0))
+        table.add_row(device, *(format_bytes(size) if size else "" for size in sizes))
+    return table
+
+
+def _lines(placement: Placement) -> Iterator[str]:
+    work = f"The work: batch {placement.batch} x {placement.sequence} tokens, "
+    known = {"activations": placement.activations, "keys and values": placement.cache, "the model's buffers": placement.buffers}
+    yield work + ", ".join(f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in known.items())
+    rate = placement.disk_bytes_per_second
+    if placement.load_bytes is None:
+        yield "Loading: there are no files yet; the sizes are the model's own."
+    else:
+        seconds = "unknown" if placement.load_seconds is None else format_seconds(placement.load_seconds)
+        measured = "too small a file to measure the disk" if rate is None else f"the disk gave {rate / 1e6:,.0f} MB/s just now"
+        yield f"Loading: {format_bytes(placement.load_bytes)} to read, {seconds} ({measured})"
+    tokens = placement.tokens_per_second
+    if tokens is None:
+        yield "A token: how long it takes is not known, for want of a measured rate."
+    else:
+        read = f", {format_bytes(placement.disk_read)} from the disk for each" if placement.disk_read else ""
+        yield f"A token: {tokens:,.2f} tokens/s to expect, bound by {placement.bound}{read}"
+    if placement.main != CPU:
+        yield f"What is not on a GPU is computed on {placement.main}."
+
+
+PlacementOption = Annotated[
+    bool, typer.Option("--placement", help="what goes to GPUs, CPU and disk, what loading and a token cost")
+]
 MaxMemory = Annotated[
     list[str] | None,
     typer.Option("--max-memory", help="with --placement: DEVICE=SIZE, as cpu=8GiB, 0=20GiB (repeatable); default: what is free"),
@@ -22,25 +124,23 @@ Batch = Annotated[int, typer.Option("--batch", min=1, help="with --placement: se
 
 
 def command(
-    model: Model, sequence_length: SequenceLength = None, placement: Placement = False, max_memory: MaxMemory = None,
+    model: Model, sequence_length: SequenceLength = None, placement: PlacementOption = False, max_memory: MaxMemory = None,
     dtype: Dtype = None, batch: Batch = 1, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Parameters by part, FLOPs, activation and key-value bytes, and what the model declares; or where its parts are placed."""
     if placement:
-        inspect_placement.run(
-            model, max_memory=max_memory, dtype=dtype, batch=batch, sequence_length=sequence_length, as_json=as_json
-        )
+        run(model, max_memory=max_memory, dtype=dtype, batch=batch, sequence_length=sequence_length, as_json=as_json)
         return
     if max_memory or dtype is not None or batch != 1:
         raise RequestError("--max-memory, --dtype and --batch are for --placement; add it, or leave them out")
     with importing():
         from upshift.models.inspect import inspect
 
-    with show.step("Tracing the model on fake tensors"):
+    with tables.step("Tracing the model on fake tensors"):
         inspection = inspect(model, sequence_length=sequence_length)
     if as_json:
         sys.stdout.write(inspection.to_json() + "\n")
         return
-    for table in show.inspection_tables(inspection):
-        show.out.print(table)
-    show.out.print(f"[dim]FLOPs: {inspection.flop_convention}.[/dim]")
+    for table in tables.inspection_tables(inspection):
+        tables.out.print(table)
+    tables.out.print(f"[dim]FLOPs: {inspection.flop_convention}.[/dim]")

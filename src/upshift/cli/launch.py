@@ -1,5 +1,4 @@
-"""Run ``upshift launch``: start the ranks of a training on several hosts, from here or by the scheduler of a cluster.
-"""
+"""Run ``upshift launch``: start the ranks of a training on several hosts, from here or by the scheduler of a cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from upshift.cli import show
-from upshift.cli.given import given_options
+from upshift.atomic_file import write_whole
+from upshift.cli import tables
+from upshift.cli.options import given_options
 from upshift.errors import RequestError
 from upshift.launching import hosts, kubernetes, mpi, ray, slurm
 from upshift.launching.request import MAX_RESTARTS, RENDEZVOUS_PORT, Launch, here
-from upshift.whole_file import write_whole
 
 FILES = {  # what is written where --output says nothing, and what submits it
     "slurm": ("upshift.sbatch", "sbatch {}"),
@@ -96,7 +95,7 @@ def command(
         sys.stdout.write(text)
     elif path is not None:
         _write(path, text, overwrite=overwrite)
-        show.out.print(f"Wrote {path}; submit it with: {submit.format(path)}", highlight=False, soft_wrap=True)
+        tables.out.print(f"Wrote {path}; submit it with: {submit.format(path)}", highlight=False, soft_wrap=True)
     elif how == "mpi":
         mpi.run(launch)
     else:

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import show
-from upshift.cli.number import number
-from upshift.cli.plan import Json
+from upshift.cli import tables
+from upshift.cli.options import number
+from upshift.cli.plan.command import Json
 from upshift.cli.progress import activity
-from upshift.cli.race import dim
+from upshift.cli.tables import dim
 from upshift.errors import MissingExtra, RequestError
-from upshift.installed import installed_version
+from upshift.versions import installed_version
 
 
 def command(
@@ -35,9 +35,9 @@ def command(
     """Load a server of OpenAI's addresses (Upshift's or another) in open loop: answers that are late do not delay questions."""
     if installed_version("httpx2") is None:
         raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
-    from upshift.inference.bounds import read_limit
-    from upshift.serving.load.run import load_test
-    from upshift.serving.load.traffic import Traffic
+    from upshift.inference.race.types import read_limit
+    from upshift.serving.load_test.run import load_test
+    from upshift.serving.load_test.traffic import Traffic
 
     if html is not None:
         from upshift.reports.document import check_page_path
@@ -46,19 +46,19 @@ def command(
     made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
     traffic = Traffic(rates=_rates(rate), seconds=duration, prompts=_prompts(prompts), **made_up)
     key, promised = _key(api_key_file), read_limit("max-latency-ms", max_latency_ms)
-    with show.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as now:
+    with tables.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as now:
         found = load_test(
             url, traffic, model=model, key=key, promised_ttft_ms=promised,
             on_phase=lambda phase: now.update(text=f"at {phase.rate:g} requests/s it answered {phase.answered_per_second:.2f}/s"),
         )  # fmt: skip
     if html is not None:
-        from upshift.serving.load.report import write_load_page
+        from upshift.serving.load_test.report import write_load_page
 
         write_load_page(html, found)
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
         return
-    show.out.print(_table(found))
+    tables.out.print(_table(found))
     if found.capacity is not None:
         dim(f"The server proved {found.capacity:.2f} requests/s of the lengths that it expects when it started")
 
@@ -76,7 +76,7 @@ def _rates(said: str) -> tuple[float, ...]:
 def _prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    from upshift.inference.generation.files import check_prompts, read_prompts
+    from upshift.inference.generation.prompts import check_prompts, read_prompts
 
     check_prompts(path, "--prompts")
     found = tuple(read_prompts(path))
@@ -98,7 +98,7 @@ def _key(path: Path | None) -> str | None:
 def _table(found: Any) -> Table:
     """first: until the first token; token: one more, in the mean of an answer."""
     columns = ("asked/s", "answered/s", "tokens/s", "first p50", "p95", "p99", "token p50", "p95", "in promise", "statuses")
-    table = show.new_table("", *columns)
+    table = tables.new_table("", *columns)
     for phase in found.phases:
         first = [_ms(phase.first_token.get(name)) for name in ("p50", "p95", "p99")]
         token = [_ms(phase.token.get(name)) for name in ("p50", "p95")]

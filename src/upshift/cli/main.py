@@ -9,8 +9,7 @@ import typer
 
 from upshift.cli import (
     bench,
-    compare_runs,
-    convert,
+    checkpoint,
     data,
     demo,
     doctor,
@@ -19,17 +18,15 @@ from upshift.cli import (
     inspect,
     launch,
     load_test,
-    merge,
-    plan,
     profile,
     quantize,
     serve,
-    shard,
-    show,
+    tables,
     train,
     tune,
     xla,
 )
+from upshift.cli.plan import command as plan
 from upshift.cli.progress import lines
 from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import JobFailed, UpshiftError
@@ -71,12 +68,12 @@ app.command("quantize")(quantize.command)
 app.command("serve")(serve.command)
 app.command("load-test")(load_test.command)
 app.command("doctor")(doctor.command)
-app.command("compare-runs")(compare_runs.command)
+app.command("compare-runs")(doctor.compare_runs_command)
 app.command("profile")(profile.command)
 app.command("inspect")(inspect.command)
-app.command("shard")(shard.command)
-app.command("merge")(merge.command)
-app.command("convert")(convert.command)
+app.command("shard")(checkpoint.shard_command)
+app.command("merge")(checkpoint.merge_command)
+app.command("convert")(checkpoint.convert_command)
 app.command("demo")(demo.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(xla.app, name="xla")
@@ -89,7 +86,7 @@ def main() -> None:
     ranks = read_ranks()
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:
-        with lines(title, show.err, speaks=ranks is None or ranks.rank == 0):
+        with lines(title, tables.err, speaks=ranks is None or ranks.rank == 0):
             code = app(standalone_mode=False)
     except UpshiftError as error:
         if str(error):  # without words: another rank says them

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import doctor, show
+from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
-from upshift.cli.layout_flags import with_assignments
-from upshift.cli.plan import Json
+from upshift.cli.options import with_assignments
+from upshift.cli.plan.command import Json
 from upshift.errors import RequestError
 from upshift.importing import importing
 
@@ -54,38 +54,38 @@ def _read(words: list[str]) -> dict[str, Any]:
 def _print(report: Any) -> None:
     from rich.markup import escape
 
-    show.out.print(f"[bold]{report.label}[/bold]", highlight=False)
-    against = f"{show.number(report.roofline_ms, 1)} ms at this host's rates"
-    predicted = "" if report.predicted_ms is None else f", {show.number(report.predicted_ms, 1)} predicted"
-    speed = f"{show.number(report.tokens_per_second)} tokens/s"
-    show.out.print(f"{show.number(report.step_ms, 1)} ms a step ({speed}); {against}{predicted}", highlight=False)
-    show.out.print(f"[bold]Bound by {report.binding_term}[/bold]: {report.binding_words}", highlight=False)
-    table = show.new_table("Where a step goes", "work", "", numbers=("ms", "share", "roofline ms", "times"))
+    tables.out.print(f"[bold]{report.label}[/bold]", highlight=False)
+    against = f"{tables.number(report.roofline_ms, 1)} ms at this host's rates"
+    predicted = "" if report.predicted_ms is None else f", {tables.number(report.predicted_ms, 1)} predicted"
+    speed = f"{tables.number(report.tokens_per_second)} tokens/s"
+    tables.out.print(f"{tables.number(report.step_ms, 1)} ms a step ({speed}); {against}{predicted}", highlight=False)
+    tables.out.print(f"[bold]Bound by {report.binding_term}[/bold]: {report.binding_words}", highlight=False)
+    table = tables.new_table("Where a step goes", "work", "", numbers=("ms", "share", "roofline ms", "times"))
     for kind in report.kinds:
         bar = "█" * round(20 * kind.share)
-        times = show.number(kind.times_roofline, 1) if kind.times_roofline is not None else "-"
-        bound = show.number(kind.roofline_ms, 1) if kind.roofline_ms is not None else "-"
-        table.add_row(kind.kind, f"[cyan]{bar}[/]", show.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
-    show.out.print(table)
+        times = tables.number(kind.times_roofline, 1) if kind.times_roofline is not None else "-"
+        bound = tables.number(kind.roofline_ms, 1) if kind.roofline_ms is not None else "-"
+        table.add_row(kind.kind, f"[cyan]{bar}[/]", tables.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
+    tables.out.print(table)
     _print_memory(report)
     if not report.changes:
-        show.out.print("[bold]No single choice[/bold] would bring a percent, by the planner with these measured terms.")
+        tables.out.print("[bold]No single choice[/bold] would bring a percent, by the planner with these measured terms.")
     for number, change in enumerate(report.changes, start=1):
         mathematics = ", changes the mathematics" if change.allow else ""
         memory = "" if change.more_gib is None else f", {change.more_gib:+.2f} GiB"
         gain = f"[bold green]{change.gain:+.0%}[/] tokens/s, {-change.saved_ms:+,.1f} ms a step{memory}{mathematics}"
-        show.out.print(f"[bold]{number}. {change.choice}[/bold]: {gain}", highlight=False)
-        show.out.print(f"      [dim]because:[/] {escape(change.why)}", highlight=False, soft_wrap=True)
-        show.out.print(f"      [dim]type:[/] {escape(change.fix)}", highlight=False, soft_wrap=True)
+        tables.out.print(f"[bold]{number}. {change.choice}[/bold]: {gain}", highlight=False)
+        tables.out.print(f"      [dim]because:[/] {escape(change.why)}", highlight=False, soft_wrap=True)
+        tables.out.print(f"      [dim]type:[/] {escape(change.fix)}", highlight=False, soft_wrap=True)
     for finding in report.findings:
         doctor.show_finding(finding)
     traces = ", ".join(rank.trace for rank in report.ranks)
-    show.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
+    tables.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
 
 
 def _print_memory(report: Any) -> None:
-    table = show.new_table("Memory of a step, GiB allocated", "phase", numbers=("measured", "predicted"))
+    table = tables.new_table("Memory of a step, GiB allocated", "phase", numbers=("measured", "predicted"))
     for row in report.memory:
-        table.add_row(row.phase, show.number(row.measured_gib, 3), show.number(row.predicted_gib, 3))
-    table.add_row("the process holds", show.number(report.resident_gib, 3), show.number(report.predicted_resident_gib, 3))
-    show.out.print(table)
+        table.add_row(row.phase, tables.number(row.measured_gib, 3), tables.number(row.predicted_gib, 3))
+    table.add_row("the process holds", tables.number(report.resident_gib, 3), tables.number(report.predicted_resident_gib, 3))
+    tables.out.print(table)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
-from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim
+from upshift.cli import tables
+from upshift.cli.plan.command import Json, Model
+from upshift.cli.tables import dim
 from upshift.errors import RequestError
 from upshift.units import format_bytes
 
@@ -37,14 +37,14 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Round the weights of a language model, encoder-decoder or encoder, fitted to some texts, and compare on others."""
-    from upshift.inference.encoding import rounding as encoding
-    from upshift.inference.encoding.recipe import is_encoder
-    from upshift.inference.generation import rounding as generation
-    from upshift.inference.generation.files import check_prompts, read_prompts
+    from upshift.inference.encoding import quantize as encoding
+    from upshift.inference.encoding.model_config import is_encoder
+    from upshift.inference.generation import quantize as generation
     from upshift.inference.generation.model import generation_task
-    from upshift.inference.lines import count_lines
+    from upshift.inference.generation.prompts import check_prompts, read_prompts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
-    from upshift.inference.sample import spread_over
+    from upshift.inference.race.types import spread_over
+    from upshift.inference.resumable_output import count_lines
     from upshift.inference.weights import find_plain_weights
 
     if bits not in (4, 8):
@@ -60,7 +60,7 @@ def command(
     if len(plain_texts) < len(said):
         raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of
-    with show.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
+    with tables.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
         found = quantize(source, rounding_of(source, plain_texts), output, bits=width, engine=loads)
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
@@ -72,7 +72,7 @@ def _tell(found: Any, output: Path) -> None:
     encodes = found.task == "encode"
     per_second, of = ("texts/s", "vector or its scores") if encodes else ("tokens/s", "token's logits")
     numbers = ("weights", per_second, *(() if encodes else ("same token",)), "cosine", "worst")
-    table = show.new_table("Quality, on texts it was not fitted to", "", numbers=numbers)
+    table = tables.new_table("Quality, on texts it was not fitted to", "", numbers=numbers)
     for name, run, size in (
         ("fp32, transformers", found.before, found.bytes_before),
         (f"{found.bits} bits, {found.engine}", found.after, found.bytes_after),
@@ -80,9 +80,9 @@ def _tell(found: Any, output: Path) -> None:
         same = () if encodes else (f"{run.same_tokens:.1%}",)
         quality = (*same, f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
         table.add_row(name, format_bytes(size), f"{run.per_second:,.0f}", *quality)
-    show.out.print(table)
+    tables.out.print(table)
     fitted = f"fitted to {found.calibrated_on} texts" if found.calibrated_on else "rounded without texts"
     same_token = "" if encodes else "same token: the likeliest is that of before; "
     dim(f"{fitted}; {same_token}cosine: of a {of}, the median")
     command = "encode" if encodes else "generate"
-    show.out.print(f"{output} loads with {LOADS[found.task, found.engine]}, and with: upshift {command} {output}")
+    tables.out.print(f"{output} loads with {LOADS[found.task, found.engine]}, and with: upshift {command} {output}")

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import progress, show
-from upshift.cli.number import number
-from upshift.cli.race import RaceSeconds, dim
+from upshift.cli import progress, tables
+from upshift.cli.options import number
+from upshift.cli.tables import RaceSeconds, dim
 from upshift.errors import MissingExtra, RequestError
-from upshift.installed import installed_version
 from upshift.units import GIB, format_seconds
+from upshift.versions import installed_version
 
 EXPECTED = "default: 128, or what the model has positions for"
 
@@ -47,10 +47,10 @@ def command(
 ) -> None:
     """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
     _check()
-    from upshift.inference.bounds import read_limit, read_seconds
-    from upshift.serving.door import Address, serve
-    from upshift.serving.guard import Limits
+    from upshift.inference.race.types import read_limit, read_seconds
+    from upshift.serving.app import Limits
     from upshift.serving.messages import EngineRequest
+    from upshift.serving.server import Address, serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _named(models)
@@ -64,7 +64,7 @@ def command(
         for name, model in names.items()
     }  # fmt: skip
     limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
-    show.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
+    tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
             requests, Address(host, port), limits, replicas=_replicas(replicas),
@@ -126,19 +126,19 @@ def _keys(path: Path | None) -> tuple[str, ...]:
 
 def _tell_open(url: str) -> None:
     progress.stop()  # from here on it waits for requests
-    show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
+    tables.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
 
 
 def _tell_ready(name: str, ready: Any) -> None:
     parts = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in ready.seconds.items())
     engines = f" in {ready.replicas} engines" if ready.replicas > 1 else ""
-    show.err.print(f"{name}: {ready.setup}, {ready.rows} at once{engines} ({parts})")
+    tables.err.print(f"{name}: {ready.setup}, {ready.rows} at once{engines} ({parts})")
     if ready.task == "generate":
         predicted = "" if ready.predicted_capacity is None else f" (predicted {ready.predicted_capacity:.2f})"
         dim(
             f"holds {ready.capacity:.2f} requests/s of the expected lengths{predicted}; "
             f"first token of a prompt alone {ready.ttft_ms:.0f} ms, then one in {ready.tpot_ms:.0f} ms with all rows filled",
-            show.err,
+            tables.err,
         )
     else:
-        dim(f"encodes {ready.capacity:,.0f} texts/s", show.err)
+        dim(f"encodes {ready.capacity:,.0f} texts/s", tables.err)

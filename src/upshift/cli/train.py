@@ -9,16 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show, train_xla
-from upshift.cli.layout_flags import with_layout_flags
-from upshift.cli.number import number
-from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
+from upshift.cli import tables, train_xla
+from upshift.cli.options import number, with_layout_flags
+from upshift.cli.plan.command import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.cli.progress import activity
 from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import SEEDS, Arguments
-from upshift.training.train_request import DEFAULT_OUTPUT, TRIAL_SECONDS, TrainRequest
+from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, TrainRequest
 from upshift.units import GIB, format_bytes, format_seconds
 
 Data = Annotated[
@@ -100,8 +98,8 @@ def _print(record: Record, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
     elif record.predicted is not None and record.measured is not None:
-        show.out.print(show.prediction_table(record.predicted, record.measured))
-        show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")
+        tables.out.print(tables.prediction_table(record.predicted, record.measured))
+        tables.out.print(f"Held-out loss {tables.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")
 
 
 class RunDisplay:
@@ -117,7 +115,7 @@ class RunDisplay:
             TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
         )
-        self.progress = Progress(*columns, console=show.err, transient=True, disable=quiet)
+        self.progress = Progress(*columns, console=tables.err, transient=True, disable=quiet)
         self._tasks: dict[str, Any] = {}
         self.predicted_bytes: float | None = None
         self._open = ExitStack()

@@ -1,5 +1,4 @@
-"""Run ``upshift train --backend xla``: the same data, order and loss as the torch backend's, in TensorFlow under XLA.
-"""
+"""Run ``upshift train --backend xla``: the same data, order and loss as the torch backend's, in TensorFlow under XLA."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
+from upshift.cli import tables
 from upshift.cli.progress import activity
 from upshift.errors import RequestError
-from upshift.training.train_request import TrainRequest
+from upshift.training.arguments import TrainRequest
 from upshift.units import format_seconds
 
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
@@ -31,14 +30,14 @@ def is_asked(backend: str) -> bool:
 
 
 def run(request: TrainRequest, *, as_json: bool) -> None:
-    from upshift.xla.needs import need_tensorflow
+    from upshift.xla.tensorflow import need_tensorflow
 
     _refuse(request)
     fields = _fields(request.fixed)
     need_tensorflow("--backend xla")
-    from upshift.training.batches.source import steps_of
+    from upshift.training.batches.sampler import steps_of
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
-    from upshift.xla.training.door import train
+    from upshift.xla.training.train import train
 
     global_batch, seed = request.global_batch, request.arguments.seed
     if has_records(request.data):
@@ -86,11 +85,10 @@ def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
     """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.source import BatchSource, evaluation_batches, steps_of
-    from upshift.training.data.training_data import prepare_data
-    from upshift.training.loop.run import fingerprint
-    from upshift.xla.data.batches import Batches
-    from upshift.xla.data.buckets import plan_buckets
+    from upshift.training.batches.sampler import BatchSource, evaluation_batches, steps_of
+    from upshift.training.data.dataset import prepare_data
+    from upshift.training.loop.state import fingerprint
+    from upshift.xla.data.batches import Batches, plan_buckets
 
     global_batch, seed = request.global_batch, request.arguments.seed
     found = prepare_data(
@@ -98,9 +96,7 @@ def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
     )
     steps = request.max_steps or steps_of(request.epochs, num_sequences=len(found.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
-    source = BatchSource(
-        sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed
-    )
+    source = BatchSource(sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed)
     lengths, held_out = found.histogram, found.evaluation
     longest = max(lengths.longest, 0 if held_out is None else int(held_out.lengths.max()))
     buckets = plan_buckets(lengths.lengths, lengths.counts, longest=longest, batch_size=global_batch, num_steps=steps)
@@ -129,12 +125,12 @@ def _line(done: Any, recent: list[Any], global_batch: int) -> str:
 
 def _tell(done: Any, *, quiet: bool) -> None:
     """Print a line a step, on a terminal."""
-    if not quiet and show.err.is_terminal:
+    if not quiet and tables.err.is_terminal:
         compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
         held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
         step = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}"
         text = f"{step}, {done.seconds:.2f} s at {done.width} tokens{compiled}{held_out}"
-        show.err.print(f"[dim]{text}[/dim]", highlight=False)
+        tables.err.print(f"[dim]{text}[/dim]", highlight=False)
 
 
 def _print(trained: Any, told: list[Any], seconds: float, *, as_json: bool) -> None:
@@ -142,10 +138,10 @@ def _print(trained: Any, told: list[Any], seconds: float, *, as_json: bool) -> N
         sys.stdout.write(_record(trained, told).to_json() + "\n")
         return
     widths = ", ".join(map(str, trained.widths))
-    show.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
+    tables.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
     loss = f"{trained.losses[-1]:.4f}" if trained.losses else "unknown"
     took = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
-    show.out.print(f"Loss {loss} after {took}. Model saved in {trained.model_directory}", highlight=False)
+    tables.out.print(f"Loss {loss} after {took}. Model saved in {trained.model_directory}", highlight=False)
 
 
 def _record(trained: Any, told: list[Any]) -> Any:

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import show
-from upshift.cli.layout_flags import with_layout_flags
-from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
+from upshift.cli import tables
+from upshift.cli.options import with_layout_flags
+from upshift.cli.plan.command import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
 from upshift.cli.progress import activity
 from upshift.cli.train import Epochs
 from upshift.errors import MissingExtra
 from upshift.importing import importing
-from upshift.installed import installed_version
 from upshift.training.arguments import SEEDS
 from upshift.units import format_seconds
+from upshift.versions import installed_version
 
 ROWS = 10
 WarmStart = Annotated[
@@ -31,9 +31,7 @@ MupWidth = Annotated[
     int | None,
     typer.Option("--mup-width", min=1, help="search on a copy of MODEL of this hidden_size; muP carries the result over"),
 ]
-Seed = Annotated[
-    int, typer.Option("--seed", min=0, max=SEEDS - 1, help="of the search, and of trials whose space has no seed")
-]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=SEEDS - 1, help="of the search, and of trials whose space has no seed")]
 TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_type", "global_batch", "sequence_length", "seed")
 
 
@@ -107,7 +105,7 @@ class Display:
     def __init__(self, *, quiet: bool) -> None:
         from rich.live import Live
 
-        self._live = Live(console=show.err, transient=True, refresh_per_second=4, auto_refresh=not quiet)
+        self._live = Live(console=tables.err, transient=True, refresh_per_second=4, auto_refresh=not quiet)
         self._quiet = quiet
         self._running: dict[int, str] = {}
         self._ended: list[Any] = []
@@ -173,14 +171,14 @@ def _print(found: Any, model: str, data: str, *, as_json: bool) -> None:
         sys.stdout.write(found.to_json() + "\n")
         return
     several = len(found.objectives) > 1
-    show.out.print(_table(found.best if several else found.best[:1]))
+    tables.out.print(_table(found.best if several else found.best[:1]))
     states = [row.state for row in found.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     title = "Trials that no other beats in every objective" if several else "Best trial"
     spent = format_seconds(found.seconds) + _cost(found)
-    show.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {found.storage}")
+    tables.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {found.storage}")
     if found.checkpoint is not None:
-        show.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")
+        tables.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")
     if found.mup_base is not None:
         _print_transfer(found, model, data)
 
@@ -190,8 +188,8 @@ def _print_transfer(found: Any, model: str, data: str) -> None:
     best = found.best[0].parameters
     flags = "".join(f" --{name.replace('_', '-')} {shown(best[name])}" for name in TRAIN_FLAGS if name in best)
     others = ", ".join(f"{name}={shown(value)}" for name, value in best.items() if name not in TRAIN_FLAGS)
-    show.out.print(f"{found.mup_check.words()}.")
+    tables.out.print(f"{found.mup_check.words()}.")
     command = f"upshift train {model} --data {data} --from-config --mup-base {found.mup_base}{flags}"
-    show.out.print(f"The whole model: {command}", soft_wrap=True)
+    tables.out.print(f"The whole model: {command}", soft_wrap=True)
     if others:
-        show.out.print(f"And {others}: by upshift.train(..., arguments=) from Python.")
+        tables.out.print(f"And {others}: by upshift.train(..., arguments=) from Python.")

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import show
-from upshift.cli.given import given_options
-from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim
+from upshift.cli import tables
+from upshift.cli.options import given_options
+from upshift.cli.plan.command import Json, Model
+from upshift.cli.tables import dim
 from upshift.errors import RequestError
-from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_of, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_of, sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.units import GIB, format_count, format_seconds
 
@@ -53,15 +53,15 @@ def compile_command(
     length, new = _lengths(find_model(model), sequence_length, max_new_tokens, generate=generate)
     program = compile_for_tpu(
         model, topology, kind="generate" if generate else "train", rows=batch, length=length,
-        max_new_tokens=new, dtype=dtype, on_step=lambda text: dim(text, show.err),
+        max_new_tokens=new, dtype=dtype, on_step=lambda text: dim(text, tables.err),
     )  # fmt: skip
     if as_json:
         sys.stdout.write(program.to_json() + "\n")
         return
-    show.out.print(_table(program))
+    tables.out.print(_table(program))
     answer, where = program.answer, program.topology
     bound = "arithmetic" if program.compute_seconds > program.traffic_seconds else "memory traffic"
-    show.out.print(
+    tables.out.print(
         f"No faster than {format_seconds(program.roofline_seconds)}, bound by {bound} ({where.facts.source}); "
         f"{answer.exchanges} exchanges among {where.chips} chips, {answer.num_dynamic_dimensions} dynamic dimensions, "
         f"{answer.num_custom_calls} custom calls"
@@ -80,7 +80,7 @@ def _table(program: Any) -> Table:
     after = f" and {program.max_new_tokens} new ones" if program.kind == "generate" else ""
     what = f"{program.rows} sequences of {program.length} tokens{after}"
     title = f"{program.kind}, {what}, {format_count(program.num_parameters)} parameters, {program.topology.name}"
-    table = show.new_table(title, "a chip's memory", numbers=("GiB",))
+    table = tables.new_table(title, "a chip's memory", numbers=("GiB",))
     rows = {
         "weights": program.weight_bytes, "optimizer states": program.optimizer_bytes,
         "temporary": program.answer.temporary_bytes, "program": program.answer.code_bytes,

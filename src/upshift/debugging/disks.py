@@ -72,7 +72,8 @@ def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int,
 
 
 def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
-    """Return the bytes per second of writing through to the disk, and of reading back what the cache dropped (None: it cannot).
+    """Return the bytes per second of writing through to the disk, and of reading back what the cache dropped (None:
+    it cannot).
     """
     path = folder / PROBE_NAME
     block = os.urandom(MIB)  # not zeros: some disks store none

@@ -8,31 +8,31 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from upshift.debugging.cpu_memory import examine_cpu, examine_memory
 from upshift.debugging.disks import examine_folder, examine_shm
 from upshift.debugging.finding import Finding
-from upshift.debugging.gpus import examine_gpus
-from upshift.debugging.machine import examine_cpu, examine_memory
+from upshift.debugging.gpus import examine_gpus, examine_topology
 from upshift.debugging.plan_needs import PlanNeeds, examine_plan
 from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     LIBRARIES,
     examine_allocators,
+    examine_compilers,
     examine_cuda,
     examine_extras,
     examine_requirements,
     examine_switches,
     examine_threads,
+    find_compilers,
 )
-from upshift.debugging.toolchain import examine_compilers, find_compilers
-from upshift.debugging.topology import examine_topology
 from upshift.hardware.cgroup import read_text
 from upshift.hardware.detect import detect, find_nvml
-from upshift.hardware.gpu_state import Gpus, read_gpus
+from upshift.hardware.nvml import Gpus, read_gpus
 from upshift.hardware.spec import Host
-from upshift.installed import installed_versions, torch_cuda
 from upshift.settings import read_library_variables, read_ranks, read_settings
 from upshift.units import MIB
 from upshift.value import Value
+from upshift.versions import installed_versions, torch_cuda
 
 QUICK_BYTES, WHOLE_BYTES = 16 * MIB, 256 * MIB  # written to each folder and read back
 TOOL_SECONDS = 5

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from upshift.debugging.finding import Finding, warning
-from upshift.debugging.tensors import local_part
+from upshift.debugging.numerics import local_part
 from upshift.errors import RequestError
 
 BF16_MANTISSA = 0xFFFF  # bits of a float32 that a bfloat16 lacks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from upshift.debugging.finding import Finding, ok, unknown, warning
-from upshift.hardware.efficiency import gemm_efficiency, memory_efficiency
+from upshift.hardware.catalog.efficiency import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Gpu, Host, Measured
 from upshift.units import GIGA, TERA
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from upshift.atomic_file import write_whole
 from upshift.debugging.finding import Finding, error, ok, unknown, warning
 from upshift.errors import RequestError
 from upshift.settings import read_library_variables
 from upshift.value import Value
-from upshift.whole_file import write_whole
 
 FOLDER = "upshift_report"  # in the output folder of the run
 MAX_FRAMES = 30  # of a thread's stack, the innermost

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from upshift.debugging.finding import Finding, error, hint, ok, unknown
-from upshift.installed import installed_version
 from upshift.value import Value
+from upshift.versions import installed_version
 
 TPU_VM = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.21"}  # with the libtpu that pip takes by itself it aborts at import
 INSTALL = "pip install " + " ".join(f"{name}=={version}" for name, version in TPU_VM.items())

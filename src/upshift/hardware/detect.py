@@ -12,9 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from upshift.hardware.catalog.interconnect import gpu_link, pcie_link
+from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
 from upshift.hardware.cgroup import CgroupLimits, read_limits, read_text
-from upshift.hardware.links import gpu_link, pcie_link
-from upshift.hardware.nvidia import NVIDIA_GPUS
 from upshift.hardware.nvml import find_gpus
 from upshift.hardware.spec import Cpu, Gpu, Host, Isa
 from upshift.settings import read_settings

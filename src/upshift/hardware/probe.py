@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from upshift import with_parent
+from upshift import parent_process
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
-from upshift.installed import installed_version
 from upshift.units import MIB
+from upshift.versions import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def _this_machine(host: Host) -> Cpu:
 
 
 def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
-    command = with_parent.command("upshift.hardware.base_process", str(num_threads), options=("-P",))
+    command = parent_process.command("upshift.hardware.probe_process", str(num_threads), options=("-P",))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:

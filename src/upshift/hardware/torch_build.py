@@ -8,7 +8,7 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import find_nvml
 from upshift.hardware.nvml import newest_cuda
 from upshift.hardware.spec import Host
-from upshift.installed import torch_cuda
+from upshift.versions import torch_cuda
 
 # A driver serves all CUDA releases of its own major number, and older ones: CUDA Compatibility guide. The first driver of each.
 DRIVERS = {12: "525", 13: "580"}

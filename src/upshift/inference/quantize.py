@@ -17,20 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from upshift.atomic_file import alone, write_whole
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
-from upshift.inference.contestant import Contest, Entrants, Run
-from upshift.inference.engines import check_engine, is_installed
-from upshift.inference.openvino_model import make
-from upshift.inference.sample import spread
-from upshift.inference.setup import EngineName, EngineSetup, Task
-from upshift.inference.standing import Standing
-from upshift.inference.unfinished import check_folder
+from upshift.inference.openvino_runtime import make
+from upshift.inference.race.early_stopping import Standing
+from upshift.inference.race.types import Contest, Entrants, Run, spread
+from upshift.inference.registry import EngineName, EngineSetup, Task, check_engine, is_installed
+from upshift.inference.resumable_output import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
 from upshift.loading.output_lock import check_free, lock_file_beside, locked
 from upshift.models.source import ModelSource
 from upshift.value import Value
-from upshift.whole_file import alone, write_whole
 
 Bits = Literal[4, 8]
 SAMPLE_TEXTS = 256  # of a file

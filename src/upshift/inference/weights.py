@@ -11,10 +11,9 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_gpus_are_used
-from upshift.inference.engines import check_engine
-from upshift.inference.setup import EngineName, Precision, Task
-from upshift.loading.checkpoint import INDEX, WEIGHTS, inside, read_index
-from upshift.loading.header import read_header
+from upshift.inference.registry import EngineName, Precision, Task, check_engine
+from upshift.loading.files.checkpoint import INDEX, WEIGHTS, inside, read_index
+from upshift.loading.files.safetensors_header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
 from upshift.units import format_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.internals.internal import Internal
+from upshift.internals.lookup import Internal
 
 FEATURE, INSTEAD = "upshift xla compile", "run on a TPU, which needs no jax"
 COMPILER = Internal("jax", "jax._src:compiler", FEATURE, INSTEAD)

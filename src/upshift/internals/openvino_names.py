@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.internals.internal import Internal
+from upshift.internals.lookup import Internal
 
 INSTEAD = "use another engine (--engine)"
 FP16_WEIGHTS = Internal(

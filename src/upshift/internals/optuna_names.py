@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.internals.internal import Internal
+from upshift.internals.lookup import Internal
 
 PRUNER, PRUNER_INSTEAD = "The steps at which a pruner decides", "use --pruner none"
 MIN_RESOURCE = Internal("optuna", "Pruner._min_resource", PRUNER, PRUNER_INSTEAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.internals.internal import Internal
+from upshift.internals.lookup import Internal
 
 MERGING, INSTEAD = "Merging an adapter", "merge it by peft's merge_and_unload"
 LINEAR = Internal("peft", "peft.tuners.lora.layer:Linear", MERGING, INSTEAD)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from upshift.errors import MissingInternal
-from upshift.internals.internal import Internal
+from upshift.internals.lookup import Internal
 
 TRACING = "Measuring a model without its weights"
 COMPILED = "The memory of compiled layers"

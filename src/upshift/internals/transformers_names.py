@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.internals.internal import Internal, Mark
+from upshift.internals.lookup import Internal, Mark
 
 LOADING = "Loading a model"
 MERGING = "Weights that one file stores apart and the model together"

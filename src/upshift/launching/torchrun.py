@@ -1,7 +1,7 @@
 """Write the lines of a shell that start the ranks of one host with torchrun, which starts them again when one dies.
 
 If the number of ranks is not given, the host finds it: one for each GPU, or one for each NUMA node, so that a rank computes
-where its memory is. A rank takes its share of the cores itself (hardware/binding.py): torchrun binds to GPUs only.
+where its memory is. A rank takes its share of the cores itself (hardware/cpu_affinity.py): torchrun binds to GPUs only.
 """
 
 from __future__ import annotations

@@ -19,14 +19,13 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
 from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
-from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
-from upshift.loading.coverage import Run, check_coverage, check_missing
-from upshift.loading.fill import Filling, Progress
-from upshift.loading.gguf_file import SUFFIX, load_gguf
-from upshift.loading.names import map_names
-from upshift.loading.place import Placement
-from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
-from upshift.loading.tensors import COMPUTED, dtype_of
+from upshift.loading.files.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
+from upshift.loading.files.tensors import COMPUTED, dtype_of
+from upshift.loading.fill import Filling, Progress, Run, check_coverage, check_missing
+from upshift.loading.gguf import SUFFIX, load_gguf
+from upshift.loading.key_mapping import map_names
+from upshift.loading.placement.apply import Where, check_not_quantized, fill_placed, placed
+from upshift.loading.placement.place import Placement
 from upshift.models.build import building, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
@@ -95,9 +94,7 @@ def load_source(
     model = build_empty(kind, config, made)
     if quantizer is not None:
         quantizer.preprocess_model(model=model, dtype=made, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False)
-    filling = Filling(
-        model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
-    )
+    filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer)
     if not may_lack:
         check_coverage(filling, source, run=run, all_used=run is None)
     if where is not None:

@@ -113,8 +113,10 @@ def _classes_beside_weights(config: PretrainedConfig) -> tuple[str, ...]:
 def _class_named(name: str, config: PretrainedConfig, reference: str) -> type[PreTrainedModel]:
     found = getattr(transformers, name, None)
     if not isinstance(found, type):
-        where = "is Python code beside the weights, which Upshift does not run" if getattr(config, "auto_map", None) else (
-            f"is not in transformers {transformers.__version__}"
+        where = (
+            "is Python code beside the weights, which Upshift does not run"
+            if getattr(config, "auto_map", None)
+            else (f"is not in transformers {transformers.__version__}")
         )
         raise RequestError(f"{reference!r} is a {name}, which {where}{_replacement(config)}")
     if not issubclass(found, PreTrainedModel):  # stands for a class whose libraries are not installed

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import building, find_architecture, find_stacks
-from upshift.models.config_sizes import heads_of, positions_in
+from upshift.models.config import heads_of, positions_in
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource

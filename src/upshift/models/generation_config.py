@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from upshift.errors import RequestError
-from upshift.models.config_json import read_json
+from upshift.models.config import read_json
 from upshift.models.source import ModelSource
 from upshift.value import Value, first_problem
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 
 from upshift.errors import RequestError
-from upshift.models.config_json import config_text
+from upshift.models.config import config_text
 
 
 def parse_config(config: dict[str, Any], reference: str) -> PretrainedConfig:

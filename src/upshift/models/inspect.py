@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from upshift.models.lengths import sequence_length_of
 from upshift.models.profile import Isolation, ModelProfile, Variant
 from upshift.models.profile_model import profile_model
+from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
 from upshift.value import Value
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from upshift.importing import importing
 from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_cache import SegmentStore, key_of, remembered, versions_of
 from upshift.models.source import ModelSource
-from upshift.models.store import SegmentStore, key_of, remembered, versions_of
 
 
 def profile_model(
@@ -23,7 +23,7 @@ def profile_model(
 
     def trace() -> ModelProfile:
         with importing():
-            from upshift.models.trace import trace_model
+            from upshift.models.tracing.trace import trace_model
 
         kept = SegmentStore.of(source, sequence_length)
         return trace_model(

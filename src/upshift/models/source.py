@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_serializer, field_validator
 
 from upshift.errors import RequestError
-from upshift.models.config_json import decode_floats, encode_floats, read_json
+from upshift.models.config import decode_floats, encode_floats, read_json
 from upshift.settings import read_settings
 from upshift.value import Value
 

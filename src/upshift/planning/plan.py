@@ -1,16 +1,22 @@
-"""Define the plan: every choice that changes how a training job runs, and nothing else."""
+"""Define the plan: every choice that changes how a training job runs, and nothing else.
+
+Make plans that have a name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from math import gcd
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from upshift.models.profile import Granularity, TracedPrecision
+from upshift.hardware.spec import Host
+from upshift.models.profile import Granularity, ModelProfile, TracedPrecision
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import optimizers
+from upshift.planning.workload import Workload
 from upshift.value import Value
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
@@ -132,7 +138,8 @@ class Plan(Value):
 
     @property
     def traced_precision(self) -> TracedPrecision:
-        """Return the precision of the trace with this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32.
+        """Return the precision of the trace with this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those
+        of fp32.
         """
         if self.precision in ("fp32", "tf32"):
             return "fp32"
@@ -180,3 +187,28 @@ class Plan(Value):
         if self.optim_offload:
             parts.append("optimizer on host")
         return " · ".join(parts)
+
+
+TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArguments
+
+
+def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan:
+    """Return what transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else.
+
+    A batch stays whole where its loss is not that of its parts.
+    """
+    splits = profile.isolation.loss_splits
+    ranks = gcd(host.num_devices, workload.global_batch) if splits else 1
+    mine = workload.global_batch // ranks
+    micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0) if splits else mine
+    return Plan(
+        device=host.device,
+        host=host.fingerprint,
+        model=profile.model_hash,
+        sequence_length=workload.sequence_length,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=mine // micro_batch,
+        num_processes=ranks,
+        threads_per_process=host.cpu.usable_cores if host.cpu else 1,
+        attention="sdpa" if "sdpa" in profile.declares.attention_kernels else "eager",
+    )

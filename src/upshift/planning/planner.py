@@ -15,24 +15,25 @@ from upshift.hardware.torch_build import check_gpus_are_used
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_to_train
-from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
+from upshift.planning.analysis.explain import Reason, reasons, representative, shadow_price
+from upshift.planning.analysis.tpu_programs import compiled_so_far
 from upshift.planning.cost.time import takes
-from upshift.planning.explain import Reason, reasons, representative, shadow_price
-from upshift.planning.offloading import (
+from upshift.planning.plan import Plan, plain_default
+from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
+from upshift.planning.search.search import search
+from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
     asks_where_weights_wait,
+    check_allow,
     has_frozen_layers,
+    parse_fixed,
+    read_fixed,
     unasked,
     with_disk_rate,
 )
-from upshift.planning.plan import Plan
-from upshift.planning.presets import plain_default
-from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, limit_of
-from upshift.planning.search import search
-from upshift.planning.space import check_allow, parse_fixed, read_fixed
-from upshift.planning.tpu_programs import compiled_so_far
-from upshift.planning.variants import variants_for
-from upshift.planning.whole_life import WholeLife
+from upshift.planning.search.variants import variants_for
+from upshift.planning.trials.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import format_bytes
@@ -61,7 +62,9 @@ class Planning:
         return reasons(self.ranking)
 
     def reasons_for(self, plan: Plan) -> tuple[Reason, ...]:
-        """Return the reasons for the choices that ``plan`` shares with the best plan. Trials may have put ``plan`` in its place.
+        """Return the reasons for the choices that ``plan`` shares with the best plan.
+
+        Trials may have put ``plan`` in its place.
         """
         return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
 
@@ -120,7 +123,7 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
         raise RequestError(f"{'this machine' if on is None else host.name} has different devices ({names}); {one_kind}")
     if on is not None or not probe:
         return host
-    from upshift.hardware.kept_probe import measure
+    from upshift.hardware.probe_cache import measure
 
     return measure(host)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upshift.benchmarking.standing import Standing
+from upshift.benchmarking.claims import Standing
 from upshift.reports.blocks import Cell, Paragraph, Plot, Row, Table, Tile, number, number_cell
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layout, log_axis_if_wide, plot_text

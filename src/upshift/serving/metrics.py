@@ -1,10 +1,18 @@
-"""Count and time requests for Prometheus."""
+"""Count and time requests for Prometheus.
+
+Time texts for the metrics.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from upshift.serving.messages import Piece
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -31,3 +39,16 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
+
+
+async def timed(pieces: Any, metrics: Metrics, model: str) -> AsyncIterator[Piece]:
+    start, first, tokens = time.perf_counter(), 0.0, 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if not first:
+                first = time.perf_counter()
+                metrics.first_token.labels(model).observe(first - start)
+            tokens += piece.tokens
+            if piece.ending is not None and tokens > 1:
+                metrics.token.labels(model).observe((time.perf_counter() - first) / (tokens - 1))
+            yield piece

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
-from upshift.serving.engine import EngineProcess, RequestRefused, State, Vectors
+from upshift.serving.engine_client import EngineProcess, RequestRefused, State, Vectors
 from upshift.serving.messages import Beat, Embed, EngineRequest, Generate, Piece, Ready
 
 ALIKE = 256  # characters, or tokens, that prompts begin with

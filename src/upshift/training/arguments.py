@@ -1,11 +1,17 @@
-"""Define the user's choices for a training run, by the names of transformers.TrainingArguments. The Plan decides the rest."""
+"""Define the user's choices for a training run, by the names of transformers.TrainingArguments. The Plan decides the rest.
+
+Define TrainRequest: all that a user asks of a training run. The command line or ``train()`` makes it, and it goes on whole.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from pydantic import Field
 
+from upshift.models.source import ModelSource, find_to_train
+from upshift.planning.trials.runner import ModelChoice
 from upshift.value import Value
 
 LearningRateSchedule = Literal[
@@ -39,3 +45,83 @@ class RunNumbers(Value):
     sequence_length: int | None = Field(None, ge=2, description="None: the default for the model")
     lora_rank: int | None = Field(None, gt=0)
     trial_seconds: float = Field(0.0, ge=0)
+
+
+TRIAL_SECONDS = 60.0
+DEFAULT_OUTPUT = Path("upshift-output")
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options of ``train`` and ``tune``, by the names of the fields of ``TrainRequest``, where each is explained."""
+
+    sequence_length: int | None
+    global_batch: int
+    epochs: float
+    plan_file: Path | None
+    fixed: tuple[str, ...]
+    allow: tuple[str, ...]
+    from_config: bool
+    lora_rank: int | None
+    load_in_4bit: bool
+    text_column: str | None
+    tokenizer: Any
+    trial_seconds: float
+    mup_base: str | None
+
+
+class TrainRequest(RunNumbers):
+    """A training run as the user asks for it. The Plan decides the rest."""
+
+    model: str
+    data: str = Field(description="a path, as the user gave it")
+    output: Path = DEFAULT_OUTPUT
+    overwrite: bool = False
+    resume: bool = Field(False, description="go on from the newest checkpoint of the output")
+    heal: bool = Field(False, description="a process that is killed is started again, and the others go on")
+    max_steps: int | None = Field(None, description="optimizer steps; None: as many as the epochs have")
+    arguments: Arguments = Field(Arguments(max_steps=1), description="of the optimization; max_steps above counts, not theirs")
+    plan_file: Path | None = Field(None, description="a plan that is written already; it skips the trials")
+    fixed: tuple[str, ...] = Field((), description="fields of the plan, as in --set")
+    allow: tuple[str, ...] = Field((), description="choices that may change the mathematics")
+    from_config: bool = Field(False, description="random weights")
+    lora_rank: int | None = Field(None, description="LoRA of this rank around every linear layer but the head")
+    load_in_4bit: bool = Field(False, description="below an adapter (QLoRA)")
+    text_column: str | None = None
+    tokenizer: Any = Field(None, description="a tokenizer, or where one is; None: the model's own")
+    trial_seconds: float = Field(TRIAL_SECONDS, ge=0, description="the time to try plans in; 0: trust the prediction")
+    mup_base: str | None = Field(None, description="a narrower model whose learning rates hold, by muP")
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> TrainRequest:
+        """Return the request of a user's options. Raise RequestError with the offending option.
+
+        Args:
+            fields: the fields of this class but ``arguments`` and ``max_steps``.
+            arguments: the fields of ``Arguments``. ``max_steps`` may be None.
+        """
+        max_steps = arguments.get("max_steps")
+        checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
+        return cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+
+    @property
+    def resume_from(self) -> Path | None:
+        return self.output if self.resume else None
+
+    @property
+    def clips_gradients(self) -> bool:
+        return self.arguments.max_grad_norm > 0
+
+    @property
+    def model_choice(self) -> ModelChoice:
+        """Return the fields of a Job and of a TrialRequest that say which model is trained."""
+        return {
+            "model_reference": self.model, "from_config": self.from_config, "lora_rank": self.lora_rank,
+            "load_in_4bit": self.load_in_4bit,
+        }  # fmt: skip
+
+    def source(self) -> ModelSource:
+        return find_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+
+    def arguments_for(self, steps: int) -> Arguments:
+        """Return the arguments of a run of so many optimizer steps."""
+        return self.arguments.changed(max_steps=steps)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from upshift.debugging.finding import Finding, error, ok, unknown, warning
 from upshift.errors import RequestError
-from upshift.training.checkpoint.pieces import Piece, Pieces, copy_shared
+from upshift.training.checkpoint.sharded import Piece, Pieces, copy_shared
 from upshift.units import format_count
 from upshift.value import Value
 

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from upshift.planning.plan import Plan
 from upshift.record import Record
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import OnEvent
 from upshift.training.run import Prepared, Watcher, prepare_run
-from upshift.training.train_request import TrainRequest
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8

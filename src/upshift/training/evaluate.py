@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from upshift.planning.plan import Plan
-from upshift.training.batches.source import GlobalBatch
-from upshift.training.parallel.fully_shard import let_go
-from upshift.training.parallel.pipeline import Pipeline
+from upshift.training.batches.sampler import GlobalBatch
+from upshift.training.distributed.fsdp import let_go
+from upshift.training.distributed.pipeline_parallel import Pipeline
 from upshift.training.prepare import computing, loss_of
 
 

@@ -27,9 +27,9 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import FROM_CONFIG
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class
-from upshift.models.config_sizes import heads_of
+from upshift.models.config import heads_of
 from upshift.models.source import ModelSource, find_model
-from upshift.planning.mup import base_text, read_base
+from upshift.planning.search.constraints import base_text, read_base
 
 COSMETIC = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -2,48 +2,140 @@
 
 One function applies everything in one order: the rank's part, attention, recomputation, compilation, and what ranks divide of
 all that (parallel/).
+
+Run matrix products of the layers in fp8, by torchao: weights stay as they are, operands are scaled and cast before each
+product.
+
+Keep in host memory the tensors that the forward pass saves for the backward pass.
+
+torch.autograd.graph.save_on_cpu would send the weights too, which autograd keeps beside the activations.
+
+Load a model whose frozen weights are read when they are needed, and choose these modules by a plan's ``weight_offload``.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
+from upshift.benchmarking.meters import tensor_bytes
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ATTENTION
-from upshift.loading.checkpoint import find_safetensors
-from upshift.loading.coverage import check_files, check_missing
+from upshift.loading.files.checkpoint import find_safetensors
+from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
-from upshift.loading.offload import recompute_offloaded
+from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
+from upshift.loading.placement.apply import Where
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, forget_cache
-from upshift.models.chunked_loss import chunked_head
-from upshift.models.recompute import recompute_layers
+from upshift.models.ops.activation_checkpointing import recompute_layers
+from upshift.models.ops.block_attention import set_attention
+from upshift.models.ops.chunked_loss import chunked_head
 from upshift.models.source import ModelSource, find_model
+from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
-from upshift.training.activation_offload import activations_on_host
-from upshift.training.batches.fill import MicroBatch, to_tensors
-from upshift.training.checkpoint.adapter import has_adapter, read_adapter
-from upshift.training.checkpoint.divided import parts_of
-from upshift.training.fp8 import convert_to_fp8
-from upshift.training.host_memory import keep_freed_memory
+from upshift.settings import read_settings
+from upshift.training.batches.collate import MicroBatch, to_tensors
+from upshift.training.checkpoint.model import has_adapter, read_adapter
+from upshift.training.checkpoint.sharded import parts_of
+from upshift.training.distributed.context_parallel import share_context
+from upshift.training.distributed.fsdp import shard_weights
+from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.parallelize import divide
+from upshift.training.distributed.pipeline_stage import layers_of_stages, modules_of
+from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial
-from upshift.training.own_slices import build_to_fill, fill, reads_slices
-from upshift.training.parallel.context import share_context
-from upshift.training.parallel.divide import divide
-from upshift.training.parallel.fully_shard import shard_weights
-from upshift.training.parallel.place import Place
-from upshift.training.parallel.stage import layers_of_stages, modules_of
-from upshift.training.processes import rank_environment
-from upshift.training.weight_offload import load_elsewhere
+from upshift.training.process_group import rank_environment
+from upshift.training.sharded_init import build_to_fill, fill, reads_slices
+
+FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
+
+
+def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
+    """Convert in place every linear of the layers that fp8 products can hold. The head stays. Return how many were converted.
+
+    ``emulate`` makes the casts real and the products fp32, for devices without fp8.
+    """
+    check_library("torchao", purpose="precision=fp8")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=emulate)
+    converted = 0
+
+    def fits(module: nn.Module, _: str) -> bool:
+        nonlocal converted
+        chosen = isinstance(module, nn.Linear) and not (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE)
+        converted += chosen
+        return chosen
+
+    for _, stack in find_stacks(model):
+        for layer in stack:
+            convert_to_float8_training(layer, module_filter_fn=fits, config=config)
+    return converted
+
+
+SMALLEST_BYTES = 2**16  # below it a copy costs more than it frees
+Packed = tuple[torch.device, Tensor]
+
+
+def activations_on_host(model: nn.Module) -> AbstractContextManager[object]:
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Packed:
+        if tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in weights:
+            return tensor.device, tensor
+        # Copies are queued behind what wrote the tensor, and read back on the same queue.
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: Packed) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+CONVERTED = "offload"  # the cache's folder of weights that are computed in another dtype than they are stored in
+
+
+def load_elsewhere(
+    source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Load the model with its frozen weights elsewhere. Raise RequestError for a model without an adapter around it.
+
+    Weights on the disk are never trained.
+    """
+    if source.adapter is None:
+        raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
+    with torch.device("meta"):
+        empty = build_model(config, model_class, dtype=dtype)
+    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
+    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
+
+
+def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
+    """Return the place of each module.
+
+    The layers are elsewhere, and so is an embedding on the disk if only rows of it are read. The rest is where it is computed.
+    """
+    here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
+    found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if elsewhere == "disk" and (head is None or head.weight is not embedding.weight):
+        found |= {path: elsewhere for path, module in model.named_modules(remove_duplicate=False) if module is embedding}
+    return found
+
+
+def in_memory_bytes(model: nn.Module, *others: object) -> int:
+    """Return ``tensor_bytes`` of a model and others. For weights on the disk only the buffers that they are read into count."""
+    return tensor_bytes(model, *others) - mapped_bytes(model) + buffer_bytes(model)
 
 
 def set_process(plan: Plan) -> None:

@@ -1,4 +1,7 @@
-"""Train a model from data to Record: prepare data, plan, try plans, run. ``upshift train`` and ``upshift.train`` call this."""
+"""Train a model from data to Record: prepare data, plan, try plans, run. ``upshift train`` and ``upshift.train`` call this.
+
+Find a plan that exists already: in a file, or in the checkpoint from which a run goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,96 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_type_hints
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
-from upshift.models.lengths import sequence_length_of
+from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
+from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.proof_store import proof_path
-from upshift.planning.prove import Proof, Tried, after_trial, remember_run
-from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import check_allow
-from upshift.planning.trial import TrialRequest
+from upshift.planning.planner import Planning, find_host, plan_training, read_plan
+from upshift.planning.search.constraints import conflict
+from upshift.planning.search.ranking import Candidate, cost_plan
+from upshift.planning.search.space import FIXED_BY_REQUEST, check_allow, parse_value, read_assignments
+from upshift.planning.trials.runner import TrialRequest
+from upshift.planning.trials.select import Proof, Tried, after_trial, remember_run
+from upshift.planning.trials.store import proof_path
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
-from upshift.training.arguments import Arguments
-from upshift.training.batches.source import steps_of
-from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
-from upshift.training.heal.heal import fixed_to_heal
+from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
+from upshift.training.batches.sampler import steps_of
+from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
+from upshift.training.checkpoint.state import SavedState
+from upshift.training.elastic.supervisor import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.run import OWN_FILES, check_run_file
+from upshift.training.loop.state import OWN_FILES, check_run_file
 from upshift.training.mup import with_base
 from upshift.training.prepare import check_weights
-from upshift.training.runnable import runnable
-from upshift.training.train_request import PlanOptions, TrainRequest
-from upshift.training.trials import known_proof, try_plans
+from upshift.training.trials.trials import known_proof, runnable, try_plans
+
+
+def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
+    """Return the number of processes that ``--nproc`` or ``--set`` asks for, or None."""
+    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
+    return int(asked) if asked.isdecimal() else None
+
+
+def find_given_plan(
+    plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any
+) -> Plan | None:
+    """Return the plan of a file, or of the checkpoint from which the run goes on, if it was made for this machine.
+
+    Return None if a plan is to be made.
+    """
+    if plan_file is not None:
+        plan = read_plan(plan_file, host=host, source=source)
+        other = _unlike(plan, fixed)
+        if other is not None:
+            raise RequestError(f"--set {other} is not what --plan {plan_file} says; leave one of them out, or plan again")
+        return plan
+    checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
+    if checkpoint is None:
+        return None
+    plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
+    if plan.model != source.model_hash:
+        raise RequestError(
+            f"{source.reference!r} is not the model of {checkpoint}: its config or its adapter is another one; resume with the "
+            "model of that run, or start anew in another output directory"
+        )
+    return plan if plan.host == host.fingerprint and _unlike(plan, fixed) is None else None
+
+
+def _unlike(plan: Plan, fixed: tuple[str, ...]) -> str | None:
+    """Return the first ``field=value`` of --set that the plan has otherwise, or None."""
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    known = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
+    asked = read_assignments(fixed, known, lambda name, text: parse_value(name, text, hints[name]))
+    has = {**vars(plan), **vars(plan.layout)}
+    return next((f"{name}={value}" for name, value in asked.items() if has[name] != value), None)
+
+
+def check_given_plan(plan: Plan, workload: Workload) -> None:
+    """Raise RequestError if a given plan does not fit the request."""
+    for name, planned, asked in (
+        ("--sequence-length", plan.sequence_length, workload.sequence_length),
+        ("--global-batch", plan.global_batch, workload.global_batch),
+    ):
+        if planned != asked:
+            raise RequestError(
+                f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
+            )
+    missing = [name for name in plan.changes_mathematics if name not in workload.allow]
+    if missing:
+        raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
+    excluded = conflict(plan, clips_gradients=workload.clips_gradients)
+    if excluded is not None:
+        raise RequestError(excluded)
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,19 @@ from torch import nn
 
 from upshift.errors import JobFailed, RequestError
 from upshift.planning.cost.optimizer import rounds_stochastically
-from upshift.planning.legal import conflict
+from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
-from upshift.training.autopsy import Scene, read_scene
-from upshift.training.batches.fill import MicroBatch
-from upshift.training.batches.source import GlobalBatch
-from upshift.training.heal.copies import Copies
-from upshift.training.optimizers.build import build_optimizer
-from upshift.training.optimizers.in_backward import update_in_backward
+from upshift.training.batches.collate import MicroBatch
+from upshift.training.batches.sampler import GlobalBatch
+from upshift.training.distributed.fsdp import KeepPace, announce, can_keep_pace
+from upshift.training.distributed.gradients import Overlap, agree_on_tied, overlaps, sum_loss
+from upshift.training.distributed.mesh import Place, highest
+from upshift.training.distributed.pipeline_parallel import Pipeline
+from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
+from upshift.training.elastic.replica import Copies
+from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
-from upshift.training.out_of_memory import Halving, halve, stand_in
-from upshift.training.parallel.fully_shard import announce
-from upshift.training.parallel.gradients import sum_loss
-from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
-from upshift.training.parallel.overlap import Overlap, overlaps
-from upshift.training.parallel.pipeline import Pipeline
-from upshift.training.parallel.place import Place
-from upshift.training.parallel.ranks import highest
-from upshift.training.parallel.tied import agree_on_tied
-from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
+from upshift.training.out_of_memory import Halving, Scene, halve, read_scene, stand_in
 from upshift.training.prepare import computing, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist

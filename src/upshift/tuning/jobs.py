@@ -1,27 +1,130 @@
 """Run trials of ``upshift tune``: each shape of run is planned once, and a trial starts only if its plan fits, in its own
-process."""
+process.
+
+Hold processes that trials are forked from: as many as trials run at once, each used again while it lives.
+
+Manage the output folder of a search: one study's trials leave their models there. Only files that they wrote are deleted.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from upshift.errors import UpshiftError
+import optuna
+
+from upshift.atomic_file import write_whole
+from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import Arguments, TrainRequest
+from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
+from upshift.training.loop.state import OWN_FILES
 from upshift.training.run import Prepared, prepare_run
-from upshift.training.train_request import TrainRequest
-from upshift.tuning.folder import trial_folder
-from upshift.tuning.servers import Servers
 from upshift.tuning.space import OF_RUN
+from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked
+from upshift.value import Value
+
+
+class Server(Protocol):
+    @property
+    def runs(self) -> bool: ...
+
+
+S = TypeVar("S", bound=Server)
+
+
+@dataclass
+class Servers(Generic[S]):
+    """A context of servers. ``one`` is called from as many threads as there are trials at once."""
+
+    start: Callable[[], AbstractContextManager[S]]
+    _all: ExitStack = field(default_factory=ExitStack)
+    _free: list[S] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def one(self) -> Iterator[S]:
+        """Yield a free server, or a new one. A server that died is not used again."""
+        with self._lock:
+            server = self._free.pop() if self._free else self._all.enter_context(self.start())
+        try:
+            yield server
+        finally:
+            if server.runs:
+                self._free.append(server)
+
+    def __enter__(self) -> Servers[S]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._all.close()
+
+
+OWNER_NAME = "upshift_study.json"
+OF_TRIAL = re.compile(r"trial-\d+")
+
+
+class Owner(Value):
+    study: str
+    storage: str | None  # None: in the folder itself, wherever that is moved to
+
+
+def owner_of(output: Path, *, storage: str | None, study_name: str) -> Owner:
+    """Return the study of that name. Raise RequestError if the folder cannot be used, or holds models of another study."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"output directory {output} cannot be used: {error.strerror}; give another --output") from None
+    owner = Owner(study=study_name, storage=None if storage in (None, in_folder(output)) else shown(storage))
+    _check_owner(output, owner)
+    return owner
+
+
+def _check_owner(output: Path, owner: Owner) -> None:
+    path = output / OWNER_NAME
+    found = Owner.from_file(path) if path.exists() else owner
+    if found != owner:
+        kept = "there" if found.storage is None else f"in {found.storage}"
+        raise RequestError(
+            f"{output} has the models of the study {found.study!r}, kept {kept}; go on with that one, or give another --output"
+        )
+
+
+def claim(output: Path, owner: Owner, study: optuna.Study) -> None:
+    """Take the folder for a study, before its first trial.
+
+    Raise RequestError if it belongs to another study, or if a folder with a trial's name is not of this study."""
+    there = sorted(path.name for path in output.iterdir())  # before its trials are read: other processes may begin some
+    known = {trial_folder(output, trial.number).name for trial in study.get_trials(deepcopy=False)}
+    foreign = [name for name in there if OF_TRIAL.fullmatch(name) and name not in known]
+    if foreign:
+        raise RequestError(f"{output / foreign[0]} is not of this study's trials; move it away, or give another --output")
+    if OWNER_NAME not in there:
+        write_whole(output / OWNER_NAME, owner.to_json())
+    _check_owner(output, owner)  # two studies may have come at once
+
+
+def trial_folder(output: Path, number: int) -> Path:
+    return output / f"trial-{number}"
+
+
+def remove(folder: Path) -> None:
+    """Remove a trial's folder with its model. The folder stays if a file is in it that no trial writes."""
+    if folder.is_dir():
+        with suppress(RequestError, OSError):  # OSError: another process of the study removes it, too
+            check_output_directory(folder, overwrite=True, resume=False, own_files=OWN_FILES)
+            folder.rmdir()
+
 
 STEPS = "steps"  # optimizer steps of a trial that were done, among its attributes
 

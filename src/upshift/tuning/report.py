@@ -37,8 +37,7 @@ def study_page_html(result: Found) -> str:
         drawings = _drawings(name, study, result)
         figures.update({f"{name}-plot-{index}": figure for index, (_, figure) in enumerate(drawings)})
         plots: list[Block] = [
-            Plot(f"{name}-plot-{index}", f"{name} {objective}", objective)
-            for index, (objective, _) in enumerate(drawings)
+            Plot(f"{name}-plot-{index}", f"{name} {objective}", objective) for index, (objective, _) in enumerate(drawings)
         ]
         few = len(study.trials) < MIN_COMPLETE
         why = "Too few trials came to their end to draw this." if few else "Two or three objectives can be drawn, no more."

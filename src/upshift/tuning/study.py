@@ -2,6 +2,14 @@
 
 Optuna decides which values to try next, and which trials to end early. This module makes sure that no trial is started in
 vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL.
+
+Choose the next trial's values by Optuna's TPE, with random numbers from the seed and the trial's number.
+
+So processes that share a study, and a study that goes on, do not draw the same points twice.
+
+Find the evaluations of a trial at which its pruner decides anything.
+
+The others are not made: each costs a pass over held-out data.
 """
 
 from __future__ import annotations
@@ -13,15 +21,88 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import optuna
-from optuna.trial import TrialState
+from optuna.distributions import BaseDistribution
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
-from upshift.internals.optuna_names import HEARTBEAT, STUDY_STORAGE
+from upshift.internals.optuna_names import HEARTBEAT, MAX_RESOURCE, MIN_RESOURCE, REDUCTION, STOPPING_RATE, STUDY_STORAGE
 from upshift.tuning.objectives import Direction
-from upshift.tuning.rungs import EVALUATIONS, make_pruner
-from upshift.tuning.sampling import ByNumber
 from upshift.tuning.storage import persistent, without_warnings
+
+
+class ByNumber(BaseSampler):
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._of_running: dict[int, TPESampler] = {}
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._of(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:  # fmt: skip
+        return self._of(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:  # fmt: skip
+        return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        self._of(trial).after_trial(study, trial, state, values)
+        del self._of_running[trial.number]
+
+    def _of(self, trial: FrozenTrial) -> TPESampler:
+        if trial.number not in self._of_running:
+            seed = int(np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0])
+            self._of_running[trial.number] = TPESampler(seed=seed, constant_liar=True)  # others may run beside it
+        return self._of_running[trial.number]
+
+
+EVALUATIONS, FACTOR = 9, 3
+PRUNERS: dict[str, Callable[[int], BasePruner]] = {  # of the evaluations of a trial
+    "halving": lambda evaluations: SuccessiveHalvingPruner(min_resource=1, reduction_factor=FACTOR),
+    "hyperband": lambda evaluations: HyperbandPruner(min_resource=1, max_resource=evaluations, reduction_factor=FACTOR),
+    "median": lambda evaluations: MedianPruner(n_startup_trials=4),
+    "none": lambda evaluations: NopPruner(),
+}
+
+
+def make_pruner(name: str, evaluations: int) -> BasePruner:
+    if name not in PRUNERS:
+        raise RequestError(f"pruner {name!r} is not one of {', '.join(PRUNERS)}")
+    return PRUNERS[name](evaluations)
+
+
+def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
+    """Return steps up to ``longest``: the pruner decides at the first report from each of them on, and at no other.
+
+    Return all steps for a pruner whose rungs are not known beforehand."""
+    if type(pruner) is NopPruner:
+        return ()
+    first: int | None = None
+    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: computed from ended trials
+        first = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
+    if type(pruner) is HyperbandPruner and isinstance(MAX_RESOURCE.of(pruner), int):
+        first = MIN_RESOURCE.of(pruner)  # of the bracket that begins earliest
+    if first is None:
+        return tuple(range(1, longest + 1))
+    found = []
+    while first <= longest:
+        found.append(first)
+        first *= REDUCTION.of(pruner)  # both have it
+    return tuple(found)
+
+
+def decides(found: tuple[int, ...], *, before: int, step: int) -> bool:
+    """Return whether a report at ``step``, the first since ``before``, reaches a rung."""
+    return any(before < rung <= step for rung in found)
+
 
 REASON, IDENTITY = "reason", "identity"
 POLL_SECONDS = 0.5  # for the last trials of other processes

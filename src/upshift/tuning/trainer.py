@@ -3,6 +3,11 @@
 Each trial runs in a process of its own, in a study that outlives this process. A trial's process builds the Trainer again,
 from the arguments that this one was made with, and trains as transformers does with a trial. Ray runs trials in processes of
 its own. Ranks that a launcher started search together, as in transformers.
+
+Support population-based training, which Ray's scheduler of that name directs.
+
+A trial goes on from another one's checkpoint with hyper-parameters of its own. A checkpoint holds the hyper-parameters that it
+was trained with; here the trial's win.
 """
 
 from __future__ import annotations
@@ -14,12 +19,32 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.installed import installed_version
+from upshift.internals.torch_names import LAST_RATE
 from upshift.internals.transformers_names import SEARCH_BACKEND
-from upshift.training.trainer import trainer as without_search
-from upshift.training.trainer.library import LibraryTrainer
-from upshift.tuning.population import OfPopulation
+from upshift.training.hf_trainer import trainer as without_search
+from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.tuning.space import Space, make_space, read_space
+from upshift.versions import installed_version
+
+
+class OfPopulation(LibraryTrainer):
+    """A class that is mixed in before the Trainer."""
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.hp_search_backend == HPSearchBackend.RAY:
+            keep_own(self.optimizer, self.lr_scheduler, own)
+
+
+def keep_own(optimizer: Any, scheduler: Any, own: list[dict[str, Any]]) -> None:
+    """Keep the trial's learning rate, weight decay and the rest, at the checkpoint's place in the schedule."""
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        share = group["lr"] / group["initial_lr"]
+        group.update(values, lr=share * values["initial_lr"])
+    scheduler.base_lrs = [values["initial_lr"] for values in own]
+    LAST_RATE.put(scheduler, [group["lr"] for group in optimizer.param_groups])
+
 
 RETIRED = "SigOpt, which older guides name, was retired and transformers has dropped it; use backend='optuna', same hp_space"
 LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
@@ -64,7 +89,7 @@ class Searched(LibraryTrainer):
         objective = compute_objective or default_compute_objective
         space = _space(hp_space)
         if name == "ray" or self.args.world_size > 1:
-            from upshift.tuning.backends.natively import native_space
+            from upshift.tuning.backends import native_space
 
             return super().hyperparameter_search(
                 hp_space=native_space(name, space), compute_objective=objective, n_trials=n_trials,

@@ -15,9 +15,8 @@ from transformers.trainer_utils import BestRun, default_hp_space_optuna, default
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import Ending, ForkServer, fork_server
-from upshift.tuning.backends.natively import native_space
-from upshift.tuning.backends.wandb_space import space_of
-from upshift.tuning.servers import Servers
+from upshift.tuning.backends import native_space, space_of
+from upshift.tuning.jobs import Servers
 from upshift.tuning.space import Space
 from upshift.tuning.storage import persistent, without_warnings
 from upshift.tuning.study import Asked, check_identity, run_study

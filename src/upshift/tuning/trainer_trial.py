@@ -18,10 +18,10 @@ import optuna
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveStrategy
 
-import upshift.training.trainer.trainer  # noqa: F401  most of what a trial needs is imported before the fork
+import upshift.training.hf_trainer.trainer  # noqa: F401  most of what a trial needs is imported before the fork
 from upshift.errors import NothingFits, RequestError
 from upshift.internals.optuna_names import TRIAL_ID
-from upshift.tuning.rungs import decides, rungs
+from upshift.tuning.study import decides, rungs
 from upshift.value import Value
 
 RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"

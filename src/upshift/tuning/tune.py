@@ -16,22 +16,17 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.models.lengths import sequence_length_of
+from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
-from upshift.training.arguments import Arguments, RunNumbers
+from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, TrainRequest
 from upshift.training.loop.events import Event
-from upshift.training.train_request import PlanOptions, TrainRequest
-from upshift.tuning.backends.optuna_space import distributions, draw
-from upshift.tuning.folder import claim, owner_of, remove
-from upshift.tuning.jobs import STEPS, Jobs
-from upshift.tuning.mup_check import Growth, checked
-from upshift.tuning.narrow import copy_to_search
+from upshift.tuning.backends import distributions, draw
+from upshift.tuning.jobs import STEPS, Jobs, claim, owner_of, remove
+from upshift.tuning.mup_check import Growth, checked, copy_to_search
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
-from upshift.tuning.rungs import EVALUATIONS, rungs
 from upshift.tuning.space import Choices, Space, make_space, read_space
-from upshift.tuning.storage import in_folder, shown
-from upshift.tuning.study import Asked, open_study, reason_of, run_study
-from upshift.tuning.warm_start import start_from
+from upshift.tuning.storage import in_folder, shown, start_from
+from upshift.tuning.study import EVALUATIONS, Asked, open_study, reason_of, run_study, rungs
 from upshift.value import Value
 
 NARROW = "narrow"  # the copy that muP searches on, in the output folder

@@ -6,14 +6,13 @@ import warnings
 from pathlib import Path
 
 warnings.simplefilter("ignore")
-from upshift.xla.needs import need_tensorflow  # noqa: E402
+from upshift.xla.tensorflow import need_tensorflow  # noqa: E402
 
 need_tensorflow()
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from upshift.xla.data.batches import Batches  # noqa: E402
-from upshift.xla.data.buckets import Buckets  # noqa: E402
+from upshift.xla.data.batches import Batches, Buckets  # noqa: E402
 
 
 def batches_from(step):
@@ -35,8 +34,8 @@ def main(kind, model, output):
 
 def train_both(model, output):
     """With both optimizers, over the devices that there are."""
-    from upshift.xla.training.door import train
     from upshift.xla.training.strategy import choose_devices
+    from upshift.xla.training.train import train
 
     devices, found = choose_devices(), {}
     data = Batches(

@@ -11,13 +11,11 @@ from statistics import median
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  once for all engines
 
-from upshift.inference.agreement import cosines
-from upshift.inference.contestant import Entrants, Run, Runs
-from upshift.inference.encoding.batches import by_length
-from upshift.inference.encoding.encoding import Encoding
-from upshift.inference.encoding.recipe import Recipe
-from upshift.inference.setup import EngineSetup
-from upshift.inference.standing import Standing, contend
+from upshift.inference.encoding.model_config import Recipe
+from upshift.inference.encoding.run import Encoding, by_length
+from upshift.inference.race.early_stopping import Standing, contend
+from upshift.inference.race.types import Entrants, Run, Runs, cosines
+from upshift.inference.registry import EngineSetup
 from upshift.record import Spread
 
 ROUNDS, ENOUGH_SECONDS = 5, 3.0  # repetitions, and seconds after which no further one is begun

@@ -1,5 +1,8 @@
 """Define ``upshift.Encoder``: it turns texts into vectors, class scores or token scores, by the setup that won the
-race on the user's own texts."""
+race on the user's own texts.
+
+Turn texts into token ids with the model's own tokenizer, on all cores at once.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,78 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from tokenizers import normalizers
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
-from upshift.inference.contestant import Contest, Run
-from upshift.inference.encoding.encoding import Encoding
-from upshift.inference.encoding.engines.engine import check_encodes
-from upshift.inference.encoding.recipe import Recipe, read_recipe
-from upshift.inference.encoding.token_scores import TokenScores, token_counts
-from upshift.inference.encoding.tokens import Tokens
-from upshift.inference.forecast import forecast_encoding
-from upshift.inference.lines import is_text
-from upshift.inference.race import Race, race
-from upshift.inference.race_policy import RacePolicy
-from upshift.inference.sample import spread
-from upshift.inference.setup import Hint
+from upshift.inference.encoding.engines.base import check_encodes
+from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.run import Encoding, TokenScores, token_counts
+from upshift.inference.race.forecast import forecast_encoding
+from upshift.inference.race.policy import RacePolicy
+from upshift.inference.race.race import Race, race
+from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
+from upshift.inference.registry import Hint
+from upshift.inference.resumable_output import is_text
+from upshift.inference.tokenizer import load_tokenizer
 from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
+from upshift.models.config import padding_of
+from upshift.models.profile_cache import isolation_of, positions_of
+from upshift.models.source import ModelSource
+
+UNSET_LENGTH = 10**9  # transformers' "very large integer" of a tokenizer that does not know is above it
+
+
+class Tokens:
+    """The model's tokenizer. ``longest``: tokens kept of a text; None: all. ``alone``: a text must be a batch of its own."""
+
+    def __init__(self, source: ModelSource, recipe: Recipe) -> None:
+        tokenizer = load_tokenizer(source)
+        self.pad, self.alone = tokenizer.pad_token_id or 0, False
+        if recipe.output == "class scores":  # a decoder's scores are of the last token that is not the config's own padding
+            known = _padding(source)
+            self.pad, self.alone = (self.pad, True) if known is None else (known, False)
+        self.alone = self.alone or reads_alone(source, recipe)
+        self.longest = _longest(tokenizer, source, recipe)
+        self._prompt = recipe.prompt
+        self._backend = tokenizer.backend_tokenizer
+        if recipe.lower_case:
+            own = [] if self._backend.normalizer is None else [self._backend.normalizer]
+            self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        self._backend.no_padding()
+        if self.longest is not None:
+            self._backend.enable_truncation(self.longest, direction=tokenizer.truncation_side)
+
+    def of(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
+
+    def located(self, texts: Sequence[str]) -> list[Any]:
+        """Return encodings, with ``tokens`` and with ``offsets``: the characters of the text that each token is made of."""
+        found: list[Any] = self._backend.encode_batch(list(texts))
+        return found
+
+    def special(self) -> tuple[int, int]:
+        """Return how many special tokens come before the tokens of a text, and how many come after them."""
+        mask = self._backend.encode("a").special_tokens_mask
+        own = [place for place, is_special in enumerate(mask) if not is_special] or [len(mask)]
+        return own[0], max(len(mask) - 1 - own[-1], 0)
+
+
+def reads_alone(source: ModelSource, recipe: Recipe) -> bool:
+    """Return whether a text must be a batch of its own: padding would change its vector, or nothing proves that it would not."""
+    isolation = isolation_of(source, states=recipe.output == "embeddings")
+    return not isolation.proven or isolation.padding == "none"
+
+
+def _padding(source: ModelSource) -> int | None:
+    return padding_of(source.hf_config.get_text_config())
+
+
+def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:
+    limits = (recipe.max_length or tokenizer.model_max_length, positions_of(source))
+    known = [limit for limit in limits if limit is not None and limit < UNSET_LENGTH]
+    return min(known, default=None)
+
 
 # Of a race: texts at least, and of short ones so many that its largest batch comes so often: with 128 texts of six words, which
 # are four batches of one engine and two of another, the last one's gaps chose an engine that is 10 % slower (docs/log.md).

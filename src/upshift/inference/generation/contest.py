@@ -1,5 +1,8 @@
 """Run one contestant of a generation race. It follows the texts that the reference chose, so that every contestant
-computes the same logits, and is timed at that."""
+computes the same logits, and is timed at that.
+
+Define the task of a contestant in a generation race.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,37 @@ import json
 import time
 from collections.abc import Callable
 from itertools import cycle, islice
+from math import log2
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.errors import JobFailed
-from upshift.inference.agreement import cosines
-from upshift.inference.contestant import Entrants, Run, Runs
-from upshift.inference.engines import build_engine
-from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
-from upshift.inference.generation.task import GenerationTask
-from upshift.inference.setup import EngineSetup
-from upshift.inference.standing import ALONE, Standing, contend
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild
+from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.race.early_stopping import ALONE, Standing, contend
+from upshift.inference.race.types import Entrants, Run, Runs, cosines
+from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
+from upshift.value import Value
+
+
+class GenerationTask(Value):
+    """The task of a race. ``new_tokens`` is the length of every answer, as a power of two, so that a race serves all
+    that are alike. If the model has no positions for the nearest power, it is the lower of the two around the number.
+    """
+
+    new_tokens: int
+
+    @classmethod
+    def of(cls, options: GenerationOptions, most: int | None = None) -> Self:
+        power = 2 ** round(log2(options.max_new_tokens))
+        return cls(new_tokens=power if most is None or power <= most else power // 2)
+
 
 FOLLOWED = 16  # tokens of each prompt
 TIMED, ENOUGH_SECONDS = 3, 2.5  # passes, and seconds after which no further one is begun
@@ -110,8 +127,7 @@ def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, know
 
 
 def _timed(run: Run, passes: list[Pass], new_tokens: int) -> Run:
-    """Return the run with the seconds of all requested tokens. A step counts as long as the median of those that ran.
-    """
+    """Return the run with the seconds of all requested tokens. A step counts as long as the median of those that ran."""
     steps = [median(one.step_seconds or [0.0]) for one in passes]
     seconds = [one.first_seconds + step * (new_tokens - 1) for one, step in zip(passes, steps, strict=True)]
     spread = Spread.of(seconds, num_warmup=1)

@@ -8,27 +8,24 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
-from upshift.inference.contestant import Contest, Run
-from upshift.inference.engines import build_engine
-from upshift.inference.forecast import forecast_generation
-from upshift.inference.generation.decode import decode
-from upshift.inference.generation.divided import divide, is_too_large, room
-from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
-from upshift.inference.generation.lookup import Lookup
-from upshift.inference.generation.model import cache_bytes, check_weights, generation_task
+from upshift.inference.generation.batching import decode
+from upshift.inference.generation.contest import GenerationTask
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild
+from upshift.inference.generation.model import cache_bytes, check_weights, divide, generation_task, is_too_large, room
 from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options, unused
-from upshift.inference.generation.prefill import PASS_TOKENS
+from upshift.inference.generation.prefix import PASS_TOKENS
+from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.prompts import Prompt, Prompts
-from upshift.inference.generation.sequence import Ending, Sequence
-from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Race, race
-from upshift.inference.race_policy import RacePolicy
-from upshift.inference.sample import spread
+from upshift.inference.generation.sequence import Ending, GeneratedSequence
+from upshift.inference.race.forecast import forecast_generation
+from upshift.inference.race.policy import RacePolicy
+from upshift.inference.race.race import Race, race
+from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
+from upshift.inference.registry import build_engine
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
-from upshift.models.config_sizes import alike_positions_in
+from upshift.models.config import alike_positions_in
 from upshift.models.generation_config import start_token
-from upshift.models.store import isolation_of, positions_of
+from upshift.models.profile_cache import isolation_of, positions_of
 
 logger = logging.getLogger(__name__)
 
@@ -252,14 +249,16 @@ class Generator:
             return options
         return options.changed(max_new_tokens=left)
 
-    def _tokens(self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0) -> Iterator[tuple[Sequence, int]]:
+    def _tokens(
+        self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0
+    ) -> Iterator[tuple[GeneratedSequence, int]]:
         if not ids:
             return
         chosen = self.prepare(ids, options).chosen
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
         waiting = [
-            Sequence(place, prompt, self._within_positions(prompt, options), tokenizer, start=self.start)
+            GeneratedSequence(place, prompt, self._within_positions(prompt, options), tokenizer, start=self.start)
             for place, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])

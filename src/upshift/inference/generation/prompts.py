@@ -1,24 +1,29 @@
 """Turn prompts into token ids, by the model's own tokenizer and chat template, and tokens back into text.
 
 A prompt is used whole or refused: a chat's tools and the fields of its messages must change what the chat template
-writes."""
+writes.
+
+Read prompts from a file, block by block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from upshift.errors import RequestError
-from upshift.inference.lines import is_text
+from upshift.inference.resumable_output import check_output, is_empty, is_text, read_lines
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}
 CHAT_KEYS = ("messages", "tools")
-FORM = 'a text of Unicode characters, or the messages of a chat: [{"role": "user", "content": "..."}]'
+PROMPT_FORM = 'a text of Unicode characters, or the messages of a chat: [{"role": "user", "content": "..."}]'
 
 
 class Prompts:
@@ -37,7 +42,7 @@ class Prompts:
         found = []
         for number, prompt in enumerate(prompts, start=first + 1):
             if not _is_prompt(prompt):
-                raise RequestError(f"prompt {number} is {prompt!r:.80}; give {FORM}")
+                raise RequestError(f"prompt {number} is {prompt!r:.80}; give {PROMPT_FORM}")
             ids = self._ids(prompt, f"prompt {number}")
             if not ids:
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
@@ -138,3 +143,65 @@ def line_of(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         return dict(prompt)
     return {"prompt" if isinstance(prompt, str) else "messages": prompt}
+
+
+BLOCK_PROMPTS = 512
+LINE_FORM = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, with "tools" where there are any'
+
+
+def check_prompts(prompts: Path, option: str) -> None:
+    if not prompts.is_file() or prompts.suffix not in (".txt", ".jsonl"):
+        raise RequestError(
+            f"{option} {prompts} must be a file: .txt with a prompt a line, or .jsonl with {LINE_FORM} on every line"
+        )
+    if is_empty(prompts):
+        raise RequestError(f"{option} {prompts} is empty; write a prompt a line")
+
+
+def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
+    check_prompts(prompts, "--prompts")
+    check_output(output, (".jsonl",), prompts, overwrite=overwrite)
+
+
+def read_prompts(path: Path) -> Iterator[Prompt]:
+    """Yield the prompts of a file. Raise RequestError with the number of the line that is no prompt."""
+    return read_lines(path, _prompt)
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise RequestError(f"{where} is no prompt; write {LINE_FORM}")
+    _check_keys(record, where)
+    if "prompt" in record:
+        if not is_text(record["prompt"]):
+            raise RequestError(f"{where} is no prompt; write {LINE_FORM}, of Unicode characters")
+        return str(record["prompt"])
+    messages = record["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise RequestError(f"{where} is no prompt; write {LINE_FORM}, of Unicode characters")
+    chat_of(messages, where)
+    return record if record.get("tools") else messages
+
+
+def _check_keys(record: dict[str, Any], where: str) -> None:
+    taken = CHAT_KEYS if "messages" in record else ("prompt",)
+    unknown = next((key for key in record if key not in taken), None)
+    if unknown is not None:
+        raise RequestError(f"{where} has a key {unknown!r}, which is not used; leave it out, and write {LINE_FORM}")
+    tools = record.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RequestError(
+            f"{where} has tools that are no list of JSON objects; write them as transformers' chat templates take them"
+        )
+
+
+def _is_message(message: Any) -> bool:
+    """Return whether a message has a role and a text, parts, or a call of tools without a text."""
+    if not isinstance(message, dict) or not is_text(message.get("role")):
+        return False
+    content = message.get("content")
+    return is_text(content) or isinstance(content, list) or (content is None and bool(message.get("tool_calls")))

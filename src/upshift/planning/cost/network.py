@@ -172,7 +172,9 @@ def _gloo_volume(operation: Collective, ranks: int) -> float:
 
 
 def _gloo_between_processes(host: Host, operation: Exchange, num_bytes: float, processes: int, *, steps: int = 1) -> float:
-    """Return the seconds of an exchange inside a node. ``num_bytes``: of a tensor that two processes exchange in the same time.
+    """Return the seconds of an exchange inside a node.
+
+    ``num_bytes``: of a tensor that two processes exchange in the same time.
     """
     found = host.measured.exchanges.get(operation) if host.measured else None
     latency = found.latency_seconds if found is not None and found.latency_seconds is not None else GLOO_LATENCY

@@ -12,7 +12,7 @@ from upshift.planning.plan import Plan
 STEP_BYTES = 4.0  # a step count is an fp32 tensor of its own
 SMALL_ELEMENTS = 4096  # torchao and bitsandbytes keep smaller tensors in full precision
 LOW_BIT_BLOCK = 256  # elements that share one fp32 scale: transformers' value for both torchao optimizers
-STOCHASTIC_CHUNK = {"cpu": 2**16, "cuda": 2**24}  # elements updated at once (training/optimizers/stochastic.py)
+STOCHASTIC_CHUNK = {"cpu": 2**16, "cuda": 2**24}  # elements updated at once (training/optimizers/stochastic_adamw.py)
 STOCHASTIC_CHUNK_BYTES = 4 * 4 + 4 + 4  # fp32 weight, gradient and moments, random bits, their half in use
 LOW_BIT_WORKSPACE = {"adamw_torch_8bit": 8.0, "adamw_torch_4bit": 26.0}  # bytes an element, compiled for a CPU
 NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon
@@ -82,7 +82,7 @@ def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape],
 
 
 def rounds_stochastically(plan: Plan) -> bool:
-    """Return whether the update is the one of training/optimizers/stochastic.py."""
+    """Return whether the update is the one of training/optimizers/stochastic_adamw.py."""
     return plan.precision == "bf16-weights" and optimizers()[plan.optim].library is None
 
 

@@ -13,11 +13,9 @@ from typing import Literal
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
-from upshift.planning.attention import PACKED_KERNELS
-from upshift.planning.cost.exchange import Computed, Exchange
-from upshift.planning.cost.known import Known
+from upshift.planning.cost.communication import Computed, Exchange
+from upshift.planning.cost.memo import Known
 from upshift.planning.cost.network import Group, collective_seconds
-from upshift.planning.cost.offload import waiting_seconds
 from upshift.planning.cost.optimizer import (
     compile_seconds,
     trained_elements,
@@ -26,10 +24,11 @@ from upshift.planning.cost.optimizer import (
     update_flops,
     update_words,
 )
-from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, rates_for
+from upshift.planning.cost.partition import Stage, shares
+from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, rates_for, waiting_seconds
 from upshift.planning.cost.segments import place_segments, rank_key
-from upshift.planning.cost.share import Stage, shares
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.planning.workload import Workload
 
 Takes = Literal["tokens", "images"]
@@ -203,7 +202,8 @@ def idle_micro_batches(plan: Plan) -> float:
     """Return for how many micro-batches' time a pipeline rank waits in a step.
 
     The formula is from Narayanan et al. 2021 (section 2.2). For zero_bubble it is the third that is left when weights' gradients
-    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay (planning/schedule.py simulates
+    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay
+    (planning/cost/pipeline_schedule.py simulates
     them).
     """
     layout = plan.layout

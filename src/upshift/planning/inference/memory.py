@@ -1,18 +1,147 @@
-"""Predict the bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights."""
+"""Predict the bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights.
+
+Compute the bytes of a sequence's cached keys and values, and what attention computes over them.
+
+Layers with a sliding window keep and read no more than the window.
+
+Read the model's matrix products off its parameters' shapes: what each computes and reads for a number of tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, prod
+from typing import NamedTuple
 
 from upshift.hardware.spec import Host, stated_memory
-from upshift.models.profile import ModelProfile
-from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE
-from upshift.planning.inference.cache import cached_bytes
-from upshift.planning.inference.formats import WEIGHTS, WeightPrecision, plain_bytes
-from upshift.planning.inference.plan import ReplicaShape
-from upshift.planning.inference.products import products_of
-from upshift.planning.inference.workload import InferenceWorkload
+from upshift.models.profile import CachedLayers, ModelProfile
+from upshift.planning.cost.process_memory import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE
+from upshift.planning.inference.plan import (
+    CACHE_BYTES,
+    CACHE_SCALE_BYTES,
+    WEIGHTS,
+    CachePrecision,
+    InferenceWorkload,
+    ReplicaShape,
+    WeightFormat,
+    WeightPrecision,
+    plain_bytes,
+)
 from upshift.units import GIB, MIB
+
+
+def cached_bytes(profile: ModelProfile, precision: CachePrecision, tokens: int, *, ranks: int = 1) -> float:
+    """Return the bytes of a sequence of ``tokens`` in all layers, on one of ``ranks`` tensor-parallel devices."""
+    return sum(layers.count * _bytes(layers, precision, min(tokens, layers.window or tokens), ranks) for layers in profile.cache)
+
+
+def mean_read_bytes(profile: ModelProfile, precision: CachePrecision, start: int, steps: int, *, ranks: int = 1) -> float:
+    """Return the ``cached_bytes`` that a decode step reads, in the mean of ``steps`` steps that begin with ``start`` tokens."""
+    return sum(
+        layers.count * _bytes(layers, precision, mean_visible(layers.window, start, steps), ranks) for layers in profile.cache
+    )
+
+
+def mean_visible(window: int | None, start: int, steps: int) -> float:
+    """Return how many tokens a new one sees, in the mean of steps over which the sequence grows from ``start`` by one each."""
+    end = start + max(steps, 1)
+    if window is None or end <= window:
+        return (start + end) / 2
+    if start >= window:
+        return float(window)
+    growing = window - start
+    return (growing * (start + window) / 2 + (end - window) * window) / (end - start)
+
+
+def prompt_attention_flops(profile: ModelProfile, tokens: int) -> float:
+    """Return the FLOPs of attention over a prompt; one multiply-add = 2 FLOPs.
+
+    They are as the trace counted them, with causal attention as half. Models with windows are counted from the cached elements:
+    kernels skip what is outside a window, and a trace of few tokens does not reach that far.
+    """
+    if not _has_windows(profile):
+        return profile.forward_flops.bss * tokens * tokens
+    return sum(
+        layers.count * _pair_flops(profile, layers) * tokens * mean_visible(layers.window, 0, tokens) for layers in profile.cache
+    )
+
+
+def decode_attention_flops(profile: ModelProfile, start: int, steps: int) -> float:
+    """Return the FLOPs of attention for one token, in the mean of ``steps``."""
+    if not _has_windows(profile):
+        return 2.0 * profile.forward_flops.bss * mean_visible(None, start, steps)
+    return sum(
+        layers.count * _pair_flops(profile, layers) * mean_visible(layers.window, start, steps) for layers in profile.cache
+    )
+
+
+def _has_windows(profile: ModelProfile) -> bool:
+    return any(layers.window is not None for layers in profile.cache)
+
+
+def _pair_flops(profile: ModelProfile, layers: CachedLayers) -> float:
+    """Return the FLOPs for a query token and a cached one: every query head multiplies one head of keys and one of values."""
+    queries = profile.heads[0] if profile.heads else layers.heads
+    return 2.0 * layers.per_token * queries / layers.heads
+
+
+def _bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks: int) -> float:
+    """Return the bytes of one layer's cache on a rank.
+
+    Ranks share heads. A single head, such as the compressed keys and values of latent attention, is on each of them.
+    """
+    vectors = 2 * layers.heads * tokens * (CACHE_SCALE_BYTES.get(precision, 0.0) if layers.per_token else 0.0)
+    # States of recurrences are summed into at every step: they stay in 16 bits beside a quantized cache.
+    state = layers.per_sequence * max(CACHE_BYTES[precision], 2.0)
+    return (layers.per_token * tokens * CACHE_BYTES[precision] + vectors) / min(ranks, layers.heads) + state / ranks
+
+
+class Product(NamedTuple):
+    """Matrices of one shape, in the layers of the whole model.
+
+    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` of which a token meets
+    ``per_token``. Without a mixture both are 1.
+    """
+
+    outputs: int
+    inputs: int
+    matrices: int
+    experts: int = 1
+    per_token: int = 1
+
+    @property
+    def elements(self) -> int:
+        return self.outputs * self.inputs * self.matrices * self.experts
+
+    def stored_bytes(self, weights: WeightFormat, group_size: int) -> float:
+        """Return the bytes of all matrices with their scales."""
+        groups = ceil(self.inputs / group_size) if weights.grouped else 1
+        scales = self.outputs * groups * self.matrices * self.experts * weights.scale_bytes
+        return self.elements * weights.weight_bytes + scales
+
+    def touched(self, tokens: float) -> float:
+        """Return the expected number of a mixture's matrices that ``tokens`` meet, if each token goes to any ``per_token`` of
+        them alike."""
+        if self.experts == 1:
+            return 1.0
+        missed: float = (1.0 - self.per_token / self.experts) ** tokens
+        return self.experts * (1.0 - missed)
+
+
+def products_of(profile: ModelProfile) -> tuple[Product, ...]:
+    """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
+    parameters, found = profile.parameters, []
+    outside = {parameters.embedding, parameters.head} - {0}
+    for entry in parameters.product_shapes:
+        shape = entry.shape
+        if entry.elements in outside:
+            continue
+        if len(shape) == 3 and profile.experts is not None and shape[0] == profile.experts.count:
+            found.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))
+        else:
+            found.append(Product(shape[0], prod(shape[1:]), entry.count))
+    return tuple(found)
+
 
 COMMUNICATOR_BYTES = 370 * MIB  # NCCL's buffers: 342 to 392 MB in AIConfigurator's table (COSTS.md D2)
 GRAPH_BYTES = 0.5 * GIB  # assumed, for graphs captured for a few dozen batch sizes: not measured here

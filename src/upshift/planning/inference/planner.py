@@ -1,23 +1,275 @@
-"""Rank the inference plans for a host, a ModelProfile and an InferenceWorkload: the entry point of this package."""
+"""Rank the inference plans for a host, a ModelProfile and an InferenceWorkload: the entry point of this package.
+
+Cost every plan of the space: memory first, then time. Drop what does not fit or is too slow to answer, and keep the reason.
+
+Predict the numbers of an inference plan: speed, latency and memory.
+
+Say why: what each choice of the best plan brings, and what the runner-up would cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from pydantic import Field
+
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware import collective
+from upshift.hardware.catalog.efficiency import GEMM_EFFICIENCY
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
+from upshift.planning.analysis.explain import MAX_REJECTED, Reason, differences, reasons_among
 from upshift.planning.cost.time import takes
-from upshift.planning.explain import Reason
-from upshift.planning.inference.explain import reasons, representative
-from upshift.planning.inference.numbers import InferenceNumbers, numbers_of
-from upshift.planning.inference.rank import Candidate, Ranking, rank, too_big, too_slow
-from upshift.planning.inference.space import parse_fixed, read_fixed
-from upshift.planning.inference.workload import InferenceWorkload
+from upshift.planning.inference.memory import ReplicaMemory, replica_memory
+from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
+from upshift.planning.inference.space import (
+    choices,
+    chunks,
+    concurrencies,
+    layouts,
+    occupied,
+    parse_fixed,
+    plain_cache,
+    read_fixed,
+)
+from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, serve
+from upshift.record import Tier
+from upshift.units import format_bytes, gib
+from upshift.value import Value
+
+MILLISECONDS = 1000.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are of all replicas.
+
+    ``occupied``: the share of the replicas' room that the workload's requests fill.
+    """
+
+    plan: InferencePlan
+    memory: ReplicaMemory
+    service: Service
+    occupied: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.service.tokens_per_second * self.plan.replicas * self.occupied
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.service.requests_per_second * self.plan.replicas * self.occupied
+
+    @property
+    def resident(self) -> float:
+        return self.memory.total(self.plan.max_concurrency)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.limit is None or self.resident <= self.memory.limit
+
+
+@dataclass(frozen=True)
+class Rejected:
+    plan: InferencePlan
+    reason: str
+
+
+@dataclass
+class Ranking:
+    """The plans of a space, best first. ``too_big`` and ``too_slow`` are kept, the nearest first, for the plan that would nearly
+    do."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    too_big: list[Candidate] = field(default_factory=list)
+    too_slow: list[Candidate] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    @property
+    def num_plans(self) -> int:
+        return len(self.candidates) + len(self.rejected)
+
+
+def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
+    ranking = Ranking()
+    base: dict[str, Any] = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash}
+    for shape, replicas in _shapes(host, profile, workload, fixed):
+        engine = build_engine(host, profile, workload, shape)
+        for chunk in chunks(workload, fixed):
+            memory = replica_memory(host, profile, workload, shape, chunk_tokens=chunk)
+            for concurrency in concurrencies(workload, replicas, memory.largest_concurrency, fixed):
+                tokens = chunk if workload.task == "generate" else concurrency * workload.prompt_length
+                plan = InferencePlan.model_construct(
+                    **base, **shape._asdict(), replicas=replicas, max_concurrency=concurrency, prefill_chunk_tokens=tokens
+                )
+                _add(ranking, plan, engine, memory, workload)
+            if workload.task == "encode":
+                break  # a batch is one step, whatever the chunks
+    ranking.candidates.sort(key=_best_first)
+    ranking.too_big.sort(key=lambda c: (c.resident, *_best_first(c)))
+    ranking.too_slow.sort(key=lambda c: (_excess(c, workload), *_best_first(c)))
+    return ranking
+
+
+def _shapes(
+    host: Host, profile: ModelProfile, workload: InferenceWorkload, fixed: dict[str, Any]
+) -> Iterator[tuple[ReplicaShape, int]]:
+    """Yield (shape of a replica, number of replicas), in a fixed order."""
+    values = choices(host, profile, workload)
+    values |= {name: [fixed[name]] for name in values if name in fixed}
+    quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
+    ways, group_size = layouts(host, values), fixed.get("group_size", DEFAULT_GROUP)
+    for weights in values["weights"]:
+        plain = plain_cache(weights, host)
+        for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [plain, *quantized]:
+            for tensor, pipeline, replicas in ways:
+                for execution in values["execution"]:
+                    yield ReplicaShape(weights, cache, tensor, pipeline, execution, group_size), replicas
+
+
+def _add(
+    ranking: Ranking, plan: InferencePlan, engine: Engine | None, memory: ReplicaMemory, workload: InferenceWorkload
+) -> None:
+    if engine is None:
+        ranking.rejected.append(Rejected(plan, f"this host's rate with {plan.weights} weights is unknown"))
+        return
+    service = serve(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
+    if service is None:
+        unknown = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
+        ranking.rejected.append(Rejected(plan, unknown))
+        return
+    candidate = Candidate(plan, memory, service, occupied(workload, plan.replicas, plan.max_concurrency))
+    slow = too_slow(candidate, workload)
+    if not candidate.fits:
+        ranking.too_big.append(candidate)
+        ranking.rejected.append(Rejected(plan, too_big(candidate)))
+    elif slow is not None:
+        ranking.too_slow.append(candidate)
+        ranking.rejected.append(Rejected(plan, slow))
+    else:
+        ranking.candidates.append(candidate)
+
+
+def too_big(candidate: Candidate) -> str:
+    memory = candidate.memory
+    needs = f"needs {format_bytes(candidate.resident)} of the {format_bytes(memory.limit or 0.0)} that a process may use"
+    largest = memory.largest_concurrency or 0
+    return f"{needs}; at most {largest:,} fit at once" if largest else f"{needs}; not one sequence fits beside the weights"
+
+
+def too_slow(candidate: Candidate, workload: InferenceWorkload) -> str | None:
+    """Return in words which limit of the request the plan exceeds; None: none."""
+    for name, milliseconds, limit in _latencies(candidate, workload):
+        if limit is not None and milliseconds > limit:
+            return f"{name} {milliseconds:,.1f} ms, over --max-{name.lower()}-ms {limit:g}"
+    return None
+
+
+def _latencies(candidate: Candidate, workload: InferenceWorkload) -> list[tuple[str, float, float | None]]:
+    service = candidate.service
+    return [
+        ("TTFT", MILLISECONDS * service.ttft, workload.max_ttft_ms),
+        ("TPOT", MILLISECONDS * (service.tpot or 0.0), workload.max_tpot_ms),
+    ]
+
+
+def _excess(candidate: Candidate, workload: InferenceWorkload) -> float:
+    """Return how many times over its limits the plan is, at the worst of them."""
+    return max(milliseconds / limit for _, milliseconds, limit in _latencies(candidate, workload) if limit is not None)
+
+
+def _best_first(candidate: Candidate) -> tuple[Any, ...]:
+    """Return the sort key: throughput, then latency, memory and name, so that the order never depends on the order
+    of the space.
+    """
+    service = candidate.service
+    return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
+
+
+# Measured over predicted tokens/s, 95 of 100 published rows (docs/inference_planning.md), of products whose matrix products were
+# measured; between those whose collectives were not, such as those on PCIe, predictions are far too low. None: no rows.
+FORMULA_INTERVAL, UNMEASURED_LINK_INTERVAL = (0.7, 1.25), (0.7, 3.1)
+
+
+class InferenceNumbers(Value):
+    """The numbers of a plan. None is unknown, never zero."""
+
+    ttft_ms: float = Field(description="time to first token; of a whole batch to encode")
+    tpot_ms: float | None = Field(None, description="time per output token after the first, mean")
+    tokens_per_second: float = Field(description="generated tokens of all replicas; those of the sequences, to encode")
+    tokens_per_second_per_device: float
+    requests_per_second: float
+    memory: dict[str, float] = Field(description="GiB of the fullest device, by part")
+    peak_gib: float
+    limit_gib: float | None = Field(None, description="what a process may use of the device")
+    largest_concurrency: int | None = Field(None, description="sequences that fit at once in all replicas")
+    step_ms: dict[str, float] = Field(description="of the step that takes most of the time, by term")
+    binding_term: str = Field(description="what a faster device would have to be faster at")
+    tier: Tier = "formula"
+    interval: tuple[float, float] | None = Field(None, description="factor range of tokens/s that should hold the truth")
+
+
+def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
+    plan, memory, service = candidate.plan, candidate.memory, candidate.service
+    largest = memory.largest_concurrency
+    return InferenceNumbers(
+        ttft_ms=MILLISECONDS * service.ttft,
+        tpot_ms=None if service.tpot is None else MILLISECONDS * service.tpot,
+        tokens_per_second=candidate.tokens_per_second,
+        tokens_per_second_per_device=candidate.tokens_per_second / plan.num_devices,
+        requests_per_second=candidate.requests_per_second,
+        memory={part: gib(size) for part, size in memory.parts(plan.max_concurrency).items()},
+        peak_gib=gib(candidate.resident),
+        limit_gib=None if memory.limit is None else gib(memory.limit),
+        largest_concurrency=None if largest is None else largest * plan.replicas,
+        step_ms=dict(zip(TERM_NAMES, (MILLISECONDS * seconds for seconds in service.step), strict=True)),
+        binding_term=service.step.binding_term,
+        interval=_interval(host, plan.tensor_parallel),
+    )
+
+
+def _interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
+    key = host.gpu.table_key if host.gpu is not None else None
+    if key is None or key not in GEMM_EFFICIENCY:
+        return None
+    return FORMULA_INTERVAL if tensor_parallel == 1 or collective(key, "all_reduce") else UNMEASURED_LINK_INTERVAL
+
+
+BECAUSE = {
+    "weights": "bytes read for every step, and the rate of matrix products",
+    "kv_cache": "sequences that fit, and bytes read for each of them",
+    "tensor_parallel": "weights and cache shared in a step, against exchanges in every layer",
+    "pipeline_parallel": "memory of several devices with few exchanges, against latency",
+    "max_concurrency": "weights are read once for all sequences, each of which waits longer",
+    "prefill_chunk_tokens": "efficient products for prompts, against longer steps for those that decode",
+    "execution": "kernels replayed without a gap, against none recorded",
+}
+OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
+
+
+def reasons(ranking: Ranking) -> tuple[Reason, ...]:
+    """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
+    best = ranking.candidates[0]
+    encodes = best.service.tpot is None
+    because = {name: why for name, why in BECAUSE.items() if not (encodes and name in OF_GENERATION)}
+    cost = partial(_cost, best)
+    return reasons_among(ranking.candidates, ranking.rejected, because, cost=cost, blocked_cost="does not fit, or is too slow")
+
+
+def _cost(best: Candidate, other: Candidate) -> str:
+    return differences(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
+
+
+def representative(rejected: list[Rejected]) -> list[Rejected]:
+    """Return at most 200 rejections, evenly drawn in the order of the space."""
+    step = -(-len(rejected) // MAX_REJECTED) if rejected else 1
+    return rejected[::step]
+
 
 PROFILE_LENGTH = 128  # tokens; nothing that inference plans take from a profile depends on it
 MAX_SHOWN_PLANS = 50

@@ -8,12 +8,19 @@ from typing import Any, get_args, get_type_hints
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.assignments import check_allowed_names, check_legal, one_of, parse_field, read_assignments
-from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
-from upshift.planning.inference.plan import Execution, InferencePlan
-from upshift.planning.inference.rates import beside_rounded
-from upshift.planning.inference.workload import InferenceWorkload
+from upshift.planning.inference.plan import (
+    CACHE_ALLOW,
+    CHANGES_MATHEMATICS,
+    WEIGHTS,
+    CachePrecision,
+    Execution,
+    InferencePlan,
+    InferenceWorkload,
+    WeightPrecision,
+)
+from upshift.planning.inference.time import beside_rounded
 from upshift.planning.layout import divisors
+from upshift.planning.search.space import check_allowed_names, check_legal, one_of, parse_field, read_assignments
 
 CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
 MOST_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more

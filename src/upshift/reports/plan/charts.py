@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
+from upshift.planning.cost.pipeline_schedule import Kind, Pass, simulate
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate
-from upshift.planning.schedule import Kind, Pass, simulate
-from upshift.reports import scatter
+from upshift.planning.search.ranking import Candidate
+from upshift.reports import plots
 from upshift.reports.plan.words import (
     SMALL_SHARE,
     held_gib,
@@ -25,6 +25,7 @@ from upshift.reports.plan.words import (
 )
 from upshift.reports.plots import (
     BLUE,
+    FRONTIER_LINE,
     GREEN,
     GREY,
     ORANGE,
@@ -32,18 +33,25 @@ from upshift.reports.plots import (
     READABLE_TEXT,
     RED,
     SKY,
+    STAR,
     VIOLET,
     YELLOW,
     Figure,
+    Placed,
+    all_peaks,
     axis,
     column,
+    frontier,
     layout,
+    limit_marks,
     log_axis_if_wide,
+    marks,
     part_colours,
+    placed,
     plot_text,
     rounded,
+    thinned,
 )
-from upshift.reports.scatter import FRONTIER_LINE, STAR, Placed, all_peaks, frontier, limit_marks, marks, placed, thinned
 from upshift.units import format_seconds, gib
 
 TERM_COLOURS = {
@@ -185,7 +193,7 @@ def picture(planning: Planning) -> Picture:
     dots = []
     for index, candidate in enumerate((*ranking.candidates, *near)):
         group = group_of(candidate.plan)
-        dots.append(scatter.Candidate(
+        dots.append(plots.Candidate(
             label=candidate.plan.label(), tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
             status="chosen" if index == 0 else "candidate" if index < len(ranking.candidates) else "rejected",
             group=group if group in colours else OTHERS,

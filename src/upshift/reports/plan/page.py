@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from upshift.planning.cost.resident import unknown_memory
+from upshift.planning.analysis.explain import representative
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, most_waiting
+from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import takes
-from upshift.planning.explain import representative
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate
-from upshift.planning.schedule import Pass, idle_share, most_waiting
+from upshift.planning.search.ranking import Candidate
 from upshift.reports.blocks import (
     Block,
     Cell,

@@ -13,16 +13,32 @@ from typing import Any
 
 from upshift.planning.cost.time import takes
 from upshift.planning.layout import divisors
-from upshift.planning.legal import conflict
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate, Coster, limit_of
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT
-from upshift.reports import scatter
+from upshift.planning.search.constraints import conflict
+from upshift.planning.search.ranking import Candidate, Coster, limit_of
+from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT
+from upshift.reports import plots
 from upshift.reports.blocks import Block, Controls, Paragraph, Plot, Slider, SpokenWords, empty
 from upshift.reports.plan.charts import FARTHEST, memory_figure
 from upshift.reports.plan.words import costs, full_memory_words, held_gib, limit_gib, speed_words
-from upshift.reports.plots import BLUE, GREY, RED, Figure, axis, chosen_by, layout, log_axis_if_wide
-from upshift.reports.scatter import FRONTIER_LINE, STAR, Placed, all_peaks, frontier, limit_marks, marks, placed
+from upshift.reports.plots import (
+    BLUE,
+    FRONTIER_LINE,
+    GREY,
+    RED,
+    STAR,
+    Figure,
+    Placed,
+    all_peaks,
+    axis,
+    chosen_by,
+    frontier,
+    layout,
+    limit_marks,
+    log_axis_if_wide,
+    marks,
+    placed,
+)
 
 LENGTH_FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of the workload's sequence length
 MAX_MICRO_BATCHES = 12
@@ -132,7 +148,7 @@ def selected_in(grid: Grid, content: Callable[[Cell], Any]) -> Figure:
 def dots(candidates: Sequence[Candidate], planning: Planning) -> list[Placed]:
     limit = limit_gib(planning)
     return placed([
-        scatter.Candidate(
+        plots.Candidate(
             label=candidate.plan.label(), status="candidate" if fits(candidate, planning) else "rejected",
             tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
         )

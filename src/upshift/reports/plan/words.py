@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from upshift.planning.cost.basis import Number
 from upshift.planning.cost.time import takes
+from upshift.planning.cost.uncertainty import Number
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate, limit_of
+from upshift.planning.search.ranking import Candidate, limit_of
 from upshift.units import format_seconds, gib
 
 SMALL_SHARE = 0.005  # of a step's time: not worth a word

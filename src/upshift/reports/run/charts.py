@@ -15,17 +15,25 @@ from upshift.reports.plots import (
     ORANGE,
     RED,
     SKY,
+    STAR,
+    Candidate,
     Figure,
+    Placed,
+    all_peaks,
     axis,
     column,
+    frontier,
     layout,
+    limit_marks,
     log_axis_if_wide,
+    marks,
     part_colours,
+    placed,
     plot_text,
     rounded,
+    thinned,
 )
 from upshift.reports.run.content import LossCurve, MemoryLife, MemorySample, Point
-from upshift.reports.scatter import STAR, Candidate, Placed, all_peaks, frontier, limit_marks, marks, placed, thinned
 
 MAX_POINTS = 1500
 MIN_LABELLED_SHARE = 0.1

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from upshift.reports.scatter import Candidate
+from upshift.reports.plots import Candidate
 from upshift.value import Value
 
 Role = Literal["default", "chosen", "other"]

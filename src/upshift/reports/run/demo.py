@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.record import Numbers, Record, compared_numbers
+from upshift.reports.plots import Candidate, Status
 from upshift.reports.run.content import (
     ComparisonRow,
     Fact,
@@ -19,7 +20,6 @@ from upshift.reports.run.content import (
     Sample,
 )
 from upshift.reports.run.page import write_run_page
-from upshift.reports.scatter import Candidate, Status
 from upshift.units import GIB, format_count
 
 LASTING = ("weights", "optimizer")

@@ -29,6 +29,7 @@ from upshift.reports.blocks import (
     times,
 )
 from upshift.reports.document import Page, Section, page_html, write_page
+from upshift.reports.plots import Candidate
 from upshift.reports.run.charts import (
     MIN_LABELLED_SHARE,
     CandidatePlot,
@@ -38,7 +39,6 @@ from upshift.reports.run.charts import (
     phase_spans,
 )
 from upshift.reports.run.content import ComparisonRow, Fact, MemorySample, Reason, RunPage
-from upshift.reports.scatter import Candidate
 
 MAX_REASONS_LISTED = 8
 MAX_TRIED_LISTED = 20
@@ -108,9 +108,8 @@ def comparison(plans: Sequence[ComparisonRow]) -> list[Block]:
     if not plans:
         return [empty("No comparison: the plain default was not measured in this run.")]
     base = baseline(plans)
-    above = (
-        "All were measured on this machine, on the same data. The plain default is what a person gets without tuning. "
-        + ("Small figures compare with the plain default." if base else "The plain default was not measured.")
+    above = "All were measured on this machine, on the same data. The plain default is what a person gets without tuning. " + (
+        "Small figures compare with the plain default." if base else "The plain default was not measured."
     )
     heads = [
         ("Plan", "long"), ("Tokens per second", "number"), ("Step, ms (median)", "number"), ("Peak allocated, GiB", "number"),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.models.profile import labelled_share
-from upshift.training.data.columns import IGNORED
+from upshift.training.data.corpus import IGNORED
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
@@ -29,7 +29,7 @@ class Objective(Value):
     special_token_ids: tuple[int, ...] = ()  # never masked
     vocab_size: int | None = None  # the range of random replacements
     mask_probability: float = labelled_share("masked-lm")
-    # causal-lm: what padding on the right of a text needs (models/isolation.py); none: rows hold texts of one length
+    # causal-lm: what padding on the right of a text needs (models/isolation/check.py); none: rows hold texts of one length
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
     loss_splits: bool = True  # False: the loss of a batch is not that of its parts, so that it must not be halved
 

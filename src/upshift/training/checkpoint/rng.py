@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from upshift.loading.header import StoredTensor, read_header
-from upshift.loading.tensors import read_tensor
+from upshift.loading.files.safetensors_header import StoredTensor, read_header
+from upshift.loading.files.tensors import read_tensor
 
 RNG_NAME = "rng.safetensors"
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError
 
 from upshift.errors import RequestError
-from upshift.training.batches.source import Position
-from upshift.training.checkpoint.checksums import checksums_of, sealed, unsealed
+from upshift.training.batches.sampler import Position
+from upshift.training.checkpoint.directory import checksums_of, sealed, unsealed
 from upshift.value import Value, first_problem
 
 STATE_NAME = "upshift_state.json"

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.training.data.columns import TokenRow
-from upshift.training.data.corpus import PIECE_CHARACTERS, Corpus, Document, Documents, TextFile
-from upshift.training.data.token_file import TokenFile
-from upshift.training.data.tokens import TokenizedCorpus, hold_out_evaluation
+from upshift.training.data.corpus import PIECE_CHARACTERS, Corpus, Document, Documents, TextFile, TokenRow
+from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -12,26 +12,26 @@ from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
-from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
-from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
-from upshift.models.store import isolation_of
-from upshift.planning.isolation import why_not_isolated
+from upshift.models.profile_cache import isolation_of
+from upshift.models.tracing.segments import Tracer
 from upshift.planning.plan import ALONE
+from upshift.planning.row_sharing import why_not_isolated
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.data.training_data import TrainingData, prepare_data
-from upshift.training.heal.heal import check_healing, run_healing
+from upshift.training.data.dataset import TrainingData, prepare_data
+from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.elastic.supervisor import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent
 from upshift.training.loop.loop import Outcome, train
-from upshift.training.loop.run import OWN_FILES, open_run
-from upshift.training.loop.stop import StopRequest
+from upshift.training.loop.signals import StopRequest
+from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
-from upshift.training.parallel.refusals import cannot_run
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]

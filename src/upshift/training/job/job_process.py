@@ -1,6 +1,6 @@
 """Start the process of one job: quiet the libraries, and only then import the module that runs the job and imports them.
 
-    python -m upshift.with_parent PID BY_KERNEL upshift.training.job.job_process MODULE FOLDER
+python -m upshift.parent_process PID BY_KERNEL upshift.training.job.job_process MODULE FOLDER
 """
 
 from __future__ import annotations

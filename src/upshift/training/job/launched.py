@@ -20,21 +20,21 @@ from torch.distributed import PrefixStore, Store
 
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
-from upshift.hardware.binding import bind
-from upshift.hardware.several import join_hosts, measure_link
+from upshift.hardware.cluster import join_hosts, measure_link
+from upshift.hardware.cpu_affinity import bind
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
 from upshift.settings import Ranks
-from upshift.training.checkpoint.files import still_loadable
-from upshift.training.data.training_data import TrainingData, load_data, save_data
+from upshift.training.checkpoint.directory import still_loadable
+from upshift.training.data.dataset import TrainingData, load_data, save_data
 from upshift.training.job.job import append_record, check_job, run_rank
-from upshift.training.job.meeting import meet
+from upshift.training.job.rendezvous import meet
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.run import SHARED_NAME, open_run
-from upshift.training.loop.stop import StopRequest
-from upshift.training.processes import joined, lost_another
+from upshift.training.loop.signals import StopRequest
+from upshift.training.loop.state import SHARED_NAME, open_run
+from upshift.training.process_group import joined, lost_another
 
 LONGEST_RUN = timedelta(days=365)  # a rank that has no part in the run waits for all of it
 LAUNCH_NAME = "launch.json"

@@ -17,19 +17,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from upshift import errors, with_parent
+from upshift import errors, parent_process
 from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
-from upshift.training.checkpoint.files import still_loadable
+from upshift.training.checkpoint.directory import still_loadable
+from upshift.training.data.dataset import TrainingData, load_data
 from upshift.training.data.tokenizer import load_tokenizer
-from upshift.training.data.training_data import TrainingData, load_data
 from upshift.training.job.job_process import PROCESS
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
-from upshift.training.loop.stop import StopRequest
-from upshift.training.processes import join_processes, rank_environment
+from upshift.training.loop.signals import StopRequest
+from upshift.training.process_group import join_processes, rank_environment
 
 RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
 JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
@@ -39,7 +39,7 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
     """Start the fresh process, which runs ``module``, pass its events on, and return the record of rank 0."""
     with written(job, data) as folder:
         process = subprocess.Popen(
-            with_parent.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            parent_process.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
         )  # fmt: skip
         assert process.stdout is not None

@@ -1,25 +1,47 @@
 """Run jobs one after the other, each in a process that is forked from one which has imported everything.
 
 This is for many short jobs, for which the seconds of importing would be most of their time.
+
+Run one job in a child of the fork server, as it is written in a folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
 from upshift.loading.output_lock import claimed
 from upshift.record import Record
-from upshift.training.data.training_data import TrainingData
-from upshift.training.job.job import append_record, open_job
-from upshift.training.job.processes import result_in, written
+from upshift.training.data.dataset import TrainingData
+from upshift.training.job.job import append_record, open_job, run_rank
+from upshift.training.job.processes import result_in, run_in, written
 from upshift.training.job.request import Job
-from upshift.training.job.worker import STOP, Request
-from upshift.training.loop.events import OnEvent, Told
+from upshift.training.loop.events import Event, OnEvent, Told, told
+from upshift.value import Value
 
-WORKER = "upshift.training.job.worker"
+STOP = "stop"  # a file in the job's folder: its result is not wanted any more
+
+
+class Request(Value):
+    folder: str
+
+
+def main(path: Path, answer: Callable[[Value], None]) -> None:
+    folder = Path(Request.from_file(path).folder)
+
+    def tell(event: Event) -> None:
+        answer(told(event))
+        if (folder / STOP).exists():
+            os.killpg(0, signal.SIGKILL)  # this process and the ranks that it has forked
+
+    run_in(folder, run_rank, tell)
+
+
+WORKER = "upshift.training.job.server"
 
 
 class JobServer:

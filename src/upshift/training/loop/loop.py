@@ -10,21 +10,22 @@ from pathlib import Path
 
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
-from upshift.debugging.signs import LOOP_DATA_FIX
+from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
-from upshift.training.autopsy import examine
-from upshift.training.batches.of_plan import layout_for
-from upshift.training.batches.source import BatchSource, evaluation_batches, look_ahead
+from upshift.training.batches.layout import layout_for
+from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
-from upshift.training.checkpoint.divided import is_divided
-from upshift.training.checkpoint.files import still_loadable
+from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
-from upshift.training.data.training_data import TrainingData
+from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.data.dataset import TrainingData
+from upshift.training.distributed.mesh import find_place, highest, on_rank_0
+from upshift.training.distributed.watchdog import watching
+from upshift.training.elastic.replica import Again, Copies
 from upshift.training.evaluate import evaluate
-from upshift.training.heal.copies import Again, Copies
-from upshift.training.host_memory import HeldMemory
+from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.events import (
     Doubted,
@@ -39,17 +40,14 @@ from upshift.training.loop.events import (
     StepDone,
     Waited,
 )
-from upshift.training.loop.failures import death_reported, doubts, out_of_memory_in_words
-from upshift.training.loop.meter import NUM_WARMUP, WATCHED_WITHIN, StepMeter
-from upshift.training.loop.progress import Progress
-from upshift.training.loop.saves import Saves
-from upshift.training.loop.stop import StopRequest
-from upshift.training.parallel.place import find_place
-from upshift.training.parallel.ranks import highest, on_rank_0
-from upshift.training.parallel.watch import watching
+from upshift.training.loop.metrics import NUM_WARMUP, WATCHED_WITHIN, StepMeter
+from upshift.training.loop.monitor import RunSigns, death_reported, doubts, out_of_memory_in_words
+from upshift.training.loop.save import Saves
+from upshift.training.loop.signals import StopRequest
+from upshift.training.loop.state import Progress
+from upshift.training.out_of_memory import examine
 from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
-from upshift.training.processes import rank_environment
-from upshift.training.signs import RunSigns
+from upshift.training.process_group import rank_environment
 from upshift.training.step import Shape, Stepper
 from upshift.units import GIB, gib
 

@@ -1,4 +1,7 @@
-"""Build the plan's optimizer."""
+"""Build the plan's optimizer.
+
+Update each parameter in the backward pass as soon as its gradient is whole, and free the gradient at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
@@ -16,10 +20,10 @@ from upshift.planning.optimizers import ALIASES, check_library, optimizers, read
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.mup import split_by_rate
+from upshift.training.optimizers.cpu_offload import OnHost
 from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
-from upshift.training.optimizers.on_host import OnHost
-from upshift.training.optimizers.on_parts import Division, OnParts
-from upshift.training.optimizers.stochastic import StochasticAdamW
+from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 
 Groups = list[dict[str, Any]]
 
@@ -100,3 +104,28 @@ def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Ca
     low_bit = AdamW4bit if plan.optim == "adamw_torch_4bit" else AdamW8bit
     given = {"block_size": LOW_BIT_BLOCK, "bf16_stochastic_round": plan.precision == "bf16-weights", **options}
     return lambda groups: low_bit(groups, **given, **adam)
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """Make ``backward()`` update every parameter of ``optimizer``, from now on and until the returned handles are removed.
+
+    Groups and state stay those of one optimizer. A parameter must get its whole gradient in one backward pass.
+    """
+    return [
+        parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+
+
+def _updater(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:
+    def update(parameter: Tensor) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[number], "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+        parameter.grad = None
+
+    return update

@@ -9,31 +9,32 @@ from pathlib import Path
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
 from upshift.loading.output_lock import LOCK_NAME, claimed
-from upshift.planning.changes import Change, Measured, find_changes
+from upshift.planning.analysis.bottleneck import HEAD, Change, Measured, find_changes, roofline
 from upshift.planning.cost.memory import PHASES
 from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
-from upshift.planning.roofline import HEAD, roofline
+from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan
 from upshift.settings import read_ranks
+from upshift.training.arguments import TrainRequest
 from upshift.training.job.job import check_job
 from upshift.training.job.processes import run_in_processes
-from upshift.training.loop.run import RUN_NAME, open_run
-from upshift.training.profiling.rank import RANK_FILE, TRACE_FILE, RankProfile
+from upshift.training.loop.state import RUN_NAME, open_run
 from upshift.training.profiling.report import (
     NUM_CHANGES,
+    RANK_FILE,
     REPORT_FILE,
+    TRACE_FILE,
     PhaseMemory,
     ProfileReport,
+    RankProfile,
     binding,
     findings_of,
     kinds_of,
     mean_kinds,
 )
 from upshift.training.run import Prepared, Watcher, prepare_run
-from upshift.training.runnable import runnable
-from upshift.training.train_request import TrainRequest
+from upshift.training.trials.trials import runnable
 
 WORKER = "upshift.training.profiling.worker"
 

@@ -18,17 +18,19 @@ from upshift.benchmarking.meters import MemoryRecorder
 from upshift.hardware.detect import detect
 from upshift.models.adapter import base_of
 from upshift.record import Record
-from upshift.training.batches.source import GlobalBatch
-from upshift.training.data.training_data import TrainingData
-from upshift.training.held import held_peak_bytes
+from upshift.training.batches.sampler import GlobalBatch
+from upshift.training.data.dataset import TrainingData
+from upshift.training.distributed.mesh import slowest
+from upshift.training.held_memory import held_peak_bytes
 from upshift.training.job.processes import main
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent, Started
 from upshift.training.loop.loop import TrainingLoop
-from upshift.training.loop.stop import StopRequest
-from upshift.training.parallel.ranks import slowest
-from upshift.training.processes import rank_environment
-from upshift.training.profiling.account import (
+from upshift.training.loop.monitor import compiled_so_far, why_compiled
+from upshift.training.loop.signals import StopRequest
+from upshift.training.prepare import in_memory_bytes
+from upshift.training.process_group import rank_environment
+from upshift.training.profiling.breakdown import (
     DATA_RANGE,
     HEAD_RANGE,
     STEP_RANGE,
@@ -39,13 +41,11 @@ from upshift.training.profiling.account import (
     device_time,
     kind_of,
     kind_of_kernel,
+    phases_of,
     recording_seconds,
     without_recording,
 )
-from upshift.training.profiling.memory import phases_of
-from upshift.training.profiling.rank import RANK_FILE, TRACE_FILE, Operator, RankProfile
-from upshift.training.signs import compiled_so_far, why_compiled
-from upshift.training.weight_offload import in_memory_bytes
+from upshift.training.profiling.report import RANK_FILE, TRACE_FILE, Operator, RankProfile
 from upshift.units import FLOP_CONVENTION, gib
 
 SETTLING = 2  # steps before the measured ones: they allocate and compile

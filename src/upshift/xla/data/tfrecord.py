@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.batches.source import batches_of_epoch
+from upshift.training.batches.sampler import batches_of_epoch
 from upshift.value import Value, first_problem
-from upshift.xla.data.batches import IGNORED, Arrays, Batches
-from upshift.xla.data.buckets import plan_buckets
+from upshift.xla.data.batches import IGNORED, Arrays, Batches, plan_buckets
 
 INDEX = "index.json"
 FEATURES = ("input_ids", "labels")
@@ -99,9 +98,7 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
     if index.num_examples < global_batch:
         found = f"{folder} has {index.num_examples} examples"
         raise RequestError(f"{found}, one global batch takes {global_batch}; use a smaller one, or more data")
-    buckets = plan_buckets(
-        index.lengths, index.counts, longest=index.lengths[-1], batch_size=global_batch, num_steps=num_steps
-    )
+    buckets = plan_buckets(index.lengths, index.counts, longest=index.lengths[-1], batch_size=global_batch, num_steps=num_steps)
     files = [f"{folder}/{name}" for name in index.files]
     examples = tf.data.TFRecordDataset(files).map(_parsed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).cache()
     of_epoch = batches_of_epoch(index.num_examples, global_batch)

@@ -1,10 +1,15 @@
-"""Generate text of any Hugging Face model that generates, by programs that XLA compiles whole."""
+"""Generate text of any Hugging Face model that generates, by programs that XLA compiles whole.
+
+Define ``upshift.xla.generate``: the one call. Programs that were compiled before are found again.
+
+Choose which prompts are generated together, and how wide. Shapes are few, as each compiles a program.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -12,16 +17,48 @@ import tensorflow as tf
 from upshift.errors import RequestError
 from upshift.models.describe import max_positions
 from upshift.models.generation_config import start_token
+from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
-from upshift.models.store import isolation_of
 from upshift.value import Value
-from upshift.xla.build import XlaModel
-from upshift.xla.generation.buckets import MANY, groups
-from upshift.xla.generation.choose import Sampling
 from upshift.xla.generation.options import XlaGeneration, read_options
 from upshift.xla.generation.passes import DecoderOnly, EncoderDecoder
-from upshift.xla.generation.program import Passes, generate
+from upshift.xla.generation.program import Passes, generate_tokens
+from upshift.xla.generation.sampling import Sampling
 from upshift.xla.lowering.program import lower
+from upshift.xla.model import XlaModel, build
+from upshift.xla.tensorflow import keep_programs
+
+NARROWEST = 32
+MANY = 8  # prompts at once
+
+
+class Group(NamedTuple):
+    places: tuple[int, ...]  # of its prompts, among all
+    width: int
+
+
+def width_of(length: int, *, multiple: int | None) -> int:
+    """Return a power of two from 32 on, so that any lengths need few programs, or the next multiple."""
+    if multiple is not None:
+        return -(-length // multiple) * multiple
+    return max(NARROWEST, 1 << (length - 1).bit_length())
+
+
+def groups(lengths: Sequence[int], *, rows: int, multiple: int | None = None) -> Iterator[Group]:
+    """Return groups of at most ``rows`` prompts of one width. A width of few prompts joins the next one that there
+    is, so that no program is compiled for less than a group."""
+    by_width: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        by_width.setdefault(width_of(length, multiple=multiple), []).append(place)
+    waiting: list[int] = []
+    widths = sorted(by_width)
+    for width in widths:
+        waiting += by_width[width]
+        whole = len(waiting) // rows * rows if width != widths[-1] else len(waiting)
+        for start in range(0, whole, rows):
+            yield Group(tuple(waiting[start : min(start + rows, whole)]), width)
+        waiting = waiting[whole:]
+
 
 BELOW_ONE = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
 
@@ -36,7 +73,7 @@ class CompiledShape(Value):
 
 
 class XlaGenerator:
-    """``model``: as upshift.xla.build gives it. ``pad_to_multiple_of``: of prompts; None: to powers of two from 32 on.
+    """``model``: as upshift.xla.model gives it. ``pad_to_multiple_of``: of prompts; None: to powers of two from 32 on.
 
     ``compiled``: the programs so far, and ``num_traces`` how often TensorFlow traced: the same number, or shapes changed that
     should not have.
@@ -108,7 +145,7 @@ class XlaGenerator:
         fill = program.eos_token_id[0] if program.eos_token_id else 0
 
         def run(ids: Any, mask: Any, sampling: Sampling) -> Any:
-            return generate(self._passes, program, fill, self.model.weights, ids, mask, sampling)
+            return generate_tokens(self._passes, program, fill, self.model.weights, ids, mask, sampling)
 
         return run
 
@@ -128,7 +165,7 @@ class XlaGenerator:
 
 def passes_of(model: Any, source: ModelSource) -> Passes:
     """Return the passes of a model. Raise RequestError for a model that generates no text, or another one with padding before its
-    prompt or token by token (models/isolation.py)."""
+    prompt or token by token (models/isolation/check.py)."""
     if not model.can_generate():
         raise RequestError(f"{type(model).__name__} generates no text; give a causal language model or an encoder-decoder")
     if not model.config.is_encoder_decoder:
@@ -173,3 +210,18 @@ def _text(tokens: list[int], options: XlaGeneration) -> list[int]:
     return tokens[: end + 1]
 
 
+def generate(model: str | XlaModel, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> list[Any]:
+    """Return texts behind prompts that are texts, or token ids behind token ids. ``options`` have transformers'
+    names, such as max_new_tokens, do_sample, temperature, top_k, top_p, num_beams, seed. For several calls keep an
+    XlaGenerator."""
+    if isinstance(prompts, str):
+        raise RequestError("generate() takes a list of prompts and was given one text; use generate(model, [text])")
+    keep_programs()
+    generator = XlaGenerator(build(model) if isinstance(model, str) else model)
+    if not any(isinstance(prompt, str) for prompt in prompts):
+        return generator.generate(prompts, **options)  # type: ignore[arg-type]
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(generator.model.source.directory)
+    found = generator.generate([tokenizer(prompt).input_ids for prompt in prompts], **options)
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]

@@ -8,15 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from upshift.xla.generation.beams import advance, first_beams, unfinished
-from upshift.xla.generation.choose import Sampling, greedy, process, sample
+from upshift.xla.generation.beam_search import advance, first_beams, unfinished
 from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.passes import DecoderOnly, EncoderDecoder, Weights
+from upshift.xla.generation.sampling import Sampling, greedy, process, sample
 
 Passes = DecoderOnly | EncoderDecoder
 
 
-def generate(
+def generate_tokens(
     passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling
 ) -> Any:
     """Return tokens [R, N] of prompts [R, P], with ``fill`` behind the tokens that end a text."""
@@ -25,9 +25,7 @@ def generate(
     return _chosen(passes, options, fill, weights, ids, mask, sampling)
 
 
-def _chosen(
-    passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling
-) -> Any:
+def _chosen(passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling) -> Any:
     new = options.max_new_tokens
 
     def choose(logits: Any, number: Any, done: Any) -> tuple[Any, Any]:

@@ -60,8 +60,7 @@ def _indexed_first(dims: list[int], rank: int) -> list[int]:
 
 
 def _result_order(dims: list[int], rank: int, width: int) -> list[int]:
-    """Return where torch puts the indexed dimensions: in their place if they stand together, in front if they do not.
-    """
+    """Return where torch puts the indexed dimensions: in their place if they stand together, in front if they do not."""
     rest = rank - len(dims)
     before = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     return [*range(width, width + before), *range(width), *range(width + before, width + rest)]

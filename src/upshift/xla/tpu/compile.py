@@ -1,29 +1,74 @@
 """``upshift xla compile``: does the program compile for a TPU, how much of its memory does it take, how fast can it be.
 
 Decides what is said of the compiler's answer. The compiler runs in a process of its own, with the variables that it needs.
+
+Name slices of Cloud TPUs by Google's names, such as v5e-4, and by the compiler's.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from upshift import with_parent
+from upshift import parent_process
 from upshift.benchmarking.environment import environment
 from upshift.errors import JobFailed, MissingExtra, NothingFits, RequestError
+from upshift.hardware.catalog.row import GpuFacts
+from upshift.hardware.catalog.tpu import TPUS
 from upshift.hardware.detect import detect
-from upshift.installed import installed_version
 from upshift.models.source import ModelSource, find_model
-from upshift.planning.tpu_programs import keep_program
+from upshift.planning.analysis.tpu_programs import keep_program
 from upshift.record import Numbers, Record
 from upshift.settings import tpu_compiler_environment
 from upshift.units import GIB
 from upshift.value import Value
+from upshift.versions import installed_version
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
-from upshift.xla.tpu.topology import Topology, read_topology
+
+GRIDS = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # of v5e and v6e, by chips
+CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+FLAT = ("v5e", "v6e")  # named by their chips; the others by their cores, two of a chip
+
+
+class Topology(Value):
+    name: str  # v5e-4
+    version: str  # v5e, a key of hardware's table behind tpu-
+    grid: str  # 2x2
+    chips: int
+
+    @property
+    def accelerator_type(self) -> str:
+        """Return the name as TPU_ACCELERATOR_TYPE has it."""
+        return self.name.replace("v5e-", "v5litepod-")
+
+    @property
+    def facts(self) -> GpuFacts:
+        return TPUS[f"tpu-{self.version}"]
+
+
+def read_topology(text: str) -> Topology:
+    """Return the slice. Raise RequestError with the names that there are."""
+    found = re.fullmatch(r"(v\d+[a-z]?)-(\d+)", text.strip().lower())
+    if found is None or f"tpu-{found[1]}" not in TPUS:
+        versions = ", ".join(key.removeprefix("tpu-") for key in TPUS)
+        raise RequestError(f"--topology {text!r} is not known; write a version ({versions}) and a size, such as v5e-4")
+    version, size = found[1], int(found[2])
+    flat = version in FLAT
+    grids, per_chip = (GRIDS, 1) if flat else (CUBES, 2)
+    if size % per_chip or size // per_chip not in grids:
+        sizes = ", ".join(str(chips * per_chip) for chips in grids)
+        of = "chips" if flat else "cores, two a chip"
+        raise RequestError(f"--topology {text!r} is no slice that Google sells; sizes of {version} are {sizes} ({of})")
+    chips = size // per_chip
+    grid = grids[chips]
+    assert math.prod(map(int, grid.split("x"))) == chips
+    return Topology(name=f"{version}-{size}", version=version, grid=grid, chips=chips)
+
 
 Kind = Literal["train", "generate"]
 NEEDED = ("jax", "libtpu")
@@ -67,7 +112,7 @@ def compile_for_tpu(
     rows = where.chips if rows is None else rows
     if rows % where.chips:
         raise RequestError(f"--batch {rows} does not divide over {where.chips} chips; use a multiple of {where.chips}")
-    from upshift.xla.needs import need_tensorflow
+    from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift xla compile")
     source = find_model(model)
@@ -84,9 +129,7 @@ def compile_for_tpu(
         answer = _ask(request, where, Path(folder))
     if answer.problem is not None:
         _refuse(answer.problem, where)
-    sizes = {
-        part: sum(one.num_bytes for one in program.arguments if one.part == part) for part in ("weights", "optimizer")
-    }
+    sizes = {part: sum(one.num_bytes for one in program.arguments if one.part == part) for part in ("weights", "optimizer")}
     compute, traffic = _roofline(answer, where, kind=kind, parameters=program.num_parameters, weights=sizes["weights"],
                                  tokens=rows * length // where.chips, steps=max_new_tokens - 1)  # fmt: skip
     made = TpuProgram(
@@ -102,7 +145,7 @@ def compile_for_tpu(
 
 def _lowered(source: ModelSource, kind: Kind, *, rows: int, length: int, max_new_tokens: int, dtype: str) -> Any:
     from upshift.xla.generation.options import XlaGeneration
-    from upshift.xla.tpu.abstract import DTYPES, generation_program, training_program
+    from upshift.xla.tpu.abstract_program import DTYPES, generation_program, training_program
 
     if dtype not in DTYPES:
         raise RequestError(f"--dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
@@ -137,7 +180,7 @@ def _need_compiler() -> None:
 def _ask(request: CompileRequest, where: Topology, folder: Path) -> CompileAnswer:
     asked, answer = folder / "request.json", folder / "answer.json"
     asked.write_text(request.to_json(), encoding="utf-8")
-    command = with_parent.command("upshift.xla.tpu.compiler_process", str(asked), str(answer))
+    command = parent_process.command("upshift.xla.tpu.compiler_process", str(asked), str(answer))
     environment = tpu_compiler_environment(where.accelerator_type)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not answer.is_file():

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from upshift.atomic_file import write_whole
 from upshift.internals.jax_names import BINDINGS, COMPILER, IR, MLIR, XLA_CLIENT
-from upshift.whole_file import write_whole
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
 
 EXCHANGE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

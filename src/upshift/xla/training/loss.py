@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CAUSAL_LOSS
-from upshift.xla.exported import export
 from upshift.xla.lowering.program import Program, lower
+from upshift.xla.skeleton import export
 
 IGNORED = -100
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # of the model's arguments: shape and dtype of numpy

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import upshift.xla.build  # noqa: F401  # what is loaded after workers have met made them wait for each other for ever (2.21)
+import upshift.xla.model  # noqa: F401  # what is loaded after workers have met made them wait for each other for ever (2.21)
 from upshift.errors import RequestError
 from upshift.settings import read_tensorflow_cluster, read_tpu_name
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build, in_order
-from upshift.whole_file import make_once
+from upshift.atomic_file import make_once
+from upshift.inference.encoding.engines.base import Build, in_order
+from upshift.inference.encoding.run import Batch
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows
 MOST_STREAMS = 4  # batches at once: products of one are too small for many cores
@@ -33,7 +33,7 @@ class CTranslate2Engine:
         )  # fmt: skip
         self.head = None
         if build.recipe.output != "embeddings":
-            from upshift.inference.encoding.engines.head import Head
+            from upshift.inference.encoding.engines.classifier_head import Head
 
             self.head = Head(build)
 

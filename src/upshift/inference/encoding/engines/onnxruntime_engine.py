@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build, load_forward
-from upshift.whole_file import make_once
+from upshift.atomic_file import make_once
+from upshift.inference.encoding.engines.base import Build, load_forward
+from upshift.inference.encoding.run import Batch
 
 
 class OnnxRuntimeEngine:

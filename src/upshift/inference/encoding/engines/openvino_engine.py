@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build, in_order, load_forward
-from upshift.inference.openvino_core import core
-from upshift.inference.openvino_model import int8_weights, make
+from upshift.inference.encoding.engines.base import Build, in_order, load_forward
+from upshift.inference.encoding.run import Batch
+from upshift.inference.openvino_runtime import core, int8_weights, make
 from upshift.inference.weights import OPENVINO_FILE
 
 # Of how far channels differ, what is moved from inputs to weights before rounding (SmoothQuant's alpha): with NNCF's own 0.95

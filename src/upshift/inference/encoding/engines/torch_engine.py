@@ -1,4 +1,8 @@
-"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine."""
+"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine.
+
+Run transformers and PyTorch with compiled layers: one compilation for all layers that are alike, and for all
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build, load_forward
-from upshift.inference.torch_computing import DTYPES, computing
+from upshift.inference.encoding.engines.base import Build, load_forward
+from upshift.inference.encoding.run import Batch
+from upshift.inference.torch_settings import DTYPES, UNLIKE, computing, layers_to_compile
 
 
 class TorchEngine:
@@ -23,3 +27,16 @@ class TorchEngine:
                 ids, mask = (torch.from_numpy(array).to(self.setup.device) for array in (batch.ids, batch.mask))
                 found = self.forward(ids, mask)
             yield batch, found.float().cpu().numpy()
+
+
+class TorchCompiledEngine(TorchEngine):
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        for layer in layers_to_compile(self.forward.model):
+            layer.compile(dynamic=True)
+        several, length = UNLIKE
+        for rows in (1, several):  # torch compiles one row apart, and rows without any padding, when it meets them
+            ids = np.zeros((rows, length), dtype=np.int64)
+            mask = np.ones_like(ids)
+            mask[1:, -1] = 0
+            list(self.outputs([Batch(ids, mask, [])]))

@@ -1,21 +1,110 @@
 """Run OpenVINO on the CPU. Keys and values are in pages where OpenVINO knows the model's attention, and in the
-model's own states elsewhere."""
+model's own states elsewhere.
+
+Run OpenVINO on the CPU where the compiled model itself keeps keys and values, in the form of a cache that each
+step moves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
-from upshift.inference.generation.engines.openvino_pages import OpenVinoPages, paged
-from upshift.inference.generation.engines.openvino_states import OpenVinoStates
+import numpy as np
+
+from upshift.inference.generation.engines.base import Decoder, DecoderBuild, NoExtension, Padding, Prefix
+from upshift.inference.generation.engines.openvino_paged import OpenVinoPages, paged
 from upshift.inference.generation.model import attends_to_all
-from upshift.inference.openvino_core import core
-from upshift.inference.openvino_model import fp16_weights, int8_weights, make
-from upshift.inference.setup import EngineSetup, Precision
+from upshift.inference.generation.prefix import Remainder, remainder
+from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make
+from upshift.inference.registry import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
+
+
+class OpenVinoStates(NoExtension):
+    joins = True
+
+    def __init__(self, compiled: Any, weight_bytes: int) -> None:
+        self.weight_bytes = weight_bytes
+        self.names = {name for port in compiled.inputs for name in port.names}
+        self._compiled, self._request = compiled, compiled.create_infer_request()
+        self.padding = Padding()
+        self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
+
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        request = self._compiled.create_infer_request()
+        self._compute(request, remainder([tokens], 0))
+        return _prefix(request, 0, len(tokens))
+
+    def of_row(self, row: int) -> Prefix:
+        return _prefix(self._request, int(self._order[row]), int(self.padding.mask[row].sum()))
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        several = self.padding.rows > 0
+        request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
+        left = remainder(prompts, prefix.length if prefix else 0)
+        if prefix is not None:
+            for state in request.query_state():
+                state.state = _tensor(left.place(prefix.states[state.name]))
+        logits = self._compute(request, left)
+        dropped, before, behind = self.padding.admit(left.mask)
+        if several:
+            new = {state.name: state.state.data for state in request.query_state()}
+            for state in self._request.query_state():
+                old = (state.state.data, self._order, dropped, before)
+                state.state = _tensor(_joined(*old, new[state.name], behind))
+        else:
+            self._request = request
+        self._order = np.arange(self.padding.rows, dtype=np.int32)
+        return logits
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        places = self.padding.step()
+        logits = self._run(self._request, tokens[:, None], self.padding.mask, places, self._order)
+        self._order = np.arange(self.padding.rows, dtype=np.int32)
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        self.padding.keep(rows)
+        self._order = self._order[rows]
+
+    def _compute(self, request: Any, left: Remainder) -> np.ndarray:
+        same = np.arange(len(left.ids), dtype=np.int32)
+        for part in left.parts():
+            logits = self._run(request, part.ids, part.mask, part.positions, same)
+        return logits
+
+    def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}
+        request.infer({name: value for name, value in given.items() if name in self.names}, share_inputs=True)
+        found: np.ndarray = request.get_tensor("logits").data[:, -1].copy()
+        return found
+
+
+def _prefix(request: Any, row: int, length: int) -> Prefix:
+    """``states``: keys and values [1, heads, T, width] by their states' names."""
+    states = {state.name: state.state.data[row : row + 1, :, -length:].copy() for state in request.query_state()}
+    return Prefix(length, states)
+
+
+def _joined(old: np.ndarray, order: np.ndarray, dropped: int, before: int, new: np.ndarray, behind: int) -> np.ndarray:
+    """Return [R, heads, T, width]: rows of the old in this order, without the dropped places, then the new, each with
+    so many more places on the left. Each number is copied once: a copy of all takes as long as a step."""
+    kept = len(order)
+    found = np.zeros((kept + len(new), *new.shape[1:2], behind + new.shape[2], *new.shape[3:]), dtype=new.dtype)
+    for place, row in enumerate(order):
+        found[place, :, before:] = old[row, :, dropped:]
+    found[kept:, :, behind:] = new
+    return found
+
+
+def _tensor(values: np.ndarray) -> Any:
+    import openvino
+
+    return openvino.Tensor(np.ascontiguousarray(values))
+
 
 WHOLE, ROUNDED = "0", "128"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
 
@@ -60,8 +149,7 @@ def _file(build: DecoderBuild) -> Path:
 
 def made(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
     """Return the model of this precision. Make it if ``folder`` has none."""
-    from upshift.inference.generation.engines.openvino_export import int4_weights
-    from upshift.inference.generation.engines.openvino_mixed import mixed_weights
+    from upshift.inference.generation.engines.openvino_export import int4_weights, mixed_weights
 
     kind = KINDS[setup.precision]
     path = folder / f"{kind.weights}.xml"

@@ -1,19 +1,31 @@
-"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine."""
+"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine.
+
+Run an encoder-decoder of transformers: the prompt is encoded once, the text is decoded beside it.
+
+Run transformers and PyTorch with compiled layers. Only steps are compiled, over keys and values whose places are
+there before they are needed.
+
+One compilation serves all layers that are alike, all lengths, and all numbers of rows above one. Torch compiles one
+row apart. Prompts run kernel by kernel: their products are large, and hide what compiling saves.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, NoMixing, Padding, Prefix
+from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, NoMixing, Padding, Prefix
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
-from upshift.inference.generation.prefill import Remainder, remainder
-from upshift.inference.torch_computing import computing
-from upshift.models.cache import cache_argument, check_kept
+from upshift.inference.generation.prefix import Remainder, remainder
+from upshift.inference.tokenizer import padded_rows
+from upshift.inference.torch_settings import UNLIKE, computing, layers_to_compile
+from upshift.models.generation_config import start_token
+from upshift.models.kv_cache import cache_argument, check_kept
 
 
 class TorchDecoder(NoMixing):
@@ -117,3 +129,134 @@ def _prefix(cache: Any, row: int, length: int) -> Prefix:
 def _padded(states: torch.Tensor, places: int) -> torch.Tensor:
     """Return [R, heads, T, width] with ``places`` more places on the left."""
     return torch.nn.functional.pad(states, (0, 0, places, 0)) if places else states
+
+
+class TorchSeq2Seq(NoExtension):
+    """An encoder-decoder in torch. Rows are not admitted beside others: absolute positions of decoders are counted
+    from the cache, the same for all rows."""
+
+    joins = False
+
+    def __init__(self, build: DecoderBuild) -> None:
+        self.setup = build.setup
+        self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
+        self.weight_bytes = weight_bytes(build.source, self.model)
+        self._start = start_token(build.source)
+        self._cache_argument = cache_argument(self.model)
+        self.keep([])
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Encoders, too, may count positions from the first token: padding goes to the right."""
+        ids, mask = padded_rows(prompts)
+        self._mask = torch.from_numpy(mask).to(self.model.device)
+        with computing(self.setup):
+            found = self.model.get_encoder()(input_ids=torch.from_numpy(ids).to(self.model.device), attention_mask=self._mask)
+        self._output, self._encoded = type(found), found.last_hidden_state
+        logits = self.step(np.full(len(ids), self._start))
+        check_kept(self.model, self._cache)
+        return logits
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        with computing(self.setup):
+            ids = torch.from_numpy(tokens[:, None]).to(self.model.device)
+            logits = self.model(
+                encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
+                decoder_input_ids=ids, **{self._cache_argument: self._cache}, use_cache=True,
+            ).logits  # fmt: skip
+        found: np.ndarray = logits[:, -1].float().cpu().numpy()
+        return found
+
+    def keep(self, rows: list[int]) -> None:
+        if rows:
+            kept = torch.tensor(rows, device=self.model.device)
+            self._encoded, self._mask = self._encoded[kept], self._mask[kept]
+            self._cache.batch_select_indices(kept)
+            return
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        self._cache: Any = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self._encoded = self._mask = torch.zeros(0)
+
+
+class TorchCompiledDecoder(TorchDecoder):
+    extends = False
+
+    def __init__(self, build: DecoderBuild) -> None:
+        super().__init__(build)
+        self._places: list[Place] | None = None  # of each layer, while a step runs
+        layers = layers_to_compile(self.model)
+        self._buffers = [Buffer() for _ in layers]
+        for number, layer in enumerate(layers):
+            compiled = torch.compile(type(layer).forward, dynamic=True)
+            layer.forward = partial(self._forward, layer.forward, partial(compiled, layer), number)
+        self._compile(build.setup.batch)
+
+    def _compile(self, rows: int) -> None:
+        """Compile before any text waits for it."""
+        several, length = UNLIKE
+        self.admit([[0] * length])
+        for count in (1,) if rows == 1 else (1, several):
+            self.keep([0] * count)
+            self.step(np.zeros(count, dtype=np.int64))
+        self.keep([])
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        layers = self.cache.layers
+        self._places = [buffer.with_place(layer) for buffer, layer in zip(self._buffers, layers, strict=True)]
+        try:
+            found = super().step(tokens)
+            for layer, place in zip(layers, self._places, strict=True):
+                layer.keys, layer.values = place.keys, place.values
+        finally:  # also when the user interrupts: a prompt that comes then is no step
+            self._places = None
+        return found
+
+    def _forward(
+        self, eager: Callable[..., Any], compiled: Callable[..., Any], number: int, *args: object, **kwargs: object
+    ) -> Any:
+        if self._places is None:
+            return eager(*args, **kwargs)
+        place = self._places[number]
+
+        def own(given: object) -> object:
+            return place if given is self.cache else given
+
+        return compiled(*map(own, args), **{name: own(given) for name, given in kwargs.items()})
+
+
+class Place:
+    """The part of the cache that a compiled layer sees: its own keys and values [R, heads, T, width], the last of T
+    not written yet. With a cache of all layers it would be compiled for each layer's number."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[:, :, -1:] = keys
+        self.values[:, :, -1:] = values
+        return self.keys, self.values
+
+
+class Buffer:
+    """Places of a layer's keys and values, [C, R, heads, width]. Their number is a power of two, so that few steps
+    copy them. A place is outermost, so that strides do not tell how many there are: a compiled layer is for its
+    strides."""
+
+    def __init__(self) -> None:
+        self._whole: list[torch.Tensor] = []
+        self._last: Place | None = None
+
+    def with_place(self, layer: Any) -> Place:
+        layer.is_compileable = True  # masks are then made where nothing is masked, too: one kind of call is compiled
+        length = layer.keys.shape[2] + 1
+        if self._last is None or layer.keys is not self._last.keys or length > len(self._whole[0]):  # rows came or went
+            self._whole = [_with_room(states, 1 << (length - 1).bit_length()) for states in (layer.keys, layer.values)]
+        self._last = Place(*(whole[:length].permute(1, 2, 0, 3) for whole in self._whole))
+        return self._last
+
+
+def _with_room(states: torch.Tensor, places: int) -> torch.Tensor:
+    rows, heads, length, width = states.shape
+    found = torch.empty((places, rows, heads, width), dtype=states.dtype)
+    found[:length] = states.permute(2, 0, 1, 3)
+    return found

@@ -1,0 +1,143 @@
+"""Provide the clock that trials and benchmarks share: device-synchronised.
+
+Time a call, and measure how much of the machine other programs had meanwhile, so that a row tells how quiet it was.
+
+Measure how much of a timing was spent waiting for a core that another program had.
+
+Linux says for every thread how long it was ready to run and did not (run_delay, in /proc/PID/task/TID/schedstat; see
+Documentation/scheduler/sched-stats.rst of the kernel). That holds inside containers, where the load of the whole host says
+little. Two programs on the two threads of one core slow each other down without waiting. For this case /proc/stat tells what
+the other programs computed on this process's processors.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def time_once(work: Callable[[], object], *, device: str = "cpu") -> float:
+    """Return the seconds of one call."""
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def timed(call: Callable[[], object]) -> dict[str, float]:
+    """Return ``seconds`` of the wall, ``cpu_seconds`` of this process (all threads), and ``others``.
+
+    ``others`` is the share of the cores' time that other processes, or other guests of the host, had."""
+    busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+    call()
+    seconds, cpu_seconds, busy = time.perf_counter() - start, time.process_time() - own, _busy_seconds() - busy
+    others = max(busy - cpu_seconds, 0.0) / (seconds * (os.cpu_count() or 1))
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "others": others}
+
+
+def _busy_seconds() -> float:
+    """Return the busy seconds of all cores since the system started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+BUSY_SHARE = 0.05  # of the seconds in which the most delayed thread waited for a core
+BUSY_CORES = 0.25  # that other programs used of this process's processors meanwhile
+LEAST_SHARE = 0.02  # of a timing that never counts as waiting: the counters are read one after the other
+LEAST_SECONDS = 0.2  # of a timing whose other programs are looked at: /proc/stat counts in ticks of 0.01 s
+NANOSECONDS = 1e9
+IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
+GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The readings at one time. None: the system does not say."""
+
+    seconds: float
+    own_cpu_seconds: float
+    waited: dict[int, float] | None  # seconds that each thread has waited for a core
+    all_cpu_seconds: float | None  # that this process's processors have worked, for any program
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of some work. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
+
+    seconds: float
+    cpu_seconds: float
+    waited: float = 0.0
+    other_cores: float = 0.0  # that other programs used meanwhile
+
+    @property
+    def busy(self) -> bool:
+        beside = self.other_cores > BUSY_CORES and self.seconds >= LEAST_SECONDS
+        return beside or self.waited > BUSY_SHARE * self.seconds
+
+    @property
+    def calm_seconds(self) -> float:
+        """Return the seconds that the work would have taken without the waiting."""
+        return max(self.seconds - self.waited, LEAST_SHARE * self.seconds)
+
+
+def read_moment() -> Moment:
+    return Moment(time.perf_counter(), time.process_time(), _waited(), _all_cpu_seconds())
+
+
+class LoadMeter:
+    """A meter that times work, and the load by other programs meanwhile. ``read``: for tests."""
+
+    def __init__(self, read: Callable[[], Moment] = read_moment) -> None:
+        self._read = read
+
+    def time(self, work: Callable[[], object]) -> Timing:
+        before = self._read()
+        work()
+        return between(before, self._read())
+
+
+def between(before: Moment, after: Moment) -> Timing:
+    seconds, own = after.seconds - before.seconds, after.own_cpu_seconds - before.own_cpu_seconds
+    waited = other = 0.0
+    if before.waited is not None and after.waited is not None:
+        waited = max((value - before.waited.get(thread, 0.0) for thread, value in after.waited.items()), default=0.0)
+    if before.all_cpu_seconds is not None and after.all_cpu_seconds is not None and seconds > 0.0:
+        other = max(after.all_cpu_seconds - before.all_cpu_seconds - own, 0.0) / seconds
+    return Timing(seconds, own, min(max(waited, 0.0), seconds), other)
+
+
+def _waited() -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / NANOSECONDS
+    except (OSError, ValueError, IndexError):  # no Linux, a kernel without these counters, or a thread that ended meanwhile
+        return found or None
+    return found
+
+
+def _all_cpu_seconds() -> float | None:
+    try:
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = 0
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name in mine:
+                values = [int(field) for field in fields[:GUEST_FIELDS]]
+                ticks += sum(value for number, value in enumerate(values) if number not in IDLE_FIELDS)
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):  # no Linux
+        return None

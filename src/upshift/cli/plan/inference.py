@@ -1,0 +1,169 @@
+"""Run ``upshift plan --generate`` and ``--encode``: rank the plans for serving a model, or for encoding with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from upshift.cli import tables
+from upshift.errors import RequestError
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of, sequence_length_of
+from upshift.models.source import find_model
+from upshift.planning.cost.process_memory import unknown_memory
+from upshift.planning.inference.plan import CHANGES_MATHEMATICS, InferenceWorkload
+from upshift.planning.inference.planner import InferenceNumbers, InferencePlanning, plan_inference
+from upshift.planning.inference.space import check_allow
+from upshift.planning.planner import find_host
+
+ALLOW_HELP = f"with --generate or --encode: {','.join(CHANGES_MATHEMATICS)}"
+Generate = Annotated[bool, typer.Option("--generate", help="plan generation: prompts in, tokens out")]
+Encode = Annotated[bool, typer.Option("--encode", help="plan encoding: --global-batch sequences of --sequence-length tokens")]
+LENGTHS = (512, 256)  # of a prompt and its answer
+PromptLength = Annotated[
+    int | None,
+    typer.Option("--prompt-length", min=1, help=f"tokens of a prompt (--generate); default: {LENGTHS[0]} or fewer"),
+]
+OutputLength = Annotated[
+    int | None,
+    typer.Option("--output-length", min=1, help=f"tokens generated for it (--generate); default: {LENGTHS[1]} or fewer"),
+]
+Concurrency = Annotated[
+    int | None, typer.Option("--concurrency", min=1, help="requests at once (--generate); default: for the highest throughput")
+]
+MaxTtft = Annotated[float | None, typer.Option("--max-ttft-ms", help="longest time to first token")]
+MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest mean time per output token (--generate)")]
+
+
+def check_one_task(generate: bool, encode: bool) -> None:
+    if generate and encode:
+        raise RequestError("--generate and --encode are two tasks; give one of them")
+
+
+def fill_lengths(
+    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None
+) -> tuple[tuple[int, int, int | None], int]:
+    """Return (prompt length, output length, concurrency) and the sequence length, with what was not given. Raises RequestError
+    for more tokens than the model has positions for."""
+    source = find_model(model)
+    prompt, output, concurrency = generation
+    if encode:
+        return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
+    names = ("--prompt-length", "--output-length")
+    lengths = prompt_and_answer_of(source, prompt, output, defaults=LENGTHS, options=names)
+    return (*lengths, concurrency), DEFAULT_SEQUENCE_LENGTH
+
+
+def read_workload(
+    generate: bool, encode: bool, generation: tuple[int, int, int | None], sequences: tuple[int, int],
+    limits: tuple[float | None, float | None], allow: tuple[str, ...],
+) -> InferenceWorkload:  # fmt: skip
+    """Return the workload of ``--generate`` (prompt length, output length, concurrency), or of ``--encode`` (sequence length,
+    batch)."""
+    check_one_task(generate, encode)
+    ttft, tpot = _positive("--max-ttft-ms", limits[0]), _positive("--max-tpot-ms", limits[1])
+    names = check_allow(allow)
+    if encode:
+        if tpot is not None:
+            raise RequestError("--max-tpot-ms is of generated tokens, and --encode generates none; use --max-ttft-ms")
+        return InferenceWorkload(
+            task="encode", prompt_length=sequences[0], concurrency=sequences[1], max_ttft_ms=ttft, allow=names
+        )
+    prompt, output, concurrency = generation
+    return InferenceWorkload(
+        prompt_length=prompt, output_length=output, concurrency=concurrency, max_ttft_ms=ttft, max_tpot_ms=tpot, allow=names
+    )
+
+
+def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int, as_json: bool) -> None:
+    source = find_model(model)
+    with tables.step("Measuring this machine" if on is None else f"Looking up {on}"):
+        host = find_host(on)
+    with tables.bar("Reading the model on fake tensors") as progress:
+        planning = plan_inference(source, host, workload, fixed=fixed, progress=progress)
+    if as_json:
+        sys.stdout.write(json.dumps(planning.document()) + "\n")
+        return
+    asked = f"{workload.prompt_length} + {workload.output_length}" if workload.task == "generate" else f"{workload.prompt_length}"
+    many = f", {workload.concurrency} at once" if workload.concurrency else ""
+    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {asked} tokens{many}")
+    tables.out.print(_plans_table(planning, rows=rows))
+    numbers = planning.numbers(planning.best)
+    tables.out.print(_time_line(numbers), highlight=False)
+    tables.out.print(_memory_table(numbers))
+    tables.out.print(_reasons_table(planning))
+    rejected = _rejected_table(planning)
+    if rejected is not None:
+        tables.out.print(rejected)
+    expect = "the error for such devices is unknown"
+    if numbers.interval is not None:
+        expect = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
+    unknown = unknown_memory(host)
+    if unknown is not None:
+        tables.out.print(unknown, markup=False)
+    tables.out.print(f"[dim]Predicted, untried: {expect}.[/dim]")
+
+
+def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
+    ranking = planning.ranking
+    title = tables.plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
+    wide = tables.out.width >= 110
+    columns = ("tok/s", "per device", *(("req/s",) if wide else ()), "TTFT ms", "TPOT ms", "GiB")
+    table = tables.new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
+    table.padding, table.columns[1].min_width = (0, 0), tables.PLAN_WIDTH
+    for index, candidate in enumerate(ranking.candidates[:rows], start=1):
+        numbers = planning.numbers(candidate)
+        table.add_row(
+            str(index), candidate.plan.label(), *([numbers.binding_term] if wide else []),
+            tables.number(numbers.tokens_per_second),
+            tables.number(numbers.tokens_per_second_per_device),
+            *([tables.number(numbers.requests_per_second, 2)] if wide else []), tables.number(numbers.ttft_ms, 1),
+            "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1), tables.gib(numbers.peak_gib),
+        )  # fmt: skip
+    return table
+
+
+def _time_line(numbers: InferenceNumbers) -> str:
+    """Return the parts of the best plan's step, the binding term first."""
+    total = sum(numbers.step_ms.values())
+    terms = sorted(numbers.step_ms.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{name} {part / total:.0%}" for name, part in terms if part > 0.005 * total)
+    return f"Its step takes {total:.1f} ms: {shares}\n"
+
+
+def _memory_table(numbers: InferenceNumbers) -> Table:
+    table = tables.new_table("Memory of its fullest device, when every sequence is at its full length", "", numbers=("GiB",))
+    for part, size in numbers.memory.items():
+        if size > 0.0005:
+            table.add_row(part, f"{size:.2f}")
+    table.add_row("total", tables.gib(numbers.peak_gib))
+    table.add_row("usable", tables.gib(numbers.limit_gib))
+    if numbers.largest_concurrency is not None:
+        table.add_row("sequences that fit at once, on all devices", f"{numbers.largest_concurrency:,}")
+    return table
+
+
+def _reasons_table(planning: InferencePlanning) -> Table:
+    table = tables.new_table("Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost")
+    for reason in planning.reasons:
+        table.add_row(reason.choice, reason.value, reason.runner_up, reason.runner_up_cost)
+    return table
+
+
+def _rejected_table(planning: InferencePlanning, *, rows: int = 4) -> Table | None:
+    rejected = planning.ranking.rejected
+    if not rejected:
+        return None
+    table = tables.new_table("Some of the rejected", "plan", "why")
+    for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
+        table.add_row(entry.plan.label(), entry.reason)
+    return table
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise RequestError(f"{name} {value:g} is not a time that an answer can take; use milliseconds above 0")
+    return value

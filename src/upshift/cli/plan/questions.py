@@ -1,0 +1,312 @@
+"""Answer what ``upshift plan`` is asked beside the ranking, or instead of it: why not, what would help, the largest that fits,
+which host to rent, and what has moved since a plan was locked.
+
+Reject options of ``upshift plan`` that its question does not use. Such an option is never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+
+from upshift.cli import tables
+from upshift.cli.options import given_options
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile, Variant
+from upshift.models.profile_model import profile_model
+from upshift.models.source import ModelSource
+from upshift.planning.analysis.compare_hosts import (
+    ENERGY_NOTE,
+    Comparison,
+    Terms,
+    compare,
+    read_duration,
+    read_hosts,
+    read_prices,
+    read_tokens,
+)
+from upshift.planning.analysis.lock_file import (
+    MOVED,
+    Change,
+    Check,
+    check_lock,
+    check_same,
+    lock_plan,
+    needed_variants,
+    read_lock,
+    write_lock,
+)
+from upshift.planning.analysis.max_size import Largest, find_largest
+from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
+from upshift.planning.cost.process_memory import unknown_memory
+from upshift.planning.cost.time import Takes
+from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
+from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
+from upshift.planning.workload import LengthHistogram, Workload
+from upshift.units import format_count, format_seconds
+
+Instead = Literal["--largest", "--compare", "--check"]  # these answers come instead of a ranking
+Question = Literal["--train", "--generate", "--encode", Instead]
+OF_TRAINING = (
+    "train", "data", "text_column", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices",
+    "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
+)  # fmt: skip
+OF_SEQUENCES = ("sequence_length", "global_batch")
+OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
+LIMITS = ("max_ttft_ms", "max_tpot_ms")
+OF_A_RANKING = ("html", "rows")
+UNUSED: dict[Question, tuple[str, ...]] = {
+    "--train": (*OF_PROMPTS, *LIMITS),
+    "--generate": (*OF_TRAINING, *OF_SEQUENCES),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS),
+    "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+}
+
+
+def refuse_unused(context: typer.Context, question: Question) -> None:
+    """Raise RequestError that names every option on the command line that the question does not use."""
+    written = given_options(context)
+    given = [written[name] for name in UNUSED[question] if name in written]
+    if given:
+        asked = "a training plan" if question == "--train" else question
+        instead = ", or ask with --generate or --encode" if question == "--train" else ""
+        raise RequestError(f"{asked} does not use {', '.join(given)}; leave {'them' if given[1:] else 'it'} out{instead}")
+
+
+Why = Annotated[
+    list[str] | None, typer.Option("--why", help="why not field=value: the best plan with it against the best (repeatable)")
+]
+ShadowPrices = Annotated[
+    bool, typer.Option("--shadow-prices", help="what more memory, faster links and each --allow would give: a search for each")
+]
+Largest_ = Annotated[
+    str | None, typer.Option("--largest", help="instead of a ranking, the largest that fits: sequence, batch or model (layers)")
+]
+Compare = Annotated[str | None, typer.Option("--compare", help="instead of a ranking, compare hosts: 8xh100,2x8xa100-80gb")]
+Price = Annotated[str | None, typer.Option("--price", help="with --compare, of a device: h100=2.5/h,a100-80gb=1.2/h")]
+Tokens = Annotated[str | None, typer.Option("--tokens", help="with --compare, to train on: 1e12, 300B, 15T; default: --steps")]
+Deadline = Annotated[str | None, typer.Option("--deadline", help="with --compare: 72h, 3d, 90min")]
+Lock = Annotated[Path | None, typer.Option("--lock", help="write the best plan with versions and hashes, for --check")]
+CheckFile = Annotated[
+    Path | None,
+    typer.Option("--check", help="what a locked plan costs with today's libraries (its own workload and host); exit 1: it moved"),
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The part of the command line that the questions are about."""
+
+    source: ModelSource
+    workload: Workload
+    on: str | None
+    fixed: tuple[str, ...]
+    as_json: bool
+    lengths_at: Callable[[int], LengthHistogram | None] | None = None  # of --data, cut at so many tokens
+
+    def trace(self, sequence_length: int, variants: tuple[Variant, ...]) -> ModelProfile:
+        with tables.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
+            return profile_model(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
+
+    def host(self) -> Host:
+        with tables.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
+            return find_host(self.on)
+
+    def print(self, document: dict[str, Any], table: Callable[[], None]) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(document) + "\n")
+        else:
+            table()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The options as they were given."""
+
+    why: tuple[str, ...] = ()
+    shadow_prices: bool = False
+    largest: str | None = None
+    compare: str | None = None
+    price: str | None = None
+    tokens: str | None = None
+    deadline: str | None = None
+    lock: Path | None = None
+    locked: Path | None = None
+
+    @property
+    def instead(self) -> list[Instead]:
+        """Return the questions that are asked in place of a ranking."""
+        asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.locked}
+        return [name for name, value in asked.items() if value is not None]
+
+    def check(self, on: str | None) -> None:
+        """Raise RequestError for what cannot be asked together, before the model is read."""
+        beside = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
+        given = self.instead
+        clashing = [*given, *(name for name, value in beside.items() if value and given)]
+        if len(clashing) > 1:
+            raise RequestError(f"{' and '.join(clashing)} are questions of their own; ask one at a time")
+        for name, value in (("--price", self.price), ("--tokens", self.tokens), ("--deadline", self.deadline)):
+            if value is not None and self.compare is None:
+                raise RequestError(f"{name} {value!r} is for comparing hosts; add --compare, such as --compare 8xh100,8xb200")
+        if self.compare is not None and on is not None:
+            raise RequestError(f"--compare names the hosts itself; leave out --on {on}")
+        for asked in self.why:
+            read_choice(asked)
+
+    def answered_instead(self, request: Request) -> bool:
+        """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
+        moved."""
+        if self.largest is not None:
+            _answer_largest(request, self.largest)
+        elif self.compare is not None:
+            _answer_compare(request, self)
+        elif self.locked is not None:
+            _answer_check(request, self.locked)
+        return bool(self.instead)
+
+    def answers(self, request: Request, planning: Planning) -> Answers:
+        """Return the answers to what was asked beside the ranking, and write the lock."""
+        if self.lock is not None:
+            described = request.on is not None
+            write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
+            tables.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
+        asked = tuple(why(planning, one, fixed=request.fixed, trace=request.trace) for one in self.why)
+        prices = None
+        if self.shadow_prices:
+            with tables.step("Searching again for each shadow price"):
+                prices = shadow_prices(planning, fixed=request.fixed)
+        return Answers(asked, prices)
+
+
+@dataclass(frozen=True)
+class Answers:
+    why: tuple[Counterfactual, ...]
+    shadow_prices: tuple[ShadowPrice, ...] | None
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"why": [one.model_dump(mode="json") for one in self.why]} if self.why else {}
+        if self.shadow_prices is not None:
+            found["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
+        return found
+
+    def print(self, takes: Takes) -> None:
+        for one in self.why:
+            speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} {takes}/s"
+            memory = "" if one.gain is None or not one.more_gib else f", {one.more_gib:+.2f} GiB"
+            tables.out.print(
+                f"[bold]Why not {one.asked}[/bold]: {one.outcome}{speed}{memory}; {escape(one.why)}", highlight=False
+            )
+        if self.shadow_prices is not None:
+            table = tables.new_table("Shadow prices", "change", "with", numbers=(f"{takes}/s",))
+            for price in self.shadow_prices:
+                table.add_row(price.change, escape(price.why), tables.percent(price.gain))
+            tables.out.print(table)
+
+
+def _answer_largest(request: Request, what: str) -> None:
+    host = request.host()
+    check_fixed(request.fixed, host, request.source, request.workload)
+    found = find_largest(
+        what, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
+        calibration=NO_RECORDS if request.on is not None else read_calibration(host),
+    )  # fmt: skip
+    document = {
+        "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
+        "largest": found.model_dump(mode="json"),
+    }  # fmt: skip
+    request.print(document, lambda: _print_largest(found, host))
+
+
+def _print_largest(found: Largest, host: Host) -> None:
+    batch = "images at once" if found.takes == "images" else "sequences at once"
+    units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(found.parameters)} parameters"}
+    tables.out.print(f"[bold]{found.value:,} {units[found.what]}[/bold] fit {host.name}: {found.plan.label()}", highlight=False)
+    numbers = found.predicted
+    held = f"{tables.gib(numbers.peak_gib)}/{tables.gib(numbers.resident_gib)} GiB peak/held"
+    tables.out.print(f"{tables.number(numbers.tokens_per_second)} {found.takes}/s predicted, {held}", highlight=False)
+    tables.out.print(f"[dim]Beyond it: {escape(found.limited_by)}[/dim]", highlight=False)
+
+
+def _answer_compare(request: Request, asked: Questions) -> None:
+    hosts = read_hosts(asked.compare or "")
+    terms = Terms(
+        prices=read_prices(asked.price) if asked.price is not None else {},
+        tokens=read_tokens(asked.tokens) if asked.tokens is not None else None,
+        deadline_seconds=read_duration(asked.deadline) if asked.deadline is not None else None,
+    )
+
+    def plan_on(host: Host, workload: Workload) -> Planning:
+        with tables.bar(f"Planning for {host.name}") as progress:
+            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
+
+    found = compare(hosts, request.workload, terms, plan_on=plan_on)
+    document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}
+    request.print(document, lambda: _print_comparison(found, tuple(filter(None, map(unknown_memory, hosts)))))
+
+
+def _print_comparison(found: Comparison, unknown: tuple[str, ...]) -> None:
+    limit = "" if found.deadline_seconds is None else f", within {format_seconds(found.deadline_seconds)}"
+    title = f"{format_count(found.tokens)} {found.takes}{limit}, by {found.sorted_by}"
+    money = any(row.money is not None for row in found.hosts)
+    deadline = ["in time"] if limit else []
+    columns = (tables.RATES[found.takes], "time", "device h", "kWh*", *(["money"] if money else []), *deadline)
+    table = tables.new_table(title, "host", numbers=columns)
+    table.caption = f"* {ENERGY_NOTE}"
+    said = []  # beneath the table, which is wide enough with the numbers
+    for row in found.hosts:
+        if row.plan is None or row.predicted is None or row.seconds is None:
+            said.append(f"[bold]{row.host}[/bold]: {escape(row.why or '')}")
+            continue
+        said.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
+        cells = [
+            row.host, tables.number(row.predicted.tokens_per_second), format_seconds(row.seconds),
+            tables.number(row.device_hours, 1), tables.number(row.energy_kwh, 1),
+        ]  # fmt: skip
+        cells += [tables.number(row.money, 2)] if money else []
+        table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
+    tables.out.print(table)
+    for line in (*said, *map(escape, unknown)):
+        tables.out.print(line, highlight=False)
+
+
+def _answer_check(request: Request, path: Path) -> None:
+    locked = read_lock(path)
+    lock = locked.lock
+    here = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
+    check_same(locked, request.source, here)
+    found = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
+    request.print({"check": found.model_dump(mode="json")}, lambda: _print_check(found, locked.plans[0].plan.label()))
+    if found.moved:
+        raise typer.Exit(1)
+
+
+def _print_check(found: Check, plan: str) -> None:
+    verdict = "moved" if found.moved else f"nothing moved beyond {MOVED:.0%}"
+    tables.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
+    if found.problem is not None:
+        tables.out.print(f"It cannot run any more: {escape(found.problem)}", highlight=False)
+    table = tables.new_table("Predicted when it was locked, and now", "", numbers=("then", "now", "change"))
+    rows = [(found.peak_gib, "GiB"), *((change, "GiB") for change in found.parts_gib)]
+    rows += [(found.step_ms, "ms"), *((change, "ms") for change in found.terms_ms)]
+    for change, unit in rows:
+        table.add_row(f"{change.name}, {unit}", *_cells(change))
+    tables.out.print(table)
+    if found.segments:
+        tables.out.print(f"Traced differently: {', '.join(found.segments)}", highlight=False)
+    for name, (then, now) in found.versions.items():
+        tables.out.print(f"{name} {then or 'not there'} -> {now or 'not there'}", highlight=False)
+
+
+def _cells(change: Change) -> tuple[str, str, str]:
+    return tables.number(change.before, 2), tables.number(change.now, 2), tables.percent(change.share)

@@ -1,0 +1,102 @@
+"""Compute links from their specifications, as upper bounds: from host to GPU, and between the GPUs of a node.
+
+List the links between nodes: ports by name, and which of them a described host has.
+
+Rates are specified data rates, one direction, before protocol headers. Latencies are not specified, so they stay unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from upshift.errors import RequestError
+from upshift.hardware.catalog.row import GpuFacts
+from upshift.hardware.spec import Count, Gpu, Link, Rate
+from upshift.units import GIGA
+from upshift.value import Value
+
+# Bytes/s of one lane in one direction after line coding: PCI Express base specification 3.0, 4.0 (128b/130b), 5.0.
+PCIE_LANE_BYTES_PER_SECOND = {3: 0.985 * GIGA, 4: 1.969 * GIGA, 5: 3.938 * GIGA}
+
+
+def pcie_link(gpu: Gpu) -> Link | None:
+    """Return the PCIe connection of a GPU at its specified rate, an upper bound."""
+    lane = PCIE_LANE_BYTES_PER_SECOND.get(gpu.pcie_generation or 0)
+    if lane is None or gpu.pcie_width is None:
+        return None
+    return Link(name=f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width}", bytes_per_second=lane * gpu.pcie_width)
+
+
+def gpu_link(gpu: Gpu) -> Link | None:
+    """Return the connection between GPUs of one node at its specified rate: NVLink where there is one, else PCIe."""
+    if gpu.nvlink_bytes_per_second is not None:
+        return Link(name=f"NVLink x{gpu.nvlink_links}", bytes_per_second=gpu.nvlink_bytes_per_second)
+    return pcie_link(gpu) if gpu.nvlink_links == 0 else None
+
+
+INFINIBAND = "InfiniBand Trade Association roadmap, 4 lanes"
+ETHERNET = "IEEE 802.3"
+
+
+class PortFacts(Value):
+    name: str
+    bytes_per_second: Rate
+    source: str
+    per_node: Count | None = None  # a whole node's number; None: as many as the node has accelerators
+
+
+def _port(name: str, gigabits: float, source: str, *, per_node: int | None = None) -> PortFacts:
+    return PortFacts(name=name, bytes_per_second=gigabits / 8 * GIGA, source=source, per_node=per_node)
+
+
+PORTS: dict[str, PortFacts] = {
+    "ib-edr": _port("InfiniBand EDR", 100, INFINIBAND),
+    "ib-hdr": _port("InfiniBand HDR", 200, INFINIBAND),
+    "ib-ndr": _port("InfiniBand NDR", 400, INFINIBAND),
+    "ib-xdr": _port("InfiniBand XDR", 800, INFINIBAND),
+    **{f"roce-{rate}": _port(f"RoCE {rate}", rate, f"{ETHERNET}, carrying RoCE v2") for rate in (100, 200, 400)},
+    **{f"ethernet-{rate}": _port(f"Ethernet {rate}", rate, ETHERNET) for rate in (10, 25, 100, 200, 400)},
+    "efa-p4d": _port("EFA", 100, "AWS EC2 P4d instance page: 400 Gb/s a node", per_node=4),
+    "efa-p5": _port("EFA", 100, "AWS EC2 P5 instance page: 3200 Gb/s a node", per_node=32),
+}
+STATES_ANOTHER = "@ and a port, such as @ib-ndr or @4xib-hdr (ports per node), states another"
+UNKNOWN = "unknown: @ and a port, such as @ethernet-25 or @4xib-hdr (ports per node), states it"
+
+
+class Connection(NamedTuple):
+    link: Link | None
+    origin: str
+
+
+def stated(port: str, *, per_node: int) -> Connection:
+    """Return the link that `@` names: ib-ndr (a port for each of the node's `per_node` devices) or 4xib-hdr (ports of a node)."""
+    match = re.fullmatch(r"(?:([0-9]{1,6})x)?([a-z].*)", port)
+    count, name = match.groups() if match else (None, port)
+    if name not in PORTS:
+        forms = f"use one of {', '.join(PORTS)} after @, as in 2x8xh100@ib-ndr or 2x8xh100@4xib-hdr"
+        raise RequestError(f"unknown link {port[:60]!r}; {forms}, or write inter_node into a Host JSON file")
+    facts = PORTS[name]
+    if count is not None and int(count) == 0:
+        raise RequestError(f"link {port!r} counts 0 ports; use 1 or more, such as 4x{name}")
+    if count is not None and facts.per_node is not None:
+        raise RequestError(f"link {port!r} counts ports, but {name} is the network of a whole node; write @{name}")
+    return Connection(_bundle(facts, int(count) if count else facts.per_node or per_node), f"described; {facts.source}")
+
+
+def usual(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
+    """Return the link without `@`: the accelerators' own fabric where it joins all nodes, else the vendor's reference system's
+    ports."""
+    fabric, system = facts.fabric, facts.reference
+    if fabric is not None and fabric.spans_nodes and num_nodes * per_node <= fabric.largest:
+        one = fabric.link(num_nodes * per_node)
+        link = Link(name=f"{per_node} x {one.name}", bytes_per_second=one.bytes_per_second * per_node)
+        return Connection(link, f"{fabric.name} joins up to {fabric.largest}: {fabric.source}; {STATES_ANOTHER}")
+    if system is None:
+        return Connection(None, UNKNOWN)
+    link = _bundle(PORTS[system.port], per_node * system.ports_per_gpu)
+    return Connection(link, f"reference system {system.name}: {system.source}; {STATES_ANOTHER}")
+
+
+def _bundle(facts: PortFacts, count: float) -> Link:
+    return Link(name=f"{count:g}x {facts.name}", bytes_per_second=facts.bytes_per_second * count)

@@ -1,0 +1,125 @@
+"""List NVIDIA's GPUs.
+
+Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. Datasheets that print only the sparse
+figure are halved. `memory_bytes` is the total that NVML reports with ECC as shipped, which is below the number on the box. PCIe
+cards are taken without NVLink bridges. The power is the maximum that the datasheet prints.
+"""
+
+from __future__ import annotations
+
+from upshift.hardware.catalog.row import Fabric, GpuFacts, ReferenceSystem, Tera, rates
+from upshift.hardware.spec import Gpu
+from upshift.units import GIGA, MIB
+
+V100_SXM: Tera = (15.7, None, None, 125, None, None)
+V100_PCIE: Tera = (14, None, None, 112, None, None)
+A100_ALL: Tera = (19.5, 156, 312, 312, None, 624)
+HOPPER_SXM: Tera = (67, 494.5, 989.5, 989.5, 1979, 1979)
+
+V100 = "NVIDIA V100 Tensor Core GPU datasheet (2020)"
+A100 = "NVIDIA A100 Tensor Core GPU datasheet (2021)"
+T4 = "NVIDIA T4 datasheet (2019); memory bandwidth: T4 product brief PB-09256-001"
+A10 = "NVIDIA A10 Tensor Core GPU datasheet (2021)"
+A10G = "NVIDIA A10G Tensor Core GPU datasheet for AWS G5 (2021)"
+L4 = "NVIDIA L4 Tensor Core GPU datasheet (2023), sparse figures halved"
+L40S = "NVIDIA L40S GPU datasheet (2023)"
+AMPERE = "NVIDIA Ampere GA102 GPU architecture whitepaper V2, appendix A"
+ADA = "NVIDIA Ada GPU architecture whitepaper v2, appendix A"
+RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper (2025), appendix A"
+H100 = "NVIDIA H100 Tensor Core GPU datasheet (2023), sparse figures halved"
+H200 = "NVIDIA H200 Tensor Core GPU datasheet (2024), sparse figures halved"
+B200 = "NVIDIA HGX platform page (2025), B200, per GPU, sparse figures halved; power: NVIDIA Blackwell datasheet (2024)"
+GB200 = "NVIDIA GB200 NVL72 product page (2025), a 72nd of the rack, sparse figures halved; power: NVML's limit"
+
+
+def _nvlink(links: int, gb_s: float, largest: int, *, spans_nodes: bool = False) -> Fabric:
+    """Return the fabric of NVLink. `gb_s` is of one link in one direction, half of what the datasheets print."""
+    return Fabric(
+        name="NVLink", topology="switch", link_bytes_per_second=gb_s * GIGA, links=links, largest=largest,
+        spans_nodes=spans_nodes, source="NVIDIA NVLink and NVSwitch product page (2025)",
+    )  # fmt: skip
+
+
+# The largest systems: DGX-2 and HGX A100 hold 16 GPUs, HGX of Hopper and Blackwell 8, one rack of GB200 72 on 18 trays.
+# DGX-1 has no switch: two of its V100 share one or two of the six links.
+NVLINK2, NVLINK3, NVLINK4 = _nvlink(6, 25, 16), _nvlink(12, 25, 16), _nvlink(18, 25, 8)
+NVLINK5, NVL72 = _nvlink(18, 50, 8), _nvlink(18, 50, 72, spans_nodes=True)
+
+DGX_1 = ReferenceSystem(
+    name="DGX-1", port="ib-edr", ports_per_gpu=0.5, source="NVIDIA DGX-1 white paper WP-08437-001, 4 ports for 8 GPUs"
+)
+DGX_A100 = ReferenceSystem(name="DGX A100", port="ib-hdr", ports_per_gpu=1, source="NVIDIA DGX A100 datasheet (2021)")
+DGX_H100 = ReferenceSystem(name="DGX H100", port="ib-ndr", ports_per_gpu=1, source="NVIDIA DGX H100 user guide (2023)")
+DGX_H200 = ReferenceSystem(name="DGX H200", port="ib-ndr", ports_per_gpu=1, source="NVIDIA DGX H200 user guide (2024)")
+DGX_B200 = ReferenceSystem(name="DGX B200", port="ib-ndr", ports_per_gpu=1, source="NVIDIA DGX B200 user guide (2025)")
+DGX_GB200 = ReferenceSystem(name="DGX GB200", port="ib-ndr", ports_per_gpu=1, source="NVIDIA DGX GB200 datasheet (2024)")
+
+
+def _row(
+    key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
+    watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
+) -> tuple[str, GpuFacts]:  # fmt: skip
+    """Return a key and its row. `mib` and `gb_s` are of the memory, `cc` is the compute capability."""
+    gpu = Gpu(
+        name=name,
+        table_key=key,
+        memory_bytes=mib * MIB,
+        compute_capability=cc,
+        pcie_generation=pcie,
+        pcie_width=16 if pcie else None,
+        nvlink_links=nvlink.links if nvlink else 0,
+        nvlink_bytes_per_second=nvlink.links * nvlink.link_bytes_per_second if nvlink else None,
+        tdp_watts=watts,
+        peak=rates(tera, gb_s),
+    )
+    largest = nvlink.largest if nvlink else None
+    return key, GpuFacts(gpu=gpu, source=source, fabric=nvlink, max_per_node=largest, reference=system)
+
+
+# fmt: off
+NVIDIA_GPUS: dict[str, GpuFacts] = dict([
+    _row("v100-16gb", "Tesla V100-SXM2-16GB", V100, V100_SXM,
+         mib=16160, gb_s=900, cc=(7, 0), pcie=3, watts=300, nvlink=NVLINK2, system=DGX_1),
+    _row("v100-32gb", "Tesla V100-SXM2-32GB", V100, V100_SXM,
+         mib=32510, gb_s=900, cc=(7, 0), pcie=3, watts=300, nvlink=NVLINK2, system=DGX_1),
+    _row("v100-pcie-16gb", "Tesla V100-PCIE-16GB", V100, V100_PCIE, mib=16160, gb_s=900, cc=(7, 0), pcie=3, watts=250),
+    _row("v100-pcie-32gb", "Tesla V100-PCIE-32GB", V100, V100_PCIE, mib=32510, gb_s=900, cc=(7, 0), pcie=3, watts=250),
+    _row("t4", "Tesla T4", T4, (8.1, None, None, 65, None, 130), mib=15360, gb_s=320, cc=(7, 5), pcie=3, watts=70),
+    _row("a10", "NVIDIA A10", A10, (31.2, 62.5, 125, 125, None, 250), mib=23028, gb_s=600, cc=(8, 6), pcie=4, watts=150),
+    _row("a10g", "NVIDIA A10G", A10G, (31.5, 35, 70, 70, None, 140), mib=22731, gb_s=600, cc=(8, 6), pcie=4, watts=None),
+    _row("a100-40gb", "NVIDIA A100-SXM4-40GB", A100, A100_ALL,
+         mib=40960, gb_s=1555, cc=(8, 0), pcie=4, watts=400, nvlink=NVLINK3, system=DGX_A100),
+    _row("a100-80gb", "NVIDIA A100-SXM4-80GB", A100, A100_ALL,
+         mib=81920, gb_s=2039, cc=(8, 0), pcie=4, watts=400, nvlink=NVLINK3, system=DGX_A100),
+    _row("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", A100, A100_ALL, mib=40960, gb_s=1555, cc=(8, 0), pcie=4, watts=250),
+    _row("a100-pcie-80gb", "NVIDIA A100 80GB PCIe", A100, A100_ALL, mib=81920, gb_s=1935, cc=(8, 0), pcie=4, watts=300),
+    _row("l4", "NVIDIA L4", L4, (30.3, 60, 121, 121, 242.5, 242.5), mib=23034, gb_s=300, cc=(8, 9), pcie=4, watts=72),
+    _row("l40s", "NVIDIA L40S", L40S, (91.6, 183, 362.05, 362.05, 733, 733),
+         mib=46068, gb_s=864, cc=(8, 9), pcie=4, watts=350),
+    _row("rtx-3090", "NVIDIA GeForce RTX 3090", AMPERE, (35.6, 35.6, 71, 71, None, 284),
+         mib=24576, gb_s=936, cc=(8, 6), pcie=4, watts=350),
+    _row("rtx-4090", "NVIDIA GeForce RTX 4090", ADA, (82.6, 82.6, 165.2, 165.2, 330.3, 660.6),
+         mib=24564, gb_s=1008, cc=(8, 9), pcie=4, watts=450),
+    _row("rtx-5090", "NVIDIA GeForce RTX 5090", RTX_BLACKWELL, (104.8, 104.8, 209.5, 209.5, 419, 838),
+         mib=32607, gb_s=1792, cc=(12, 0), pcie=5, watts=575),
+    _row("h100-sxm", "NVIDIA H100 80GB HBM3", H100, HOPPER_SXM,
+         mib=81559, gb_s=3350, cc=(9, 0), pcie=5, watts=700, nvlink=NVLINK4, system=DGX_H100),
+    _row("h100-pcie", "NVIDIA H100 PCIe", H100, (51, 378, 756.5, 756.5, 1513, 1513),
+         mib=81559, gb_s=2000, cc=(9, 0), pcie=5, watts=350),
+    _row("h200", "NVIDIA H200", H200, HOPPER_SXM,
+         mib=143771, gb_s=4800, cc=(9, 0), pcie=5, watts=700, nvlink=NVLINK4, system=DGX_H200),
+    _row("b200", "NVIDIA B200", B200, (75, 1125, 2250, 2250, 4500, 4500),
+         mib=183359, gb_s=8000, cc=(10, 0), pcie=5, watts=1000, nvlink=NVLINK5, system=DGX_B200),
+    # The host reaches it over NVLink-C2C, of which a superchip prints 900 GB/s for both of its GPUs: unknown for one.
+    _row("gb200", "NVIDIA GB200", GB200, (80, 1250, 2500, 2500, 5000, 5000),
+         mib=189471, gb_s=8000, cc=(10, 0), pcie=None, watts=1200, nvlink=NVL72, system=DGX_GB200),
+])
+# fmt: on
+# Full product names as NVML reports them; drivers before 470 print some without the brand.
+NVML_NAMES: dict[str, str] = {facts.gpu.name: key for key, facts in NVIDIA_GPUS.items()} | {
+    "A100-SXM4-40GB": "a100-40gb",
+    "A100-SXM4-80GB": "a100-80gb",
+    "A100-PCIE-40GB": "a100-pcie-40gb",
+    "GeForce RTX 3090": "rtx-3090",
+    "NVIDIA T4": "t4",
+}

@@ -1,0 +1,72 @@
+"""Define the rows of the tables: what is known of a product, and where it is printed. Figures are of one
+device, or one socket.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+from upshift.hardware.spec import Count, Cpu, Gpu, Link, Precision, Rate, Rates
+from upshift.units import GIGA, TERA
+from upshift.value import Value
+
+# 10**12 per second in fp32, fp32_medium (TF32), bf16, fp16, fp8, int8.
+Tera = tuple[float | None, float | None, float | None, float | None, float | None, float | None]
+
+
+class Fabric(Value):
+    """Direct connections between accelerators, without the host. The rate is of one link in one direction.
+
+    switch: any device reaches any other over all its links. mesh: `links` go to each peer, so few devices use few of them.
+    torus: a link to each neighbour of a grid. `spans_nodes`: it does not end at a node.
+    """
+
+    name: str
+    topology: Literal["switch", "mesh", "torus"]
+    link_bytes_per_second: Rate
+    links: Count  # of one device; in a mesh, between two devices
+    largest: Count  # most devices that it joins
+    spans_nodes: bool = False
+    source: str
+
+    def link(self, num_devices: int) -> Link:
+        """Return the link of one of `num_devices` devices: the most that it sends over all its links to the others."""
+        used = self.links
+        if self.topology == "mesh":
+            used = self.links * (num_devices - 1)
+        elif self.topology == "torus":
+            # Neighbours in the most compact grid (2, 2x2, 2x2x2, 2x4x4 ...): one for each halving, up to all links.
+            used = min(self.links, math.ceil(math.log2(num_devices)))
+        return Link(name=f"{self.name} x{used}", bytes_per_second=self.link_bytes_per_second * used)
+
+
+class ReferenceSystem(Value):
+    """The vendor's own way to connect its nodes; `port` is a name in network.PORTS."""
+
+    name: str
+    port: str
+    ports_per_gpu: Rate  # below 1: several GPUs share a port
+    source: str
+
+
+class GpuFacts(Value):
+    gpu: Gpu
+    source: str
+    fabric: Fabric | None = None  # None: PCIe, or nothing
+    max_per_node: Count | None = None  # None: as many as the server has slots
+    reference: ReferenceSystem | None = None
+
+
+class CpuFacts(Value):
+    """The facts of a CPU. `cpu` is one socket, without memory modules."""
+
+    cpu: Cpu
+    max_sockets: Count
+    source: str
+
+
+def rates(tera: Tera, gb_s: float) -> Rates:
+    """Return the rates of a row. `gb_s`: GB/s of the memory."""
+    figures = [None if rate is None else rate * TERA for rate in tera]
+    return Rates(**dict(zip(get_args(Precision), figures, strict=True)), memory_bytes_per_second=gb_s * GIGA)

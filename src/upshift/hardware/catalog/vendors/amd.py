@@ -1,0 +1,61 @@
+"""List AMD's data centre accelerators under ROCm.
+
+Rates are dense and of the matrix cores. `memory_bytes` is what rocm-smi reports. An MI250 shows as two devices, its graphics
+compute dies (GCDs): the row is one of them. MI300X multiplies in TF32 too (653.7 TFLOP/s, its data sheet), but PyTorch does so
+only with HIPBLASLT_ALLOW_TF32 set, so fp32_medium stays unknown.
+"""
+
+from __future__ import annotations
+
+from upshift.hardware.catalog.row import Fabric, GpuFacts, ReferenceSystem, rates
+from upshift.hardware.spec import Gpu
+from upshift.units import GIGA
+
+MI250 = "AMD Instinct MI250 data sheet (2021), halved: one of its two dies; memory: ROCm documentation, MI250 (2025)"
+MI300X = "AMD Instinct MI300X data sheet (2023)"
+# Beyond its twin, a GCD has up to three links of 50 GB/s to uneven numbers of others: no one rate (ROCm documentation).
+MI250_PACKAGE = Fabric(
+    name="Infinity Fabric", topology="switch", link_bytes_per_second=50 * GIGA, links=4, largest=2,
+    source="ROCm documentation, MI250 microarchitecture (2025), and AMD at Hot Chips 34 (2022): 4 links inside the package",
+)  # fmt: skip
+MI300X_PLATFORM = Fabric(
+    name="Infinity Fabric", topology="mesh", link_bytes_per_second=64 * GIGA, links=1, largest=8,
+    source="AMD Instinct MI300X platform data sheet (2023): 128 GB/s in both directions to each of seven peers",
+)  # fmt: skip
+MI300_CLUSTER = ReferenceSystem(
+    name="MI300 series cluster", port="roce-400", ports_per_gpu=1,
+    source="AMD Instinct MI300 Series Cluster Reference Architecture Guide 63916 v1.00 (2024)",
+)  # fmt: skip
+
+CHIPS: dict[str, GpuFacts] = {
+    "mi250-gcd": GpuFacts(
+        gpu=Gpu(
+            name="AMD Instinct MI250, one GCD",
+            backend="rocm",
+            table_key="mi250-gcd",
+            memory_bytes=68_702_699_520,
+            tdp_watts=250,
+            peak=rates((45.25, None, 181.05, 181.05, None, 181.05), gb_s=1638.4),
+        ),
+        source=MI250,
+        fabric=MI250_PACKAGE,
+        max_per_node=16,
+    ),
+    "mi300x": GpuFacts(
+        gpu=Gpu(
+            name="AMD Instinct MI300X",
+            backend="rocm",
+            table_key="mi300x",
+            memory_bytes=206_141_652_992,
+            pcie_generation=5,
+            pcie_width=16,
+            tdp_watts=750,
+            peak=rates((163.4, None, 1307.4, 1307.4, 2614.9, 2614.9), gb_s=5300),
+        ),
+        source=MI300X,
+        fabric=MI300X_PLATFORM,
+        max_per_node=8,
+        reference=MI300_CLUSTER,
+    ),
+}
+FAMILIES = {"mi250": ("mi250-gcd",)}

@@ -1,0 +1,146 @@
+"""Read one pickle of weights in a process and write safetensors: python -m upshift.loading.files.bin_process FROM TO.
+
+The process prints a line of JSON if it refuses the file, or fails. Its limits are set before the file is opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import re
+import resource
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import JobFailed, RequestError
+from upshift.loading.files.safetensors_header import BITS, METADATA, shown
+from upshift.loading.files.safetensors_writer import PIECE_BYTES, NewTensor, check_file, in_order, write_file
+from upshift.units import GIB, KIB, MIB, format_bytes
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # of Linux' sched.h
+SECONDS, BYTES_A_SECOND = 120, 20 * MIB  # of processor time: reading, writing and hashing twice takes a fifth of that
+ROOM = GIB  # of memory, beside what torch took when it was imported, the file as mapped, and as much again
+TIMES = 4  # the file's bytes, of all tensors: several names may share one
+ZIP = b"PK\x03\x04"
+
+
+def main(source: Path, destination: Path) -> None:
+    _leave_network()
+    import torch
+
+    torch.set_num_threads(1)
+    _limit(source.stat().st_size)
+    tensors = [_new(source, name, tensor) for name, tensor in _read(source).items()]
+    nbytes, most = sum(tensor.nbytes for tensor in tensors), TIMES * source.stat().st_size
+    if nbytes > most:
+        raise RequestError(f"{source} has {format_bytes(most / TIMES)} and would be tensors of {format_bytes(nbytes)}")
+    check_file(destination, write_file(destination, in_order(tensors), {"format": "pt"}, lambda _: None), lambda _: None)
+
+
+def _leave_network() -> None:
+    """Move to a network without devices, as far as the system allows it: a container often does not."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "unshare") and library.unshare(CLONE_NEWNET) != 0:
+        library.unshare(CLONE_NEWUSER | CLONE_NEWNET)
+
+
+def _limit(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_CPU, SECONDS + nbytes // BYTES_A_SECOND)
+    _lower(resource.RLIMIT_FSIZE, TIMES * nbytes + MIB)
+    status = Path("/proc/self/status")
+    if status.is_file():
+        held = re.search(r"VmData:\s*(\d+) kB", status.read_text(encoding="ascii"))
+        _lower(resource.RLIMIT_DATA, ROOM + 2 * nbytes + (0 if held is None else int(held[1]) * KIB))
+
+
+def _lower(kind: int, limit: int) -> None:
+    highest = resource.getrlimit(kind)[1]
+    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _read(source: Path) -> dict[str, Any]:
+    import torch
+
+    with source.open("rb") as file:
+        zipped = file.read(len(ZIP)) == ZIP  # as torch tells
+    try:
+        if zipped and any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(source).infolist()):
+            raise RequestError(f"{source} is compressed, and torch.save compresses nothing; save the model as safetensors")
+        found = torch.load(source, map_location="cpu", weights_only=True, mmap=zipped)
+    except RequestError:
+        raise
+    except MemoryError:
+        raise RequestError(f"{source} takes more memory than its weights would; save the model as safetensors") from None
+    except Exception as error:  # of any kind: the loader checks little, and the file may be anything
+        raise RequestError(_refusal(source, str(error) or type(error).__name__)) from None
+    if not isinstance(found, dict) or not found:
+        raise RequestError(f"{source} holds no tensors by name but {shown(type(found).__name__)}; save the model's state_dict()")
+    return found
+
+
+def _refusal(source: Path, said: str) -> str:
+    named = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked|must be imported", said)
+    if named:
+        what = shown(named[1] or said.splitlines()[0])
+        return f"{source} holds code ({what}), not weights alone, and none of it was run; save the model as safetensors"
+    reason = next((line for line in reversed(said.splitlines()) if "WeightsUnpickler error" in line), said.splitlines()[0])
+    return f"{source} is no whole file of torch.save ({shown(reason.strip())}); copy it, or save the model as safetensors"
+
+
+def _new(source: Path, name: Any, tensor: Any) -> NewTensor:
+    import torch
+
+    from upshift.loading.files.tensors import NAMES
+
+    if not isinstance(name, str) or name == METADATA or not _is_text(name):
+        raise RequestError(f"{source} has a tensor of the name {shown(name)}; names are text; save the model's state_dict()")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        kind = type(tensor).__name__
+        raise RequestError(f"{source} has {shown(name)} of the type {kind}, and not a tensor; save the model's state_dict()")
+    dtype = NAMES.get(tensor.dtype)
+    if dtype is None or BITS[dtype] < 8 or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        form = f"{tensor.dtype}, {tensor.layout} and {tensor.device.type}"
+        raise RequestError(f"{source} has the tensor {shown(name)} in {form}, which safetensors does not store")
+    return NewTensor(name, dtype, tuple(tensor.shape), lambda: _pieces(tensor.detach()))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _pieces(tensor: Any) -> Iterator[memoryview]:
+    from upshift.loading.files.tensors import bytes_of
+
+    content = bytes_of(tensor)
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
+
+
+def answer(arguments: list[str]) -> int:
+    try:
+        main(Path(arguments[0]), Path(arguments[1]))
+    except RequestError as error:
+        said = {"refused": str(error)}
+    except JobFailed as error:
+        said = {"failed": str(error)}
+    except OSError as error:
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+        said = {"failed": f"{arguments[0]} could not be rewritten as safetensors: {reason}; free some of the disk, or look why"}
+    else:
+        return 0
+    sys.stdout.write(json.dumps(said) + "\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(answer(sys.argv[1:]))

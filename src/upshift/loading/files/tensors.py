@@ -1,0 +1,207 @@
+"""Map stored tensors as torch tensors without a copy, or read them into memory that exists already.
+
+Send stored tensors to a GPU through two buffers of pinned memory: one is filled while the other is sent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from upshift.errors import RequestError
+from upshift.loading.files.safetensors_header import StoredTensor, shown
+from upshift.units import MIB
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
+    "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPUTED = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
+PIECE_BYTES = 16 * MIB
+PARTS = 64  # of all that is mapped, if it is large
+
+
+def dtype_of(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype not in DTYPES:
+        raise RequestError(f"{stored.file}: torch has no dtype for {stored.dtype}, which tensor {shown(stored.name)} has")
+    return DTYPES[stored.dtype]
+
+
+def shape_of(stored: StoredTensor) -> tuple[int, ...]:
+    """Return the shape in torch's elements. An element of torch's F4 is two numbers in a byte."""
+    if stored.dtype != "F4":
+        return stored.shape
+    if not stored.shape or stored.shape[-1] % 2:
+        raise RequestError(f"{stored.file}: tensor {shown(stored.name)} of F4 {stored.shape} has half a byte in a row")
+    return (*stored.shape[:-1], stored.shape[-1] // 2)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the tensor's bytes, without a copy if it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """Return a private mapping: pages are read when they are touched, belong to the page cache, and are copied on writing."""
+    return Stretches([stored]).tensor(stored)
+
+
+class Stretches:
+    """Stored tensors in private mappings. Tensors that lie behind each other share a mapping.
+
+    A mapping lasts as long as any of its tensors is used. Linux maps 65,530 of a process (vm.max_map_count), and a model may
+    have more tensors. A mapping is a small part of a large checkpoint, so that code that takes weights out one by one does not
+    hold all of the file's pages to the end."""
+
+    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        tensors = list(tensors)
+        full = max(sum(stored.nbytes for stored in tensors) // PARTS, MIB)
+        self._lock = threading.Lock()
+        self._pages: dict[int, mmap.mmap] = {}  # by the stretch
+        self._bounds: list[tuple[Path, int, int]] = []
+        self._of: dict[str, int] = {}
+        for stored in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
+            last = self._bounds[-1] if self._bounds else None
+            if last is not None and (last[0], last[2]) == (stored.file, stored.offset) and last[2] - last[1] < full:
+                self._bounds[-1] = last[0], last[1], stored.offset + stored.nbytes
+            else:
+                self._bounds.append((stored.file, stored.offset, stored.offset + stored.nbytes))
+            self._of[stored.name] = len(self._bounds) - 1
+
+    def __contains__(self, stored: StoredTensor) -> bool:
+        return stored.name in self._of
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        dtype, shape = dtype_of(stored), shape_of(stored)
+        if stored.nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        number = self._of[stored.name]
+        first = self._bounds[number][1]
+        before = stored.offset - (first - first % mmap.ALLOCATIONGRANULARITY)
+        content = torch.frombuffer(self._mapped(number, stored), dtype=torch.uint8, count=stored.nbytes, offset=before)
+        if stored.offset % dtype.itemsize:
+            content = content.clone()
+        return content.view(dtype).view(shape)
+
+    def _mapped(self, number: int, stored: StoredTensor) -> mmap.mmap:
+        file, first, end = self._bounds[number]
+        with self._lock:
+            if number not in self._pages:
+                start = first - first % mmap.ALLOCATIONGRANULARITY
+                try:
+                    with file.open("rb") as handle:
+                        pages = mmap.mmap(handle.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
+                except (OSError, ValueError) as error:  # ValueError: the file is shorter now
+                    raise _unreadable(stored, error) from None
+                self._pages[number] = pages
+            return self._pages[number]
+
+
+def read_into(stored: StoredTensor, destination: Tensor) -> None:
+    """Read into a tensor of the same shape, on any device, in its dtype. Beside the tensor no more than a piece is in memory."""
+    dtype, shape = dtype_of(stored), shape_of(stored)
+    if tuple(destination.shape) != shape:
+        raise RequestError(
+            f"{stored.file}: tensor {shown(stored.name)} has the shape {shape} where the model has {tuple(destination.shape)}"
+        )
+    destination = destination.detach()
+    if not destination.is_contiguous():
+        destination.copy_(read_tensor(stored))
+        return
+    if stored.nbytes == 0:
+        return
+    flat = destination.view(-1)
+    if destination.dtype == dtype:
+        stored, dtype, flat = replace(stored, dtype="U8", shape=(stored.nbytes,)), torch.uint8, flat.view(torch.uint8)
+    with OpenFile(stored) as source:
+        if flat.dtype == dtype and flat.device.type == "cpu":
+            source.fill(flat, stored.offset)
+            return
+        count = PIECE_BYTES // dtype.itemsize
+        for start in range(0, flat.numel(), count):
+            size = min(count, flat.numel() - start)
+            offset = stored.offset + start * dtype.itemsize
+            source.announce(offset, 2 * PIECE_BYTES)
+            part = replace(stored, shape=(size,), offset=offset, nbytes=size * dtype.itemsize)
+            flat[start : start + size].copy_(read_tensor(part))  # a mapping converts faster than a copy of the bytes
+
+
+class OpenFile:
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def __enter__(self) -> OpenFile:
+        try:
+            self._descriptor = os.open(self._stored.file, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(self._stored, error) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def announce(self, offset: int, nbytes: int) -> None:
+        """Tell the system which bytes are read next, so that the disk is busy while others are converted."""
+        if hasattr(os, "posix_fadvise"):  # Linux
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def fill(self, content: Tensor, offset: int) -> None:
+        """Fill ``content``, bytes in memory, from this byte of the file on.
+
+        One read of the system may give less than was asked for."""
+        view = content.numpy().data
+        while view:
+            try:
+                count = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                raise _unreadable(self._stored, error) from None
+            if count == 0:
+                raise _unreadable(self._stored, "the file is shorter than its header says")
+            view, offset = view[count:], offset + count
+
+
+def _unreadable(stored: StoredTensor, error: object) -> RequestError:
+    reason = getattr(error, "strerror", None) or error
+    return RequestError(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy or save the file again")
+
+
+class Staging:
+    """The buffers of one load. Each thread that reads has buffers of its own."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def read_into(self, stored: StoredTensor, destination: Tensor) -> None:
+        """Read a tensor into ``destination``, which is contiguous and on a GPU, and convert it there.
+
+        Copies that are still on their way arrive before any later work of the destination's stream."""
+        dtype, flat = dtype_of(stored), destination.detach().view(-1)
+        count = PIECE_BYTES // dtype.itemsize
+        with torch.cuda.device(destination.device), OpenFile(stored) as file:
+            for number, start in enumerate(range(0, flat.numel(), count)):
+                buffer, sent = self._buffers()[number % 2]
+                sent.synchronize()
+                size = min(count, flat.numel() - start)
+                content = buffer[: size * dtype.itemsize]
+                file.fill(content, stored.offset + start * dtype.itemsize)
+                flat[start : start + size].copy_(content.view(dtype).to(destination.device, non_blocking=True))
+                sent.record()
+
+    def _buffers(self) -> list[tuple[Tensor, torch.cuda.Event]]:
+        if not hasattr(self._own, "buffers"):
+            self._own.buffers = [
+                (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+            ]
+        buffers: list[tuple[Tensor, torch.cuda.Event]] = self._own.buffers
+        return buffers

@@ -1,0 +1,325 @@
+"""Run a model whose weights are partly on the disk, or on a GPU's host: each weight is brought in while its module runs.
+
+Between its turns a weight on the disk is a read-only mapping of the file. Its dtype, shape and content can be used (an
+embedding looks its rows up in it, the other end of a tied head finds it), and it takes no memory. Writing to it ends the
+process. Such weights are frozen. Where gradients pass through them, autograd saves a note of where a weight lies instead of
+the weight, and the backward pass reads the weight again.
+
+Run a model on several devices: move the arguments of each module to the device that computes its weights.
+
+The output of a layer of a stack stays on the layer's device. The output of other modules moves to the main device, where the
+code between modules runs. The model's own output moves to the device that its input came from.
+
+Read from the disk only the experts of a layer that its tokens are routed to.
+
+transformers keeps the experts of a layer in one weight, its first dimension the expert, and says with ``top_k_index`` which ones
+compute. The weight rests as the file's pages; before its module runs the pages of the chosen experts are brought in, and let go
+after it. Nothing is read ahead: the choice is known when the layer runs. On a GPU all experts are sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.internals.transformers_names import CHECKPOINTED
+from upshift.loading.files.mapped_file import announce, forget, populate
+from upshift.loading.files.safetensors_header import StoredTensor
+from upshift.loading.offload.buffers import can_be_pages
+from upshift.loading.offload.gpu_copy import Lanes
+from upshift.loading.offload.units import CHOICE, Feed, Weight, experts_in, is_looked_up, make_feed, units_of, weights_on_disk
+from upshift.loading.placement.place import CPU, DISK, Placement
+from upshift.models.build import find_stacks
+
+
+def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -> None:
+    """Register the hooks that move arguments and outputs. ``main``: the GPU that runs the code between modules."""
+    modules = dict(model.named_modules())
+    layers = {layer for _, stack in find_stacks(model) for layer in stack}
+    for place in placement.modules:
+        module = modules.get(place.name)
+        if module is None or module is model:
+            continue
+        waits = place.device in (CPU, DISK)
+        device = main
+        if waits and is_looked_up(module):
+            device = torch.device(CPU)
+        elif not waits and place.device != placement.main:
+            device = torch.device(place.device)
+        module.register_forward_pre_hook(partial(_before, device), with_kwargs=True)
+        if device != main and module not in layers:
+            module.register_forward_hook(partial(_after, main))
+    _Whole(main).attach(model)
+
+
+class _Whole:
+    """The hooks of the model itself: input moves to the main device, output to the device that the input came from."""
+
+    def __init__(self, main: torch.device) -> None:
+        self._main, self._came_from = main, main
+
+    def attach(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
+        self._came_from = next((one.device for one in (*arguments, *named.values()) if isinstance(one, Tensor)), self._main)
+        return moved(arguments, self._main), moved(named, self._main)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        return moved(output, self._came_from)
+
+
+def _before(device: torch.device, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
+    return moved(arguments, device), moved(named, device)
+
+
+def _after(device: torch.device, module: nn.Module, arguments: Any, output: Any) -> Any:
+    return moved(output, device)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device, also the tensors in tuples, lists and mappings.
+
+    A cache stays as it is: its layers are on the devices that fill them."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=device.type != CPU)  # what comes to the CPU must be there before it is read
+    if isinstance(value, Mapping):
+        found = {key: moved(item, device) for key, item in value.items()}
+        return type(value)(**found) if type(value) is not dict else found
+    if isinstance(value, tuple | list):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class RoutedExperts:
+    """The hooks of one module that has experts. ``keep``: leave pages in the page cache after their use."""
+
+    def __init__(self, module: nn.Module, weights: Sequence[Weight], *, keep: bool) -> None:
+        self._weights, self._keep = weights, keep
+        self._place = list(inspect.signature(type(module).forward).parameters).index(CHOICE) - 1  # after self
+        self._number = module.num_experts
+        self._chosen: list[tuple[Tensor, Weight]] = []
+        self.bytes_read = 0
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        choice: Tensor = named[CHOICE] if CHOICE in named else arguments[self._place]
+        experts = [number for number in choice.unique().tolist() if 0 <= number < self._number]
+        self._chosen = [(weight.resting[number], weight) for weight in self._weights for number in experts]
+        for content, _ in self._chosen:
+            announce(content)
+        for content, weight in self._chosen:
+            populate(content, weight.stored.file)
+            self.bytes_read += content.nbytes
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        for content, _ in self._chosen:
+            forget(content)
+        if not self._keep:
+            for file in {weight.stored.file for _, weight in self._chosen}:
+                descriptor = os.open(file, os.O_RDONLY)
+                for content, weight in self._chosen:
+                    if weight.stored.file == file:
+                        start = weight.stored.offset + content.data_ptr() - weight.resting.data_ptr()
+                        os.posix_fadvise(descriptor, start, content.nbytes, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+        self._chosen = []
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A view of a weight, as autograd saves it: which piece of which unit, and where in the piece."""
+
+    unit: _Unit
+    piece: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Unit:
+    """Weights that are read together, and the hooks of the modules that need them."""
+
+    def __init__(self, offload: Offload, number: int, weights: Sequence[Weight]) -> None:
+        self.offload, self.number, self.weights = offload, number, weights
+        self._inside = 0
+        self._contexts: list[AbstractContextManager[Any]] = []
+
+    def enter(self, module: nn.Module, arguments: Any) -> None:
+        if any(weight.parameter.requires_grad for weight in self.weights):
+            raise RequestError(
+                "weights that wait on the disk or the host are frozen and cannot be trained; train an adapter around them: LoRA"
+            )
+        if self._inside == 0:
+            pieces = self.offload.acquire(self.number)
+            self._place(pieces)
+            self._device, self._pointers = pieces[0].device, {piece.data_ptr(): number for number, piece in enumerate(pieces)}
+        self._inside += 1
+        context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._note, _look_up)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._inside == 0:  # the hook before the forward failed
+            return
+        self._contexts.pop().__exit__(None, None, None)
+        self._inside -= 1
+        if self._inside == 0:
+            self._rest()
+            self.offload.release(self.number)
+
+    def _place(self, pieces: Sequence[Tensor]) -> None:
+        with torch.inference_mode(False):
+            for weight, (piece, start) in zip(self.weights, self.offload.starts[self.number], strict=True):
+                content = pieces[piece][start : start + weight.stored.nbytes]
+                weight.parameter.data = content.view(weight.resting.dtype).view(weight.resting.shape)
+
+    def _rest(self) -> None:
+        for weight in self.weights:
+            weight.parameter.data = weight.resting
+
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a layer's forward again in the backward pass, where no hook of the layer runs.
+
+        The tensors that it saves are views of the buffer, which is kept until another unit is needed."""
+        if self._inside:
+            return function(*arguments)
+        self._place(self.offload.again(self.number))
+        try:
+            return function(*arguments)
+        finally:
+            self._rest()
+
+    def _note(self, tensor: Tensor) -> Tensor | _Saved:
+        piece = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device == self._device else None
+        if piece is None:
+            return tensor
+        return _Saved(self, piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _look_up(saved: Tensor | _Saved) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    content = saved.unit.offload.again(saved.unit.number)[saved.piece].view(saved.dtype)
+    return content.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class Offload:
+    """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
+
+    def __init__(self, units: Sequence[Sequence[Weight]], feed: Feed) -> None:
+        self.reader, self.starts = feed.reader, feed.starts
+        self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
+        self.mapped_bytes = 0
+        self.experts: list[RoutedExperts] = []
+        self._backward: tuple[int, list[Tensor]] | None = None
+
+    def acquire(self, number: int) -> list[Tensor]:
+        self._end_backward(number)
+        return self.reader.acquire(number)
+
+    def release(self, number: int) -> None:
+        self.reader.release(number)
+
+    def again(self, number: int) -> list[Tensor]:
+        """Return the pieces of a unit for the backward pass, which keeps them until it comes to another unit."""
+        self._end_backward(number)
+        if self._backward is None:
+            self._backward = number, self.reader.acquire(number)
+        return self._backward[1]
+
+    def _end_backward(self, number: int) -> None:
+        if self._backward is not None and self._backward[0] != number:
+            last, self._backward = self._backward[0], None
+            self.reader.release(last)
+
+
+def dispatch(
+    model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
+    lanes: Lanes | None = None,
+) -> None:  # fmt: skip
+    """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
+
+    ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: the size of what is
+    read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU.
+    """
+    weights = weights_on_disk(model, placement, stored)
+    total = sum(weight.stored.nbytes for weight in weights.values())
+    free = detect().cpu
+    keep = free is None or free.free_memory_bytes is None or total < free.free_memory_bytes
+    routed = {} if lanes is not None else _routed(model, weights)
+    apart = {id(weight.parameter) for own in routed.values() for weight in own}
+    units, hooked = units_of(model, placement, weights, lanes, apart=apart)
+    if lanes is not None:
+        move_arguments(model, placement, lanes.device)
+    if weights:
+        model._upshift_offload = True  # type: ignore[assignment]
+    experts = [RoutedExperts(module, own, keep=keep) for module, own in routed.items()]
+    if not units:
+        return
+    budgets = dict(placement.stream_bytes) | ({} if buffer_bytes is None else {CPU: buffer_bytes})
+    offload = Offload(units, make_feed(units, budgets, placement.main, keep=keep, lanes=lanes))
+    for module, number in hooked:
+        module.register_forward_pre_hook(offload.units[number].enter)
+        module.register_forward_hook(offload.units[number].leave, always_call=True)
+        module._upshift_unit = offload.units[number]  # type: ignore[assignment]
+    weakref.finalize(model, offload.reader.close)
+    offload.mapped_bytes, offload.experts = total, experts
+    model._upshift_offload = offload  # type: ignore[assignment]
+
+
+def _routed(model: nn.Module, weights: Mapping[int, Weight]) -> dict[nn.Module, list[Weight]]:
+    """Return the modules of experts that are on the disk and whose weights can be used as pages of their file."""
+    of = {id(weight.parameter): weight for weight in weights.values()}
+    found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in experts_in(model)}
+    whole = {module: own for module, own in found.items() if len(own) == len(list(module.parameters()))}
+    return {module: own for module, own in whole.items() if can_be_pages([weight.stored for weight in own])}
+
+
+def recompute_offloaded(model: nn.Module) -> None:
+    """Make recomputed layers place their weights. Call it after activation checkpointing was switched on.
+
+    transformers checkpoints a layer's forward inside of its hooks, so that no hook runs when the layer is recomputed."""
+    for module in model.modules():
+        unit = getattr(module, "_upshift_unit", None)
+        if unit is not None and CHECKPOINTED.read(module) is not None:
+            CHECKPOINTED.put(module, partial(_checkpointed, unit, CHECKPOINTED.of(module)))
+
+
+def _checkpointed(unit: _Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(partial(unit.compute, function), *arguments)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether weights of the model, or of a model inside it, are on the disk."""
+    return any(hasattr(module, "_upshift_offload") for module in model.modules())
+
+
+def mapped_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights that are pages of a file between their turns."""
+    return sum(offload.mapped_bytes for offload in _offloads(model))
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Return the most bytes that the buffers held at once."""
+    return sum(offload.reader.most_held for offload in _offloads(model))
+
+
+def _offloads(model: nn.Module) -> list[Offload]:
+    found = (vars(module).get("_upshift_offload") for module in model.modules())
+    return [offload for offload in found if isinstance(offload, Offload)]

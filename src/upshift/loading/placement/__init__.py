@@ -1,0 +1,1 @@
+"""Decide which part of a model goes to which device, what that costs, and place it."""

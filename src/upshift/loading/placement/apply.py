@@ -1,0 +1,85 @@
+"""Fill a model that is divided between devices and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from upshift.errors import RequestError
+from upshift.internals.transformers_names import SET_TENSOR
+from upshift.loading.files.checkpoint import Checkpoint
+from upshift.loading.files.mapped_file import Mapped
+from upshift.loading.fill import Filling, Progress
+from upshift.loading.offload.disk_store import check_placed_together, stored_on_disk
+from upshift.loading.offload.gpu_copy import CudaLanes
+from upshift.loading.offload.hooks import dispatch
+from upshift.loading.placement.modules import place_model
+from upshift.loading.placement.place import CPU, DISK, Placement
+
+DeviceMap = str | int | Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Where:
+    """A user's choice of devices, and the work that needs room beside the weights."""
+
+    device_map: DeviceMap
+    max_memory: Mapping[str | int, str | int] | None = None
+    offload_folder: Path | None = None
+    batch: int = 1
+    sequence_length: int | None = None  # None: the default for the model
+
+
+def fill_placed(
+    filling: Filling, checkpoint: Checkpoint, where: Where, finish: Callable[[dict[str, str]], None], progress: Progress | None
+) -> None:
+    """Fill a divided model. ``finish``: is called with the devices of modules when all weights are there."""
+    model = filling.model
+    placement = placed(model, checkpoint, where)
+    check_placed_with_main(placement)
+    check_placed_together(filling, placement)
+    stored = stored_on_disk(filling, placement, where.offload_folder)
+    filling.run(lambda name: _device(placement, name), progress)
+    mapped = Mapped()
+    for name, tensor in stored.items():
+        SET_TENSOR.get()(model, name, mapped.tensor(tensor), filling.info, None)
+    finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
+    if placement.main == CPU:
+        dispatch(model, placement, stored)
+    elif set(placement.device_map.values()) != {placement.main}:
+        dispatch(model, placement, stored, lanes=CudaLanes(torch.device(placement.main)))
+
+
+def placed(
+    model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where, memory_bytes_per_second: float | None = None
+) -> Placement:
+    return place_model(
+        model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
+        sequence_length=where.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
+    )  # fmt: skip
+
+
+def check_placed_with_main(placement: Placement) -> None:
+    """Raise RequestError if a parameter beside modules is on another device than the code that uses it.
+
+    No forward can wait for such a parameter."""
+    apart = [place for place in placement.modules if not place.streams and place.device != placement.main]
+    if placement.main != CPU and apart:
+        raise RequestError(
+            f"{apart[0].name} is used by code between modules, which runs on {placement.main}, and device_map has it on "
+            f"{apart[0].device}; give it to {placement.main}"
+        )
+
+
+def _device(placement: Placement, name: str) -> torch.device | None:
+    device = placement.device_of(name)
+    return None if device == DISK else torch.device(device)
+
+
+def check_not_quantized(quantize: str | None, device_map: DeviceMap | None) -> None:
+    if quantize is not None and device_map is not None:
+        raise RequestError(f"quantize={quantize!r} is for models that are loaded whole; leave out device_map, or quantize")

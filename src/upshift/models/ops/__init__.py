@@ -1,0 +1,1 @@
+"""Compute parts of a model with less memory or time: attention, the loss, activation checkpointing."""

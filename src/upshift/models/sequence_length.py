@@ -1,0 +1,69 @@
+"""Choose the length of sequences: the length that the user gave, else a default that the model has positions for."""
+
+from __future__ import annotations
+
+from upshift.errors import RequestError
+from upshift.models.profile_cache import positions_are_apart, positions_of
+from upshift.models.source import ModelSource
+
+DEFAULT_SEQUENCE_LENGTH = 512
+SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions where they are fewer"
+
+
+def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:
+    """Return the default number of tokens of a sequence, for a length that the user did not give.
+
+    ``positions``: the positions of the model; None: any number."""
+    return default if positions is None else min(default, positions)
+
+
+def sequence_length_of(source: ModelSource, length: int | None) -> int:
+    """Return ``length``, or the default for None. Raise RequestError for more tokens than the model has positions for."""
+    positions = positions_of(source)
+    if length is None:
+        return default_length(positions)
+    if length < 2:
+        raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper(positions)}")
+    if positions is not None and length > positions:
+        too_long = f"--sequence-length {length} is longer than the model's {positions} positions"
+        raise RequestError(f"{too_long}; use at most {positions}")
+    return length
+
+
+def _upper(positions: int | None) -> str:
+    return "" if positions is None else f" and at most {positions}, the model's positions"
+
+
+def prompt_and_answer_of(
+    source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str]
+) -> tuple[int, int]:
+    """Return the number of tokens of a prompt, and of the answer behind it.
+
+    None takes the default, or less if the model has no positions for it. If neither is given, they share the positions as the
+    defaults do. Where an encoder has the prompt, each has all positions, and the answer follows the one token that the decoder
+    begins with. ``options``: their names on the command line. Raise RequestError for more tokens than the model has positions
+    for."""
+    positions = positions_of(source)
+    if positions is None:
+        return (defaults[0] if prompt is None else prompt), (defaults[1] if answer is None else answer)
+    if positions_are_apart(source):
+        return _within(prompt, positions, defaults[0], options[0]), _within(answer, positions - 1, defaults[1], options[1])
+    if prompt is None and answer is None:
+        answer = max(min(defaults[1], positions * defaults[1] // sum(defaults)), 1)
+    if answer is None:
+        assert prompt is not None
+        answer = max(default_length(positions - prompt, defaults[1]), 1)
+    if prompt is None:
+        prompt = max(default_length(positions - answer, defaults[0]), 1)
+    if prompt + answer > positions:
+        raise RequestError(
+            f"{options[0]} {prompt} and {options[1]} {answer} are longer than the model's {positions} positions; "
+            f"use at most {positions} together"
+        )
+    return prompt, answer
+
+
+def _within(length: int | None, most: int, default: int, option: str) -> int:
+    if length is not None and length > most:
+        raise RequestError(f"{option} {length} is longer than the model allows; use at most {most}")
+    return default_length(most, default) if length is None else length

@@ -1,0 +1,263 @@
+"""Count live bytes and work, operator by operator, while a model runs on fake (or real) tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from upshift.internals.torch_names import (
+    AUTOGRAD_NODE,
+    OPERATOR,
+    SCHEMA,
+    STORAGE,
+    STORAGE_HOLDERS,
+    TENSOR_HOLDERS,
+    dispatch_mode,
+    tree_leaves,
+)
+from upshift.models.ops.block_attention import backward_in_blocks, forward_in_blocks
+from upshift.models.quantized import multiply
+from upshift.models.tracing.symbolic_sizes import Counted, OfPrimes
+
+ATEN = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
+
+ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside a dispatch mode
+
+
+@dataclass(slots=True)
+class Interval:
+    """Live bytes at the entry of a segment and after every operator, and the work done, between two borders.
+
+    Numbers are plain ones, or polynomials (sizes.py)."""
+
+    entered: Any
+    operators: list[str] = field(default_factory=list)
+    live: list[Any] = field(default_factory=list)
+    left: Any = 0
+    released: Any = 0
+    matmul_flops: Any = 0
+    attention_flops: Any = 0
+    repeated_flops: Any = 0  # of these, the scores that a fused backward computes again
+    moved_bytes: Any = 0
+    matmul_bytes: Any = 0
+    num_kernels: int = 0
+    born: Any = 0  # bytes of gradients that became whole
+    without: list[Any] = field(default_factory=list)  # live bytes after every operator, without those gradients
+    moments: list[tuple[int, Any]] = field(default_factory=list)  # elements of a parameter; ``without`` and its own gradient
+    used: set[str] = field(default_factory=set)  # our own operators, whose inner operators were counted
+
+
+# Operators that are opaque to torch.compile, not to the tracker; all but the last are attention.
+INSIDE: dict[str, Callable[..., Any]] = {
+    "upshift::block_attention": forward_in_blocks,
+    "upshift::block_attention_backward": backward_in_blocks,
+    "bitsandbytes::gemm_4bit": multiply,
+}
+
+# Fused attention's operators; and those of a layer's experts, with how often each multiplies by every weight.
+FORWARD = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+}  # fmt: skip
+BACKWARD = {f"{name}_backward" for name in FORWARD}
+GROUPED = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}
+
+
+def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's.
+
+    Return None for any other operator."""
+    name, repeated = function.name(), 0
+    if name in FORWARD:
+        query, key, value = args[:3]
+        flops = sdpa_flop_count(query.shape, key.shape, value.shape)
+        causal = argument_of(function, "is_causal", args, kwargs)
+    elif name in BACKWARD:
+        grad, query, key, value = args[:4]
+        flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+        causal = argument_of(function, "is_causal", args, kwargs)
+    else:
+        return None
+    half = 2 if causal else 1
+    return int(flops // half), int(repeated // half)
+
+
+def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the FLOPs of the products of a layer's experts, or None for any other operator.
+
+    The products are [S, K] x [E, K, N] by groups of rows."""
+    passes = GROUPED.get(function.name())
+    if passes is None:
+        return None
+    rows, weight = args[:2]
+    return int(2 * passes * rows.shape[0] * weight.shape[-2] * weight.shape[-1])
+
+
+def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the storage that autograd's engine reuses when it sums two gradients of one tensor, while a new one is made here.
+
+    The engine adds onto the earlier gradient if that and its storage have no other holder, but never while a dispatch mode is
+    active (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the
+    engine without.
+    """
+    if function is not ATEN.add.Tensor or torch.is_grad_enabled() or AUTOGRAD_NODE.get()() is None:
+        return None
+    earlier = args[0]
+    if not earlier.is_contiguous() or TENSOR_HOLDERS.of(earlier)() != ENGINE_HOLDERS:
+        return None
+    storage = earlier.untyped_storage()
+    alone = STORAGE_HOLDERS.get()(STORAGE.of(storage)) == 2  # held by the gradient, and by the line above
+    return int(STORAGE.of(storage)) if alone else None
+
+
+def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operator's argument by its name in the schema, or None if it has no such argument."""
+    for position, argument in enumerate(SCHEMA.of(function).arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
+    return None
+
+
+class LiveTracker:
+    """A counter of the bytes of all storages that operators returned while it was active and that are still referenced.
+
+    ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
+    ``release()`` closes it and, until the next border, books every byte that is freed on the interval that had allocated it:
+    autocast drops its copies of the weights when it ends, all layers' at once.
+    """
+
+    def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
+        self._mode = dispatch_mode(self._handle)
+        self.sizes: Any = sizes or Counted()
+        self.live_bytes: Any = self.sizes.zero
+        self.intervals: list[tuple[str, Interval]] = []
+        self._storages: dict[int, Any] = {}
+        self._owners: dict[int, Interval | None] = {}
+        self._current: Interval | None = None
+        self._releasing = False
+
+    def border(self, name: str | None) -> None:
+        if self._current is not None:
+            self._current.left = self.live_bytes
+        self._current = None
+        self._releasing = False
+        if name is not None:
+            self._current = Interval(entered=self.live_bytes)
+            self.intervals.append((name, self._current))
+
+    def release(self) -> None:
+        self.border(None)
+        self._releasing = True
+
+    def forget(self) -> None:
+        self.border(None)
+        self.intervals = []
+
+    def adopt(self, tensors: Any) -> None:
+        """Count tensors that were made before the tracker was active."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf)
+
+    def gradient_is_whole(self, parameter: torch.Tensor) -> None:
+        """Record that ``parameter.grad`` is whole. Call it when the gradient has been born."""
+        interval = self._current
+        if interval is not None and parameter.grad is not None:
+            interval.moments.append((parameter.numel(), self.live_bytes - interval.born))
+            interval.born = interval.born + self.sizes.storage(parameter.grad)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = STORAGE.of(storage)
+        if key not in self._storages:
+            size = self._storages[key] = self.sizes.storage(tensor)
+            self._owners[key] = self._current
+            self.live_bytes = self.live_bytes + size
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        size, owner = self._storages.pop(key, 0), self._owners.pop(key, None)
+        self.live_bytes = self.live_bytes - size
+        if self._releasing and owner is not None:
+            owner.released = owner.released + size
+
+    def __enter__(self) -> LiveTracker:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def _handle(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is DEVICE_OF:  # two of three calls: a fake tensor is asked where it is
+            return args[0].fake_device
+        inside = INSIDE.get(function.name())
+        if inside is multiply:
+            with self:
+                return multiply(*args, **kwargs)
+        if inside is not None:
+            return self._run_attention(function, inside, args, kwargs)
+        reused = _summed_in_place(function, args)
+        result = function(*args, **kwargs)
+        leaves = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in outputs:
+            self._add(leaf)
+        if reused is not None:
+            self._remove(reused)
+        if self._current is not None:
+            self._record(self._current, function, args, kwargs, result, outputs)
+        return result
+
+    def _run_attention(self, function: Any, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run our own attention, operator by operator.
+
+        Memory that it allocates on its way counts; its products count as attention."""
+        current = self._current or Interval(entered=self.live_bytes)
+        matmul, moved = current.matmul_flops, current.moved_bytes
+        with self:
+            result = inside(*args, **kwargs)
+        current.attention_flops = current.attention_flops + current.matmul_flops - matmul
+        current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved
+        current.matmul_flops, current.moved_bytes = matmul, moved
+        current.used.add(function.name())
+        return result
+
+    def _record(
+        self, interval: Interval, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]
+    ) -> None:
+        interval.operators.append(function.name())
+        interval.live.append(self.live_bytes)
+        interval.without.append(self.live_bytes - interval.born)
+        if function.is_view or not outputs:
+            return
+        interval.num_kernels += 1
+        touched = outputs + [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        num_bytes = sum(self._touched_bytes(tensor) for tensor in touched)
+        number = self.sizes.number
+        attention = _attention_flops(function, args, kwargs)
+        if attention is not None:
+            interval.attention_flops = interval.attention_flops + number(attention[0])
+            interval.repeated_flops = interval.repeated_flops + number(attention[1])
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
+        elif (grouped := _grouped_flops(function, args)) is not None:
+            interval.matmul_flops = interval.matmul_flops + number(grouped)
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
+        elif OPERATOR.of(function) in flop_registry:
+            flops = int(flop_registry[OPERATOR.of(function)](*args, **kwargs, out_val=result))
+            interval.matmul_flops = interval.matmul_flops + number(flops)
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
+        elif function is not ATEN.empty.memory_format:
+            interval.moved_bytes = interval.moved_bytes + num_bytes
+
+    def _touched_bytes(self, tensor: torch.Tensor) -> Any:
+        """Return the bytes that a kernel reads of a tensor. An expanded dimension is read once."""
+        read = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return self.sizes.elements(read, tensor.element_size())

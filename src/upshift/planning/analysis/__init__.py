@@ -1,0 +1,1 @@
+"""Explain a plan: its bottleneck, what another choice would change, the largest size that fits."""

@@ -1,0 +1,133 @@
+"""Say why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from upshift.hardware.spec import Host
+from upshift.planning.cost.process_memory import unknown_memory
+from upshift.planning.cost.time import Takes
+from upshift.planning.plan import Plan
+from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig, limit_of
+from upshift.planning.workload import Workload
+from upshift.units import format_bytes
+from upshift.value import Value
+
+BECAUSE = {
+    "precision": "rate of matrix products and bytes moved",
+    "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
+    "activation_checkpointing": "layers computed twice to hold fewer activations",
+    "recompute_granularity": "what is made again against what is kept of a recomputed layer",
+    "attention": "time and memory of the attention kernel at this length",
+    "torch_compile": "fused kernels against the time to compile",
+    "optim": "time and temporaries of the update",
+    "optimizer_in_backward": "gradients never stand together in memory",
+    "loss_chunk_tokens": "the logits of the whole batch never stand in memory",
+    "packing": "no computation on padding",
+    "num_processes": "one process with many threads against several with few",
+    "host_memory": "no page faults for memory that comes back every step",
+}
+MAX_REJECTED = 200
+
+
+class Reason(Value):
+    choice: str
+    value: str
+    why: str
+    runner_up: str | None = None
+    runner_up_cost: str | None = None
+
+
+class HasPlan(Protocol):
+    @property
+    def plan(self) -> Any: ...
+
+
+Choosable = TypeVar("Choosable", bound=HasPlan)
+
+
+def reasons(ranking: Ranking) -> tuple[Reason, ...]:
+    """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
+    best = ranking.candidates[0]
+    because = dict(BECAUSE)
+    if not best.plan.activation_checkpointing:
+        del because["recompute_granularity"]
+    cost = partial(_cost, best)
+    return reasons_among(ranking.candidates, ranking.too_big, because, cost=cost, blocked_cost="does not fit")
+
+
+def reasons_among(
+    candidates: Sequence[Choosable], blocked: Sequence[HasPlan], because: Mapping[str, str], *,
+    cost: Callable[[Choosable], str], blocked_cost: str,
+) -> tuple[Reason, ...]:  # fmt: skip
+    """Return one row for each choice in which a plan differs from the best.
+
+    Args:
+        candidates: what may be chosen, best first.
+        blocked: what may not be chosen. It is looked at for a choice in which no candidate differs.
+        because: the reason why a choice matters, by the field of the plan.
+        cost: returns what a candidate would cost.
+        blocked_cost: the same for all that is blocked.
+    """
+    best, rows = candidates[0].plan, []
+    for name, why in because.items():
+        value = getattr(best, name)
+        other = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
+        shown = other if other is not None else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+        if shown is None:
+            continue
+        words = cost(other) if other is not None else blocked_cost
+        runner_up = str(getattr(shown.plan, name))
+        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=words))
+    return tuple(rows)
+
+
+def _cost(best: Candidate, other: Candidate) -> str:
+    return differences(other.tokens_per_second / best.tokens_per_second, other.memory.peak - best.memory.peak)
+
+
+def differences(speed: float, more_bytes: float) -> str:
+    """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
+    return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
+
+
+def with_more_memory(host: Host, more: int) -> Host | None:
+    """Return the host with ``more`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
+    part = host.gpu or host.cpu
+    if part is None or part.memory_bytes is None:
+        return None
+    free = part.free_memory_bytes
+    larger = part.changed(memory_bytes=part.memory_bytes + more, free_memory_bytes=None if free is None else free + more)
+    return host.changed(**{"gpu" if host.gpu else "cpu": larger})
+
+
+def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes = "tokens") -> str | None:
+    """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
+    bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
+    if not ranking.candidates or unknown_memory(host) is not None or bigger is None:
+        return None
+    best = ranking.candidates[0]
+    reachable = []
+    for candidate in ranking.too_big:
+        limit = limit_of(candidate, bigger, workload)
+        if limit is not None and candidate.resident <= limit:
+            reachable.append(candidate)
+    fastest = max(reachable, key=lambda c: c.tokens_per_second, default=None)
+    if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
+        return "8 GiB more memory would not make it faster"
+    gain = fastest.tokens_per_second / best.tokens_per_second - 1
+    return f"8 GiB more memory would give {gain:+.1%} {takes}/s ({fastest.plan.label()})"
+
+
+def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
+    """Return at most 200 rejections, with every kind of reason among them."""
+    by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
+    for entry in rejected:
+        by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)
+    chosen = list(by_kind.values())[:MAX_REJECTED]
+    known = {id(entry) for entry in chosen}
+    step = max(len(rejected) // MAX_REJECTED, 1)
+    chosen += [entry for entry in rejected[::step] if id(entry) not in known]
+    return chosen[:MAX_REJECTED]

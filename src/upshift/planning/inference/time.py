@@ -1,0 +1,411 @@
+"""Predict the seconds of a step of one replica of a model, for a number of prompt tokens and of decoding sequences.
+
+Each matrix product has a roofline: t = max(FLOPs / (rate x efficiency of its size), weights / bandwidth). Beside the products
+are the cache that is read, attention of prompts, activations that go through memory, exchanges between devices, and launches.
+
+Compute the rates of one device: matrix products by size, memory, launches.
+
+Rates are measured where the host was probed, else the datasheet's times the share that such parts reach.
+
+Predict a replica under load: from the time of single steps to time to first token, time per token and throughput.
+
+Batching is continuous: a request that ends makes room for the next, whose prompt is computed in chunks beside the decoding of
+the others. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences
+decode, prompts have I tokens, answers O). Little's law ties the requests that are inside to throughput and latency: concurrency
+= requests/s x (time to first token + (O - 1) x time per token).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Literal, NamedTuple
+
+from upshift.hardware import memory_efficiency
+from upshift.hardware.catalog.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY
+from upshift.hardware.spec import Host, Rates
+from upshift.hardware.spec import Precision as MatrixPrecision
+from upshift.models.profile import ModelProfile
+from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
+from upshift.planning.cost.rates import (
+    CPU_ATTENTION_SHARE,
+    CPU_DISPATCH_SECONDS,
+    DEFAULT_GEMM_EFFICIENCY,
+    DEFAULT_MEMORY_EFFICIENCY,
+)
+from upshift.planning.cost.time import COMPILED_MOVED_SHARE
+from upshift.planning.inference.memory import (
+    Product,
+    decode_attention_flops,
+    mean_read_bytes,
+    products_of,
+    prompt_attention_flops,
+)
+from upshift.planning.inference.plan import WEIGHTS, Execution, InferenceWorkload, ReplicaShape, WeightPrecision, plain_bytes
+
+GPU_ATTENTION_SHARE = 0.6  # of the matrix rate: forward FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
+# Reading the cache, of the bandwidth: split over the sequence, as FlashDecoding and paged attention do, it is a plain stream.
+CACHE_READ_SHARE = 0.8
+# Reading weights for few tokens, likewise: gpt-fast's Llama-2-7B on an A100 (batch 1, bf16) and TensorRT-LLM's Llama 3.1 8B on
+# an H100 (2 requests/s, bf16) leave 7.8 and 5.3 ms for 13.2 and 15.0 GB, launches taken off: 0.83 and 0.85.
+WEIGHT_READ_SHARE = 0.84
+# Seconds a layer. Replayed, gaps between some ten kernels that the device cannot fill; eagerly, what Python takes to queue them
+# (LitGPT's Llama 2 7B at batch 1 on an A100: 32 ms for 32 layers).
+LAYER_SECONDS: dict[Execution, float] = {"graphs": 2.2e-5, "eager": 1.0e-3}
+CPU_DISPATCHES_PER_LAYER = 180.0  # eager modules and operators of a layer, over one bare operator
+CPU_GRAPH_SHARE = 0.3  # of these dispatches, those that compiling leaves: COMPILED_KERNEL_SHARE of planning.cost.time
+LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the classes, each a decade
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """The rates of one device. ``efficiencies``: shares of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every
+    size."""
+
+    matrix: float
+    outside: float  # of products with embedding and head, which are not quantized
+    attention: float
+    memory: float
+    weights: float  # bytes of weights a second, where few tokens use them
+    cache: float
+    layer_seconds: float
+    efficiencies: tuple[float, ...] = ()
+
+    def efficiency(self, flops: float) -> float:
+        """Return the efficiency of one product.
+
+        It lies between the classes' centres on a logarithmic scale, so that more work never takes less time.
+        """
+        shares = self.efficiencies
+        if not shares:
+            return 1.0
+        place = log(flops) if flops > 1.0 else 0.0
+        if place <= LOG_CENTRES[0]:
+            return shares[0]
+        if place >= LOG_CENTRES[-1]:
+            return shares[-1]
+        above = bisect(LOG_CENTRES, place)
+        low, high = LOG_CENTRES[above - 1], LOG_CENTRES[above]
+        return shares[above - 1] + (shares[above] - shares[above - 1]) * (place - low) / (high - low)
+
+
+def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
+    """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
+    beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
+    if computes == "bf16":
+        computes = beside
+    return _cpu(host, computes, beside, execution) if host.device == "cpu" else _accelerator(host, computes, beside, execution)
+
+
+def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
+    """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
+    if host.supports("bf16") is not False:
+        return "bf16"
+    return "fp32" if host.device == "cpu" else "fp16"
+
+
+def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
+    gpu, measured = host.gpu, host.measured_gpu
+    if gpu is None or (gpu.peak is None and measured is None):
+        return None
+    key, rates = gpu.table_key or "", measured or gpu.peak
+    assert rates is not None
+    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    if matrix is None or outside is None or bandwidth is None:
+        return None
+    shares = _shares(key)
+    if measured is not None:  # large products were measured, so only the loss of smaller ones counts
+        shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
+        memory = bandwidth
+    else:
+        shares = shares or (DEFAULT_GEMM_EFFICIENCY,) * len(GEMM_CLASSES)
+        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY)
+    return DeviceRates(
+        matrix=matrix,
+        outside=outside,
+        attention=outside * GPU_ATTENTION_SHARE * (max(shares) if shares else 1.0),
+        memory=memory,
+        weights=max(bandwidth * WEIGHT_READ_SHARE, memory),
+        cache=max(bandwidth * CACHE_READ_SHARE, memory),
+        layer_seconds=LAYER_SECONDS[execution],
+        efficiencies=shares,
+    )
+
+
+def _shares(key: str) -> tuple[float, ...]:
+    """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
+    known = GEMM_EFFICIENCY.get(key, ())
+    shares: list[float] = []
+    for share in known:
+        shares.append(share if share is not None else shares[-1])
+    return tuple(shares)
+
+
+def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
+    measured, cpu = host.measured, host.cpu
+    rates: Rates | None = measured.cpu if measured else cpu.peak if cpu else None
+    if rates is None:
+        return None
+    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    fp32 = rates.matrix("fp32")
+    if matrix is None or outside is None or bandwidth is None or fp32 is None:
+        return None
+    share = 1.0 if measured else DEFAULT_GEMM_EFFICIENCY
+    memory = bandwidth * (1.0 if measured else DEFAULT_MEMORY_EFFICIENCY)
+    dispatch = measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS
+    left = CPU_GRAPH_SHARE if execution == "graphs" else 1.0
+    return DeviceRates(
+        matrix=matrix * share,
+        outside=outside * share,
+        attention=CPU_ATTENTION_SHARE * fp32 * share,
+        memory=memory,
+        weights=memory,
+        cache=memory,
+        layer_seconds=dispatch * CPU_DISPATCHES_PER_LAYER * left,
+    )
+
+
+# Of every step, and of each sequence that decodes in it, on the host while the device waits: scheduler, sampling, tokens to
+# text. Fitted, with the next one, on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
+STEP_SECONDS, SEQUENCE_SECONDS = 1.0e-3, 4.0e-6
+MIXTURE_SHARE = 0.8  # of a product's efficiency, where experts get unequal parts of the tokens
+REDUCED_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: behind attention and behind the feed-forward part
+EAGER_TRAFFIC = 1.0 / COMPILED_MOVED_SHARE  # of activations, over what fused kernels leave
+
+
+class StepTime(NamedTuple):
+    """Seconds by term, of all stages of a pipeline one after the other."""
+
+    weights: float = 0.0  # products that wait for their weights
+    products: float = 0.0  # products that wait for their arithmetic
+    cache: float = 0.0
+    attention: float = 0.0  # of prompts
+    activations: float = 0.0
+    communication: float = 0.0
+    launches: float = 0.0  # of kernels, and the host's work between steps
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def binding_term(self) -> str:
+        return max(zip(self, TERM_NAMES, strict=True))[1]
+
+
+TERM_NAMES = (
+    "reading weights", "matrix products", "reading the cache", "attention of prompts", "activation traffic", "communication",
+    "launches",
+)  # fmt: skip
+
+
+class _Cost(NamedTuple):
+    """The cost of one shape of matrices, on one of the tensor-parallel devices."""
+
+    product: Product
+    flops: float  # of one matrix, for one token
+    matrices: float  # matrices that a token meets
+    weight_seconds: float  # to read one expert's matrix, or the only one, in every layer
+    met: float  # share of the tokens that meet one matrix
+    moved_bytes: float  # of activations, for one token
+
+
+@dataclass(frozen=True)
+class Engine:
+    host: Host
+    rates: DeviceRates
+    costs: tuple[_Cost, ...]
+    product_share: float
+    head_flops: float  # for one row of logits
+    head_seconds: float  # to read the head
+    prompt_flops: float  # attention, for each token of a prompt
+    decode_flops: float  # attention, for each decoding sequence
+    cache_seconds: float  # to read one decoding sequence's cache
+    reduced_bytes: float  # of one token, in each all-reduce
+    num_reduced: int
+    launch_seconds: float
+    eager: bool
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    def step(self, prompt_tokens: float, decoding: float, *, logits: float | None = None) -> StepTime | None:
+        """Return the time to pass all tokens of the replica once through all stages; None where a link is unknown.
+
+        A pipeline is filled with one group of sequences for each stage, so that each works on its part of the tokens.
+        """
+        stages = self.pipeline_parallel
+        prompt, decode = prompt_tokens / stages, max(decoding / stages, min(decoding, 1.0))  # fewer than stages: some idle
+        tokens = prompt + decode
+        rows = decode if logits is None else logits / stages
+        weights, products, moved = self._products(tokens)
+        head_compute = self.head_flops * rows / (self.rates.outside * self.rates.efficiency(self.head_flops * rows))
+        if rows and head_compute >= self.head_seconds:
+            products += stages * head_compute
+        elif rows:
+            weights += stages * self.head_seconds
+        communication = self._communication(tokens)
+        if communication is None:
+            return None
+        found = StepTime(
+            weights=weights,
+            products=products,
+            cache=max(decode * self.cache_seconds, decode * self.decode_flops / self.rates.attention),
+            attention=prompt * self.prompt_flops / self.rates.attention,
+            activations=moved,
+            communication=communication,
+        )
+        return found._replace(launches=self._launches(found.total, decoding))
+
+    def _products(self, tokens: float) -> tuple[float, float, float]:
+        weights = products = 0.0
+        moved = 0.0
+        for cost in self.costs:
+            rate = self.rates.matrix * self.product_share * (MIXTURE_SHARE if cost.product.experts > 1 else 1.0)
+            flops = cost.flops * max(tokens * cost.met, 1.0)
+            touched = cost.product.touched(tokens)
+            compute = cost.flops * tokens * cost.matrices * cost.product.matrices / (rate * self.rates.efficiency(flops))
+            read = cost.weight_seconds * touched
+            if compute > read:
+                products += compute
+            else:
+                weights += read
+            moved += cost.moved_bytes * tokens
+        return weights, products, moved / self.rates.memory
+
+    def _communication(self, tokens: float) -> float | None:
+        degree, stages, node = self.tensor_parallel, self.pipeline_parallel, max(self.host.gpus_per_node, 1)
+        size = tokens * self.reduced_bytes
+        seconds = 0.0
+        if degree > 1:
+            one = collective_seconds(self.host, "all_reduce", size, Group(degree, 1, node))
+            if one is None:
+                return None
+            seconds += one * self.num_reduced
+        if stages > 1:
+            hop = point_to_point_seconds(self.host, size, stride=degree, node_ranks=node)
+            if hop is None:
+                return None
+            seconds += hop * stages
+        return seconds
+
+    def _launches(self, device: float, sequences: float) -> float:
+        """Return the seconds of launches, and of the host's work between steps.
+
+        Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts.
+        """
+        between = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
+        hidden = device if self.eager and self.host.device != "cpu" else 0.0
+        return between + max(self.launch_seconds - hidden, 0.0)
+
+
+def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
+    """Return an engine of the shape; None where the host's rate in this precision is unknown."""
+    stored, degree, size = WEIGHTS[shape.weights], shape.tensor_parallel, plain_bytes(shape.weights)
+    rates = device_rates(host, shape.weights, stored.computes, shape.execution)
+    if rates is None:
+        return None
+    read_rate = rates.weights * stored.read_share * degree
+    unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
+    head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
+    head = head if workload.task == "generate" else 0
+    prompt, steps = workload.prompt_length, workload.decode_steps
+    return Engine(
+        host=host,
+        rates=rates,
+        costs=tuple(
+            _cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree) for item in products_of(profile)
+        ),
+        product_share=stored.product_share,
+        head_flops=2.0 * head / degree,
+        head_seconds=size * head / (rates.weights * degree),
+        prompt_flops=prompt_attention_flops(profile, prompt) / prompt / degree,
+        decode_flops=decode_attention_flops(profile, prompt, steps) / degree,
+        cache_seconds=mean_read_bytes(profile, shape.kv_cache, prompt, steps, ranks=degree) / rates.cache,
+        reduced_bytes=float(size * (profile.hidden_size or 0)),
+        num_reduced=REDUCED_PER_LAYER * profile.num_layers,
+        launch_seconds=profile.num_layers * rates.layer_seconds,
+        eager=shape.execution == "eager",
+        tensor_parallel=degree,
+        pipeline_parallel=shape.pipeline_parallel,
+    )
+
+
+def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
+    """Return the cost of a product. ``seconds``: to read all its matrices.
+
+    What stands between products (norms, rotation, activation, residuals) reads one product's result and writes the next one's
+    operand, ``moved`` bytes an element.
+    """
+    return _Cost(
+        product=item,
+        flops=2.0 * item.outputs * item.inputs / degree,
+        matrices=float(item.per_token),
+        weight_seconds=seconds / item.experts,
+        met=item.per_token / item.experts,
+        moved_bytes=moved * (item.outputs + item.inputs) * item.matrices * item.per_token / degree,
+    )
+
+
+MOST_LOADED = 0.9  # share of steps with prompts up to which arrivals are taken as independent of each other
+# From a request's arrival to its first step, and back: text to tokens, queues between processes. Fitted as STEP_SECONDS is.
+REQUEST_SECONDS = 7e-3
+
+
+@dataclass(frozen=True)
+class Service:
+    """The latency (in seconds) and throughput of one replica."""
+
+    ttft: float
+    tpot: float | None
+    requests_per_second: float
+    tokens_per_second: float  # generated tokens; when encoding, the tokens of the sequences
+    step: StepTime  # the mean step's
+
+
+def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+    """Return the service with ``concurrency`` requests inside at any time; None where a link is unknown."""
+    if workload.task == "encode":
+        return _encode(engine, workload, concurrency)
+    if workload.decode_steps == 0:
+        return _prefill_only(engine, workload, concurrency, chunk_tokens)
+    prompt, steps = workload.prompt_length, workload.decode_steps
+    block = min(chunk_tokens, prompt)  # prompt tokens that one step takes, as long as there is no more to do
+    chunks = ceil(prompt / chunk_tokens)
+    decoding = concurrency * steps / (steps + chunks)
+    needed = decoding * prompt / steps
+    if needed > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
+        decoding, needed = chunk_tokens * steps / prompt, float(chunk_tokens)
+    busy = engine.step(max(block, needed), decoding)
+    idle = engine.step(0.0, decoding)
+    if busy is None or idle is None:
+        return None
+    share = min(needed / block, 1.0)  # share of the steps that have prompt tokens
+    mean = share * busy.total + (1.0 - share) * idle.total
+    rate = decoding / steps / mean
+    load = min(share, MOST_LOADED)
+    waits = load / (2.0 * (1.0 - load)) * busy.total * chunks  # M/D/1
+    alone = REQUEST_SECONDS + mean / 2.0 + chunks * busy.total
+    ttft = max(min(alone + waits, alone * concurrency), concurrency / rate - steps * mean)
+    step = busy if share * busy.total >= (1.0 - share) * idle.total else idle
+    return Service(ttft, mean, rate, rate * workload.output_length, step)
+
+
+def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+    """Return the service of one token for each request: prompts fill steps, one behind the other."""
+    tokens = concurrency * workload.prompt_length
+    steps = ceil(tokens / chunk_tokens)
+    step = engine.step(tokens / steps, 0.0, logits=concurrency / steps)
+    if step is None:
+        return None
+    seconds = steps * step.total
+    return Service(REQUEST_SECONDS + seconds, None, concurrency / seconds, concurrency / seconds, step)
+
+
+def _encode(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
+    """Return the service of encoding, one batch at a time."""
+    step = engine.step(float(concurrency * workload.prompt_length), 0.0, logits=0.0)
+    if step is None:
+        return None
+    rate = concurrency / step.total
+    return Service(step.total, None, rate, rate * workload.prompt_length, step)

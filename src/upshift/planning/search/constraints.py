@@ -1,0 +1,219 @@
+"""Say in words which choices of a plan exclude each other.
+
+List the attention kernels that compute only the visible part of packed rows, by transformers' names: needs and devices.
+
+PyTorch's own kernel (``sdpa``) needs a mask for packed sequences. With a mask it takes a slower kernel that computes every pair.
+
+Support muP, with which learning rates of a narrow model hold for a wide one: read its base, and check the plan's other
+choices.
+
+Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), table 3: the form that needs no multiplier in the forward pass, so that
+the trained model is a model like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.planning.layout import Layout, reason_not_split
+from upshift.planning.optimizers import ALIASES, optimizers
+from upshift.planning.plan import ALONE, Plan
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    capabilities: tuple[tuple[int, int], tuple[int, int]]  # CUDA devices from the first version to below the second
+    library: str | None = None  # its import name; None: torch alone
+    install: str = ""
+    halves_only: bool = False  # 16-bit inputs
+    one_row: bool = False  # finds sequences in a micro-batch of one row only (transformers' _is_packed_sequence)
+
+
+PACKED_KERNELS: dict[str, KernelFacts] = {
+    "flex_attention": KernelFacts(((7, 5), (99, 0))),
+    "flash_attention_2": KernelFacts(
+        ((8, 0), (99, 0)), "flash_attn", "pip install flash-attn --no-build-isolation", halves_only=True, one_row=True
+    ),
+    "flash_attention_3": KernelFacts(
+        ((9, 0), (10, 0)), "flash_attn_interface", "build the hopper folder of github.com/Dao-AILab/flash-attention",
+        halves_only=True, one_row=True,
+    ),
+}  # fmt: skip
+
+
+def why_not(name: str, host: Host, profile: ModelProfile) -> str | None:
+    """Return why one of PACKED_KERNELS cannot run this model on this host, or None."""
+    facts = PACKED_KERNELS[name]
+    if host.device != "cuda" or host.gpu is None:
+        return "it trains on CUDA devices only"
+    if name not in profile.declares.attention_kernels:
+        return f"{profile.architecture} does not declare it, or drops attention weights"
+    first, past = facts.capabilities
+    found = host.gpu.compute_capability
+    if found is None or not first <= found < past:
+        needed = f"{first[0]}.{first[1]}" + ("" if past[0] == 99 else f" to below {past[0]}.{past[1]}")
+        has = "is unknown" if found is None else f"is {found[0]}.{found[1]}"
+        return f"it needs compute capability {needed}, and this device's {has}"
+    if facts.library is not None and find_spec(facts.library) is None:
+        return f"the library {facts.library} is not installed: {facts.install}"
+    return None
+
+
+ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # the rule applies to the optimizers with these names for --allow
+
+
+def read_base(text: str) -> dict[str, int]:
+    """Return the fields of the config in which the base differs, from ``hidden_size=64,num_attention_heads=2``."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(equals and name and value.isdecimal() and int(value) > 0 for name, equals, value in pairs):
+        raise RequestError(f"mup_base={text!r}: write the widths of the base, such as hidden_size=64,num_attention_heads=2")
+    return {name: int(value) for name, _, value in pairs}
+
+
+def base_text(fields: dict[str, int]) -> str:
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+def conflict_with_mup(plan: Plan) -> str | None:
+    """Return why muP cannot run with the plan's other choices, or None."""
+    if optimizers()[plan.optim].allow not in ADAM:
+        return f"muP's learning rates are those of AdamW's updates, not of optim={plan.optim}; use optim=adamw_torch_fused"
+    if plan.layout != ALONE:
+        return "muP compares whole parameters with its base's; ranks may have parts of the batch (--nproc), not of the model"
+    return None
+
+
+def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
+    """Return why this plan cannot run, or None."""
+    if plan.precision == "bf16-weights":
+        if not optimizers()[plan.optim].rounds:
+            rounding = ", ".join(name for name, facts in optimizers().items() if facts.rounds)
+            return (
+                f"optim={plan.optim} rounds its updates of bf16 weights to the nearest value and so loses small ones; "
+                f"with precision=bf16-weights use one of {rounding}"
+            )
+        if plan.num_processes > 1 and optimizers()[plan.optim].library is not None:
+            return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    if plan.attention in PACKED_KERNELS:
+        problem = _with_packed_kernel(plan)
+        if problem is not None:
+            return problem
+    layout = plan.layout
+    if not divides_evenly(layout, plan.gradient_accumulation_steps):
+        return (
+            f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
+            f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
+        )
+    if layout.splits_backward:
+        problem = _with_zero_bubble(plan)
+        if problem is not None:
+            return problem
+    if _chooses_operators(plan) and plan.torch_compile != "off":
+        return (
+            f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
+            "compiled; use torch_compile=off, or recompute_granularity=full"
+        )
+    if plan.weight_offload != "none":
+        problem = _with_weights_elsewhere(plan)
+        if problem is not None:
+            return problem
+    asked = _with_fused_kernels(plan) or (conflict_with_mup(plan) if plan.mup_base else None)
+    if asked is not None:
+        return asked
+    if plan.optimizer_in_backward:
+        return _in_backward(plan, clips_gradients)
+    if plan.optim_offload:
+        if optimizers()[plan.optim].library is not None:
+            return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
+        if plan.precision == "fp16":
+            return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
+    return None
+
+
+def divides_evenly(layout: Layout, micro_batches: int) -> bool:
+    """Return whether the pipeline's schedule takes ``micro_batches`` micro-batches."""
+    return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
+
+
+def _with_zero_bubble(plan: Plan) -> str | None:
+    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    if plan.loss_chunk_tokens:
+        return f"{asked} runs a loss's backward pass twice, and chunks of it are gone after once; {instead}"
+    if plan.torch_compile != "off":
+        return f"{asked} runs a part of a layer's backward pass, which is one when compiled; {instead}, or torch_compile=off"
+    if plan.activation_checkpointing:  # measured: three times the memory of 1f1b
+        return f"{asked} keeps recomputed layers until weights' gradients come; {instead}, or activation_checkpointing=0"
+    return reason_not_split(plan.layout)
+
+
+def _with_packed_kernel(plan: Plan) -> str | None:
+    if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
+        return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
+    if _chooses_operators(plan):
+        return (
+            f"recompute_granularity={plan.recompute_granularity} does not know the operators of attention={plan.attention} "
+            "and would run them again; use recompute_granularity=full, or attention=sdpa"
+        )
+    return None
+
+
+def _chooses_operators(plan: Plan) -> bool:
+    return plan.recompute_granularity != "full" and plan.activation_checkpointing > 0
+
+
+def _with_weights_elsewhere(plan: Plan) -> str | None:
+    asked = f"weight_offload={plan.weight_offload}"
+    if plan.num_processes > 1:
+        return f"{asked} reads each layer for one process, and several would read it as often; use num_processes=1"
+    if plan.torch_compile != "off":
+        return f"{asked} brings a layer's weights when it is called, and a compiled one does not wait; use torch_compile=off"
+    if _chooses_operators(plan):
+        return f"{asked} reads a layer's weights again where its operators are chosen from; use recompute_granularity=full"
+    if plan.precision == "fp8":
+        return f"{asked} reads weights as they are stored, and precision=fp8 converts them; use precision=bf16"
+    return None
+
+
+def _with_fused_kernels(plan: Plan) -> str | None:
+    if plan.layout.master_weights and plan.precision != "bf16":
+        return f"master_weights keeps bf16 copies of fp32 weights, which precision={plan.precision} has no use for; use bf16"
+    if plan.fused_kernels and (plan.torch_compile != "off" or _chooses_operators(plan)):
+        return (
+            "fused_kernels leaves torch.compile nothing to fuse and selective recomputation no operators to choose; "
+            "use torch_compile=off and recompute_granularity=full"
+        )
+    if plan.loss_kernel != "eager" and plan.loss_chunk_tokens:
+        return f"loss_kernel={plan.loss_kernel} takes all logits at once; use loss_chunk_tokens=0"
+    return None
+
+
+def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
+    if clips_gradients:
+        return (
+            "optimizer_in_backward updates weights before the norm of all gradients is known; "
+            "train without clipping (max_grad_norm 0) or without optimizer_in_backward"
+        )
+    if plan.gradient_accumulation_steps > 1 or plan.num_processes > 1:
+        return (
+            "optimizer_in_backward needs the whole global batch in one micro-batch of one process; "
+            "use gradient_accumulation_steps=1 and num_processes=1"
+        )
+    if plan.precision == "fp16":
+        return "optimizer_in_backward cannot skip a step whose scaled fp16 gradients overflow; use precision=bf16"
+    if plan.optim_offload:
+        return "optimizer_in_backward and optim_offload exclude each other; use one of them"
+    return None
+
+
+def repeats(plan: Plan) -> bool:
+    """Return whether the plan does the same as another one of the space. Such a plan is left out unless asked for."""
+    if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
+        return True
+    if plan.recompute_granularity != "full" and not plan.activation_checkpointing:
+        return True
+    stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names
+    return stochastic or plan.optim in ALIASES

@@ -1,0 +1,229 @@
+"""Cost every plan of the space, drop what does not fit, sort the rest, and keep the reason of every rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile, StepTrace
+from upshift.planning.cost.communication import UnknownLink
+from upshift.planning.cost.memo import Known
+from upshift.planning.cost.memory import Peak, StepMemory, accumulates, add_share, predict_memory, walk_stage
+from upshift.planning.cost.partition import shares
+from upshift.planning.cost.process_memory import memory_limit, out_of_memory_probability, predict_reserved, predict_resident
+from upshift.planning.cost.segments import rank_key, trace_for
+from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
+from upshift.planning.cost.uncertainty import Number, by_formula, held_spread
+from upshift.planning.plan import Plan
+from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.workload import Workload
+from upshift.record import Basis, Numbers, Spread
+from upshift.units import GIB, format_bytes, gib
+
+FITS_BUT = "its step fits,"  # the reason of a plan that is rejected for another phase begins so
+EXTRA_MEMORY_BYTES = 8 * GIB  # plans that would fit with this much more memory are kept
+COST_KEY = (
+    "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
+    "layout", "host_memory", "threads_per_process", "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
+    "fused_kernels", "loss_kernel", "weight_offload",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its predicted costs."""
+
+    plan: Plan
+    memory: StepMemory
+    resident: float
+    time: StepTime
+    tokens_per_second: float
+    bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; a number that is left out: by formula
+
+    def basis(self, number: Number) -> Basis:
+        return self.bases.get(number) or by_formula(number, self.plan)
+
+    def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
+        """Return the predicted numbers.
+
+        ``phases``: of the whole job; None: a step's. ``host``: the host whose memory the plan may run out of.
+        """
+        step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
+        step, held = self.basis("step"), self.basis("held")
+        risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
+        return Numbers(
+            peak_gib=gib(self.memory.peak),
+            reserved_gib=gib(predict_reserved(self.memory)) if self.plan.device == "cuda" else None,
+            resident_gib=gib(self.resident),
+            out_of_memory_probability=risk,
+            step_ms=Spread(p20=step_ms, p50=step_ms, p80=step_ms),
+            tokens_per_second=self.tokens_per_second,
+            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in peaks.items()},
+            binding_term=self.time.binding_term,
+            model_flops_per_second=model_flops_per_step / self.time.total,
+            one_time_seconds=self.time.one_time,
+            tier=step.tier,
+            interval=step.interval,
+            num_records=step.num_records,
+            peak_basis=self.basis("allocated"),
+            resident_basis=held,
+        )
+
+
+def limit_of(candidate: Candidate, host: Host, workload: Workload) -> float | None:
+    """Return the bytes that one process of the candidate may be predicted to hold; None where the host's memory is unknown.
+
+    They follow from the risk that the workload accepts and from how sure the candidate's held memory is.
+    """
+    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_spread(candidate.basis("held")))
+
+
+@dataclass(frozen=True)
+class Rejected:
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True)
+class TooBig:
+    """A plan that is too big. Only its memory was predicted."""
+
+    plan: Plan
+    memory: StepMemory
+    resident: float
+    limit: float
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"needs {format_bytes(self.resident)} of the {format_bytes(self.limit)} that a process may use "
+            f"(highest in the {self.memory.peak_phase} phase)"
+        )
+
+
+@dataclass
+class Ranking:
+    """The plans of a space, best first.
+
+    ``too_big`` keeps what did not fit, smallest first: the nearest plan that would fit, and those that a little more memory
+    would let in. ``unseen``: plans that need more memory than one that is far too big.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    too_big: list[Candidate] = field(default_factory=list)
+    rejected: list[Rejected | TooBig] = field(default_factory=list)
+    unseen: int = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self.rejected) + self.unseen
+
+    @property
+    def in_another_phase(self) -> str | None:
+        """Return why the best plan whose step fits does not fit in another phase; None: there is no such plan."""
+        return next((entry.reason for entry in self.rejected if FITS_BUT in entry.reason), None)
+
+    def add(self, plan: Plan, coster: Coster) -> bool:
+        """Cost a plan and add it to the ranking. Return False where it is far too big: then its time was not predicted."""
+        limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
+        if isinstance(held, Rejected):
+            self.rejected.append(held)
+            return True
+        if limit is not None and held.resident > limit + EXTRA_MEMORY_BYTES:
+            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
+            return False
+        found = coster.timed(plan, held)
+        if isinstance(found, Rejected):
+            self.rejected.append(found)
+        elif limit is not None and held.resident > limit:
+            self.too_big.append(found)
+            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
+        else:
+            self.candidates.append(found)
+        return True
+
+    def sort(self, coster: Coster) -> None:
+        self.candidates.sort(key=lambda c: (-c.tokens_per_second, c.memory.peak))
+        if not self.too_big:
+            nearest = min((entry for entry in self.rejected if isinstance(entry, TooBig)), key=lambda e: e.resident, default=None)
+            found = coster.cost(nearest.plan) if nearest is not None else None
+            self.too_big += [found] if isinstance(found, Candidate) else []
+        self.too_big.sort(key=lambda c: c.resident)
+
+
+def rank_plans(plans: Iterable[Plan], *, host: Host, profile: ModelProfile, workload: Workload) -> Ranking:
+    ranking = Ranking()
+    coster = Coster(host, profile, workload)
+    for plan in plans:
+        ranking.add(plan, coster)
+    ranking.sort(coster)
+    return ranking
+
+
+def cost_plan(
+    plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload, shape: tuple[int, int] | None = None
+) -> Candidate | Rejected:
+    """Return one plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
+    return Coster(host, profile, workload).cost(plan, shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The memory that a process of a plan holds, and the trace that the prediction follows."""
+
+    trace: StepTrace
+    memory: StepMemory
+    resident: float
+
+
+class Coster:
+    """Costs plans for one host, model and workload.
+
+    It computes once what plans have in common. It remembers traces of ranks that share layers, and what comes and goes in memory
+    and time while one micro-batch runs.
+    """
+
+    def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
+        self.host, self.profile, self.workload = host, profile, workload
+        self._known = Known()
+        self._tokens = tokens_per_step(profile, workload)
+
+    def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
+        held = self.held(plan, shape)
+        return held if isinstance(held, Rejected) else self.timed(plan, held)
+
+    def held(self, plan: Plan, shape: tuple[int, int] | None = None) -> Held | Rejected:
+        mixed = why_not_isolated(self.profile.isolation, plan)
+        if mixed is not None:
+            return Rejected(plan, mixed)
+        trace = trace_for(self.profile, plan, self.workload, known=self._known)
+        if trace is None:
+            shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
+            return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{shared}")
+        if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
+            return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
+        memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
+        return Held(trace, memory, predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter))
+
+    def timed(self, plan: Plan, held: Held) -> Candidate | Rejected:
+        try:
+            time = predict_time(self.profile, held.trace, plan, self.workload, self.host, known=self._known)
+        except UnknownLink as problem:
+            return Rejected(plan, f"{problem} of {self.host.name}; name the host with its link, as HOST@LINK, such as @ib-ndr")
+        if time is None:
+            return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
+        amortised = time.total + time.one_time / self.workload.total_steps
+        return Candidate(plan, held.memory, held.resident, time, self._tokens / amortised)
+
+    def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
+        if not accumulates(plan):
+            return predict_memory(self.profile, trace, plan, shape=shape)
+        of_ranks = []
+        for stage, share in shares(self.profile, plan, self._known):
+            key = ("walk", rank_key(trace, plan, stage), shape, plan.packing)
+            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape, known=self._known))
+            of_ranks.append(add_share(walk, self.profile, plan, stage, share))
+        return max(of_ranks, key=lambda memory: memory.peak) if len(of_ranks) > 1 else of_ranks[0]

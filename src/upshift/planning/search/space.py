@@ -1,0 +1,420 @@
+"""Define the plan space: the values of each choice for a host, a model and a workload, and the values that a user fixes.
+
+Read ``field=value`` texts, such as those of --set, for plans of training and of inference.
+
+Each text names a known field, no field gets two different values, and each value is one that the field may have here.
+
+Find where frozen weights may wait outside the memory of the device. The planner looks there when nothing else fits.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from math import prod
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from pydantic import ValidationError
+
+from upshift.errors import RequestError
+from upshift.hardware.disk import disk_rate
+from upshift.hardware.spec import Host
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
+from upshift.models.source import ModelSource
+from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
+from upshift.planning.layout import Layout, divisors
+from upshift.planning.optimizers import ALIASES, check_library, check_name, optimizers, read_optim_args
+from upshift.planning.plan import (
+    Attention,
+    Compile,
+    HostMemory,
+    LossKernel,
+    Plan,
+    Precision,
+    WeightOffload,
+    changes_of_mathematics,
+)
+from upshift.planning.row_sharing import packs, why_never_packed
+from upshift.planning.search.constraints import PACKED_KERNELS, read_base, why_not
+from upshift.planning.search.layouts import check_layout, check_processes, shares_work
+from upshift.planning.workload import Workload
+from upshift.value import Value, first_problem
+
+
+def split_assignment(text: str, known: Collection[str], *, option: str = "--set") -> tuple[str, str]:
+    """Return the field and the value of ``text``. Raises RequestError."""
+    name, equals, value = text.partition("=")
+    if not equals and name in known:
+        raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
+    if not equals or name not in known:
+        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(known)}")
+    return name, value
+
+
+def read_assignments(texts: tuple[str, ...], known: Collection[str], parse: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Return for each field what ``parse`` makes of the field and its value. Raises RequestError."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, value = split_assignment(text, known)
+        parsed = parse(name, value)
+        if found.setdefault(name, parsed) != parsed:
+            raise RequestError(f"--set fixes {name} twice, to {found[name]} and to {parsed}; give one of them")
+    return found
+
+
+def parse_field(kind: type[Value], others: dict[str, Any], name: str, text: str, *, valid: str, option: str = "--set") -> Any:
+    """Return the value that ``text`` is for a field of ``kind``. Raise RequestError that names the option.
+
+    Args:
+        kind: the class of the plan.
+        others: values of the fields that ``kind`` cannot do without.
+        name: the field.
+        text: as the user gave it.
+        valid: the end of the refusal, which says what is valid.
+        option: the option that the text is of.
+    """
+    try:
+        return getattr(kind.model_validate({**others, name: text}), name)
+    except ValidationError as error:
+        raise RequestError(f"{option} {first_problem(kind, error)}{valid}") from None
+
+
+def one_of(values: Sequence[Any], otherwise: str = "") -> str:
+    """Return the end of a refusal: the values that a field may have, or ``otherwise`` if there is no list of them."""
+    return f"; use one of {', '.join(map(str, values))}" if values else otherwise
+
+
+def check_legal(fixed: dict[str, Any], legal: dict[str, list[Any]], why: Callable[[str], str]) -> None:
+    """Raise RequestError for the first value that is not among the legal ones. ``why``: returns the reason for a field."""
+    for name, value in fixed.items():
+        if name in legal and value not in legal[name]:
+            refuse_value(name, value, legal[name], why(name))
+
+
+def refuse_value(name: str, value: Any, legal: list[Any], why: str) -> NoReturn:
+    raise RequestError(f"--set {name}={value} is not possible here{one_of(legal)}{why}")
+
+
+def check_allowed_names(names: tuple[str, ...], known: Collection[str], *, of: str = "") -> tuple[str, ...]:
+    """Return the names of --allow. Raise RequestError for one that is not known."""
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise RequestError(f"--allow {unknown!r} is unknown; the choices that change the mathematics{of} are {', '.join(known)}")
+    return names
+
+
+WEIGHT_OFFLOAD = "weight_offload"
+ORIGIN = "disk_bytes_per_second"
+
+
+def asks_where_weights_wait(fixed: tuple[str, ...]) -> bool:
+    return any(assignment.partition("=")[0].strip() == WEIGHT_OFFLOAD for assignment in fixed)
+
+
+def with_disk_rate(host: Host, source: ModelSource) -> Host:
+    """Return the host with the rate of the disk that holds the model's weights.
+
+    Return the host unchanged where this machine has no weights of the model, or the rate is known.
+    """
+    if source.directory is None or host.disk_bytes_per_second is not None:
+        return host
+    rate = disk_rate(sorted(source.directory.glob("*.safetensors")))
+    origin = host.origin | {ORIGIN: "measured on the model's files"}
+    return host if rate is None else host.changed(disk_bytes_per_second=rate, origin=origin)
+
+
+def has_frozen_layers(profile: ModelProfile) -> bool:
+    """Return whether layers have frozen weights that can be read from elsewhere.
+
+    They must be stored in the dtype that they are computed in: weights stored in 4 bits are not read from elsewhere.
+    """
+    parameters = profile.parameters
+    return not parameters.quantized and parameters.layers > parameters.trainable_layers
+
+
+def unasked(host: Host) -> list[WeightOffload]:
+    """Return the ``places`` that a plan takes without being asked, where nothing else fits.
+
+    On a GPU a user must ask for them, as for other offloads that have not run on a GPU.
+    """
+    return places(host)[1:] if host.device == "cpu" else []
+
+
+def places(host: Host) -> list[WeightOffload]:
+    """Return where weights may wait on this host, nearest first."""
+    link, disk = host_link(host) if host.device == "cuda" else None, host.disk_bytes_per_second
+    found: list[WeightOffload] = ["none"]
+    if host.num_devices == 1 and link is not None:
+        found.append("host")
+    if host.num_devices == 1 and disk is not None and (host.device == "cpu" or link is not None):
+        found.append("disk")
+    return found
+
+
+BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
+WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
+BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
+# Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
+OFFLOADS = ("optim_offload", "activation_offload")
+PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
+ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
+STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # fixed in a search; the planner sets the last where nothing else fits
+LIBRARY_OF_PRECISION = {"fp8": "torchao"}
+WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which cannot be done with weights stored in 4 bits
+
+
+def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
+    """Return the values each field may take here. An empty list cannot happen: the plain value is always legal."""
+    layers = profile.num_layers
+    quarters = sorted({round(layers * share / 4) for share in range(5)})
+    recompute = quarters if profile.declares.gradient_checkpointing_per_layer else [0, layers]
+    attention = [name for name in get_args(Attention) if any(step.attention == name for step in profile.steps)]
+    if host.device != "cpu" and "block" in attention:
+        attention.remove("block")
+    if "sdpa" in attention and host.num_devices == 1:
+        attention += [name for name in PACKED_KERNELS if why_not(name, host, profile) is None]
+    quantized = profile.parameters.quantized > 0
+    return {
+        "precision": _precisions(host, workload, quantized=quantized),
+        "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
+        "recompute_granularity": _granularities(profile),
+        "attention": attention,
+        "torch_compile": _compile_ways(host, quantized=quantized),
+        "optim": _optimizers(host, workload),
+        "optimizer_in_backward": _updates_in_backward(workload),
+        "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
+        "packing": [False, True] if _worth_packing(profile, workload, attention) else [False],
+        "num_processes": _process_counts(host, workload),
+        "host_memory": _host_memory(host),
+    }
+
+
+def _granularities(profile: ModelProfile) -> list[Granularity]:
+    ways: set[Granularity] = {way for step in profile.steps for way in step.gaps_recomputed}
+    return sorted(ways) or ["full"]
+
+
+def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
+    """Return the ``field=value`` pairs of --set, checked against the plan's fields and types.
+
+    They are also checked against what is legal here, as far as that is known before a model is traced. ``quantized``: the
+    model's weights are stored in 4 bits.
+    """
+    settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    shares = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
+    if host.num_devices > 1 or host.device == "cpu":
+        settable += Layout.model_fields
+    elif shares is not None:
+        raise RequestError(f"--set {shares} is for several ranks, and {host.name} has one GPU; leave it out")
+    fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
+    check_processes(fixed, host)
+    _check_batches(fixed, host, workload)
+    read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
+    if fixed.get("mup_base"):
+        read_base(fixed["mup_base"])
+    legal = _legal_here(host, workload, quantized=quantized)
+    check_legal(fixed, legal, lambda name: _why_here(name, fixed[name], host, workload, quantized=quantized))
+    return fixed
+
+
+def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
+    """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
+    fixed = read_fixed(assignments, host, workload, quantized=profile.parameters.quantized > 0)
+    check_layout(fixed, host, profile, workload)
+    legal = legal_values(host, profile, workload)
+    for name, value in fixed.items():
+        if name == "activation_checkpointing" and legal[name] != [0]:
+            if value > profile.num_layers or (not profile.declares.gradient_checkpointing_per_layer and value not in legal[name]):
+                raise RequestError(
+                    f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
+                )
+        elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
+            refuse_value(name, value, legal[name], _why(name, value, host, profile, workload))
+    return fixed
+
+
+def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
+    """Return ``choices``, and beside them values that are legal and only taken when asked for."""
+    here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
+    kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
+    offloads = here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
+    found = {name: values for name, values in choices(host, profile, workload).items() if name != "num_processes"}
+    return {**found, **here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
+
+
+def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
+    """Return the legal values of the fields that do not depend on the model."""
+    moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
+    optimizers = _optimizers(host, workload)
+    shared = host.device == "cuda" and host.num_devices > 1
+    return {
+        "precision": _precisions(host, workload, quantized=quantized, asked=True),
+        "torch_compile": _compile_ways(host, quantized=quantized),
+        "optim": [*optimizers, *(name for name in ALIASES if ALIASES[name] in optimizers)],
+        "optimizer_in_backward": _updates_in_backward(workload),
+        "host_memory": _host_memory(host),
+        **dict.fromkeys(OFFLOADS, moved),
+        WEIGHT_OFFLOAD: ["none"] if quantized else places(host),
+        "fused_kernels": [False, True] if shared else [False],
+        "loss_kernel": list(get_args(LossKernel)) if shared else ["eager"],
+    }
+
+
+def texts_share(host: Host, fixed: tuple[str, ...]) -> bool:
+    """Return layouts.shares_work of ``field=value`` pairs."""
+    return shares_work(host, layout_of_texts(fixed))
+
+
+def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
+    """Return what ``field=value`` pairs fix of the layout, and of the number of processes."""
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    given = {name: text for name, _, text in (one.partition("=") for one in fixed)}
+    layout = {name: text for name, text in given.items() if name in Layout.model_fields or name == "num_processes"}
+    return {name: parse_value(name, text, hints[name]) for name, text in layout.items()}
+
+
+def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
+    """Return the value of a field of Plan or Layout. Raises RequestError that names the option."""
+    options = tuple(optimizers()) if name == "optim" else get_args(hint)
+    if name == "optim":
+        check_name(text)
+    plain = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
+    holder, given = (Layout, {}) if name in Layout.model_fields else (Plan, plain)
+    return parse_field(holder, given, name, text, valid=one_of(options), option=option)
+
+
+def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
+    """Raise RequestError if the fixed batch factors do not make up the global batch.
+
+    Ranks that share the job need not have sequences of their own: the layout says how many have.
+    """
+    counted = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
+    factors = {name: fixed[name] for name in counted if name in fixed}
+    total = workload.global_batch
+    if total % prod(factors.values()):
+        raise RequestError(
+            f"{' x '.join(f'{name}={value}' for name, value in factors.items())} does not divide the global batch of {total} "
+            f"sequences; use divisors of it: {', '.join(map(str, divisors(total)[:16]))}"
+        )
+    if set(factors) == set(BATCH_FACTORS) and prod(factors.values()) != total:
+        product = " x ".join(map(str, factors.values()))
+        raise RequestError(f"{product} sequences are not the global batch of {total}; leave one of them out")
+
+
+def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
+    """Return why a value of a field is not legal for this model."""
+    if value in PACKED_KERNELS:
+        return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+    if name == "packing":
+        kernels = choices(host, profile, workload)["attention"]
+        return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
+    if name == "loss_chunk_tokens":
+        return f" ({profile.chunked_loss_reason})"
+    if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
+        return " (only weights that are not trained can be elsewhere; train an adapter, such as --lora-rank 16)"
+    return _why_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
+
+
+def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
+    """Return why a value of a field is not legal here, whatever the model.
+
+    Raises MissingExtra where only a library is missing.
+    """
+    if quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
+        return " (the model's weights are stored in 4 bits)"
+    if name in PLANNED_ONLY:
+        return " (it is planned for several CUDA devices alone: no engine here runs it)"
+    if name == WEIGHT_OFFLOAD:
+        return " (frozen weights are read from the host of a CUDA device, or from files on a disk whose rate was measured)"
+    if name in OFFLOADS:
+        return " (it needs a CUDA device whose connection to the host is known)"
+    if name == "optimizer_in_backward":
+        return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
+    needed = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
+    if needed in changes_of_mathematics() and needed not in workload.allow:
+        return f" (it changes the mathematics; add --allow {needed})"
+    library = LIBRARY_OF_PRECISION.get(value) if name == "precision" else optimizers()[value].library if name == "optim" else None
+    if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":
+        return f" ({library} is for CUDA devices)"
+    if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
+        check_library(library, purpose=f"{name}={value}")
+    return ""
+
+
+def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    return check_allowed_names(names, changes_of_mathematics())
+
+
+def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
+    """Return the precisions that the host has instructions for. ``asked``: also those that are never better.
+
+    Where torch would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
+    """
+    found: list[Precision] = ["fp32"]
+    if not host.medium_is_bf16 and host.supports(MATRIX_PRECISION["tf32"]):
+        found.append("tf32")
+    found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
+    if not asked and host.device == "cuda" and {"bf16", "fp16"} <= {*found}:
+        found.remove("fp16")  # as fast and as large on GPUs, and its gradients overflow
+    if "bf16-weights" in workload.allow and "bf16" in found:
+        found.append("bf16-weights")
+    if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
+        found.append("fp8")
+    return [name for name in found if not quantized or name not in WHOLE_WEIGHTS]
+
+
+def _optimizers(host: Host, workload: Workload) -> list[str]:
+    """Return the optimizers that are allowed and run here, each under one name."""
+    found: list[str] = []
+    for name, facts in optimizers().items():
+        allowed = facts.allow is None or facts.allow in workload.allow
+        runs = host.device == "cuda" or not facts.cuda_only
+        if allowed and runs and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
+            found.append(name)
+    return found
+
+
+def _is_installed(library: str) -> bool:
+    return find_spec(library) is not None
+
+
+def can_compile(host: Host) -> bool:
+    return host.device == "cuda" or bool(host.measured and host.measured.compiler)
+
+
+def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:
+    """Return the ways to compile. transformers trains no compiled model on quantized weights."""
+    return ["off", "layer", "model"] if can_compile(host) and not quantized else ["off"]
+
+
+def _updates_in_backward(workload: Workload) -> list[bool]:
+    return [False] if workload.clips_gradients else [False, True]
+
+
+def _host_memory(host: Host) -> list[HostMemory]:
+    return ["keep", "system"] if host.device == "cpu" and _is_glibc() else ["system"]
+
+
+def _can_chunk(profile: ModelProfile) -> bool:
+    return any(step.chunked_gap is not None for step in profile.steps)
+
+
+def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
+    lengths = workload.lengths
+    short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    return short and profile.objective == "causal-lm" and packs(profile, kernels)
+
+
+def _process_counts(host: Host, workload: Workload) -> list[int]:
+    if host.device != "cpu" or host.cpu is None:
+        return [1]
+    cores = host.cpu.usable_cores
+    candidates = {1, host.cpu.numa_nodes or 1, *({2} if cores >= 2 else set())}
+    return sorted(count for count in candidates if cores % count == 0 and workload.global_batch % count == 0)
+
+
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

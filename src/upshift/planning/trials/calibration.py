@@ -1,0 +1,264 @@
+"""Correct predictions with what ran on this machine: the same plan by its own numbers, others by the median ratio.
+
+Every run and trial leaves one line with what the formulas said and what was measured, in a file of the cache folder that is safe
+to delete. A line counts only for the host, the libraries and the formulas that it was made with, so a new version of any of them
+starts anew. A described host has no lines: nothing ran on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from pydantic import Field
+
+from upshift.atomic_file import write_whole
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.process_memory import memory_limit
+from upshift.planning.cost.uncertainty import (
+    MIN_RECORDS,
+    Correction,
+    Number,
+    formula_interval,
+    held_spread,
+    measured_again,
+    transferred,
+)
+from upshift.planning.plan import Compile, Plan, Precision
+from upshift.planning.search.ranking import COST_KEY, Candidate, Ranking, TooBig
+from upshift.planning.workload import Workload
+from upshift.record import Basis
+from upshift.settings import read_settings
+from upshift.value import Value
+from upshift.versions import installed_version
+
+FILE_NAME = "calibration.jsonl"
+NO_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that only say how sure numbers are
+MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
+TRANSFERRED: tuple[Number, ...] = ("step", "held")  # allocated memory follows from the trace: other models say nothing of it
+
+logger = logging.getLogger(__name__)
+
+
+class Pair(Value):
+    predicted: float = Field(gt=0)
+    measured: float = Field(gt=0)
+
+
+class Sample(Value):
+    """One plan that ran: seconds of a step, bytes of memory. The sample names no model, no path and no person."""
+
+    made_with: str = Field(description="host, libraries and formulas")
+    job: str = Field(description="hash of model, plan and lengths")
+    precision: Precision
+    torch_compile: Compile
+    kind: Literal["run", "trial"]
+    numbers: dict[Number, Pair]
+
+
+def sample_of(
+    plan: Plan, workload: Workload, kind: Literal["run", "trial"], numbers: dict[Number, tuple[float, float | None]]
+) -> Sample:
+    """Return a sample of a plan that ran. ``numbers``: (by formula, measured); None: not measured."""
+    return Sample(
+        made_with=made_with(plan.host), job=job_key(plan, workload), precision=plan.precision, torch_compile=plan.torch_compile,
+        kind=kind, numbers={name: Pair(predicted=first, measured=second) for name, (first, second) in numbers.items() if second},
+    )  # fmt: skip
+
+
+def job_key(plan: Plan, workload: Workload) -> str:
+    """Return a key that is the same for the same work: model, plan, and the lengths of the sequences."""
+    return _job_key(plan, _lengths_key(workload))
+
+
+def _job_key(plan: Plan, lengths: str) -> str:
+    choices = [getattr(plan, name) for name in COST_KEY]
+    return _short_hash(repr((plan.model, plan.device, plan.sequence_length, choices, lengths)))
+
+
+def _lengths_key(workload: Workload) -> str:
+    return _short_hash(workload.lengths.to_json()) if workload.lengths else ""
+
+
+def made_with(fingerprint: str) -> str:
+    return f"{fingerprint}-{_software()}"
+
+
+@cache
+def _software() -> str:
+    """Return a hash of the cost formulas' source and of the versions of torch and transformers.
+
+    Predictions and steps of other formulas or libraries say nothing about these.
+    """
+    sources = sorted(path for path in (Path(__file__).parents[1] / "cost").glob("*.py") if path.name not in NO_FORMULAS)
+    code = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
+    return _short_hash(repr((code, [installed_version(name) for name in ("torch", "transformers")])))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    samples: tuple[Sample, ...] = ()
+
+    def of(self, candidate: Candidate, workload: Workload) -> Candidate:
+        """Return the candidate, which comes from the formulas, corrected by what ran here."""
+        return self._of(candidate, workload, _lengths_key(workload)) if self.samples else candidate
+
+    def _of(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
+        assert not candidate.bases, "it was calibrated before"
+        found = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
+        factor = {number: correction.factor for number, correction in found.items()}
+        bases: dict[Number, Basis] = {number: correction.basis for number, correction in found.items()}
+        time, memory = candidate.time, candidate.memory
+        terms = {name: seconds * factor.get("step", 1.0) for name, seconds in time.terms.items()}
+        one_time = time.one_time / workload.total_steps
+        before, after = time.total + one_time, sum(terms.values()) + one_time
+        return replace(
+            candidate,
+            memory=scaled_to(memory, memory.peak * factor["allocated"]) if "allocated" in factor else memory,
+            resident=candidate.resident * factor.get("held", 1.0),
+            time=replace(time, terms=terms),
+            tokens_per_second=candidate.tokens_per_second * before / after,
+            bases=bases,
+        )
+
+    def _corrections(self, plan: Plan, job: str) -> dict[Number, Correction]:
+        own = self._by_job.get(job, [])
+        found: dict[Number, Correction] = {}
+        numbers: tuple[Number, ...] = ("step", "allocated", "held")
+        for number in numbers:
+            ratios = [_ratio(sample.numbers[number]) for sample in own if number in sample.numbers]
+            correction = measured_again(number, ratios) if ratios else self._from_others(number, plan)
+            if correction is not None:
+                found[number] = correction
+        return found
+
+    def _from_others(self, number: Number, plan: Plan) -> Correction | None:
+        """Return the correction by plans of the same precision and compile mode if there are enough of them, else by
+        all plans.
+        """
+        key = (number, plan.precision, plan.torch_compile, plan.device)
+        if key not in self._known:
+            self._known[key] = self._median_of_others(number, plan)
+        return self._known[key]
+
+    def _median_of_others(self, number: Number, plan: Plan) -> Correction | None:
+        if number not in TRANSFERRED:
+            return None
+        alike = self._ratios.get((number, plan.precision, plan.torch_compile), ())
+        ratios = alike if len(alike) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
+        return transferred(formula_interval(number, plan), ratios) if ratios else None
+
+    @cached_property
+    def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
+        """Return the cache of corrections: thousands of plans ask for the same few."""
+        return {}
+
+    @cached_property
+    def _by_job(self) -> dict[str, list[Sample]]:
+        found: dict[str, list[Sample]] = defaultdict(list)
+        for sample in self.samples:
+            found[sample.job].append(sample)
+        return dict(found)
+
+    @cached_property
+    def _ratios(self) -> dict[tuple[Number, str, str], tuple[float, ...]]:
+        """Return one ratio for each job, however often it ran, by number, precision and compile mode; ("", "") has
+        those of all.
+        """
+        found: dict[tuple[Number, str, str], list[float]] = defaultdict(list)
+        for samples in self._by_job.values():
+            for number in TRANSFERRED:
+                ratios = [_ratio(sample.numbers[number]) for sample in samples if number in sample.numbers]
+                if ratios:
+                    found[number, samples[0].precision, samples[0].torch_compile].append(median(ratios))
+                    found[number, "", ""].append(median(ratios))
+        return {key: tuple(sorted(ratios)) for key, ratios in found.items()}
+
+    def ranked(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
+        """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
+        if not self.samples:
+            return ranking
+        again, lengths = Ranking(unseen=ranking.unseen), _lengths_key(workload)
+        for one in (*ranking.candidates, *ranking.too_big):
+            found = self._of(one, workload, lengths)
+            limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))
+            if limit is not None and found.resident > limit:
+                again.too_big.append(found)
+                again.rejected.append(TooBig(found.plan, found.memory, found.resident, limit))
+            else:
+                again.candidates.append(found)
+        asked = {id(one.plan) for one in (*ranking.candidates, *ranking.too_big)}
+        again.rejected += [entry for entry in ranking.rejected if id(entry.plan) not in asked]
+        again.candidates.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
+        again.too_big.sort(key=lambda one: one.resident)
+        return again
+
+
+NO_RECORDS = Calibration()
+
+
+def _ratio(pair: Pair) -> float:
+    return pair.measured / pair.predicted
+
+
+def read_calibration(host: Host) -> Calibration:
+    """Return what ran on this host with these libraries and formulas.
+
+    A line that cannot be read is skipped: a crash cut it short, or another version wrote it.
+    """
+    try:
+        lines = _path().read_bytes().splitlines()
+    except OSError:
+        return NO_RECORDS
+    mine, found = f'"made_with":"{made_with(host.fingerprint)}"'.encode(), []
+    for line in lines:
+        if mine not in line:
+            continue
+        try:
+            found.append(Sample.from_json(line))
+        except RequestError:
+            continue
+    return Calibration(tuple(found))
+
+
+def remember(samples: Iterable[Sample]) -> None:
+    """Append each sample to the file as one write, so that processes that write at once leave whole lines.
+
+    The line before may be cut short, so a new line begins with a line break. A cache that cannot be written fails no job.
+    """
+    path = _path()
+    text = "".join(f"\n{sample.to_json()}\n" for sample in samples if sample.numbers)
+    if not text:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(text.encode())
+        if path.stat().st_size > MAX_BYTES:
+            _keep_newer_half(path)
+    except OSError as error:
+        logger.warning("what was measured was not kept in %s: %s", path, error.strerror)
+
+
+def _keep_newer_half(path: Path) -> None:
+    """Keep the newer half of the file. A sample that another process appends meanwhile may be lost."""
+    text = path.read_bytes()
+    kept = text[text.find(b"\n", len(text) - MAX_BYTES // 2) + 1 :]
+    write_whole(path, kept)
+
+
+def _path() -> Path:
+    return read_settings().cache_dir / FILE_NAME

@@ -1,0 +1,464 @@
+"""Choose which plans to try, learn from each trial, and keep the fastest that computes the same loss."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from upshift.errors import JobFailed
+from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.time import tokens_per_step
+from upshift.planning.cost.uncertainty import AGAIN, Number, formula_interval
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.search.ranking import COST_KEY, Candidate, cost_plan
+from upshift.planning.trials.calibration import Calibration, Sample, remember, sample_of
+from upshift.planning.trials.runner import TrialResult, loosened
+from upshift.planning.workload import Workload
+from upshift.record import Basis, Numbers, Record, Spread
+from upshift.units import format_bytes, gib
+
+LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
+# How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
+FIELD_WEIGHTS = {
+    "precision": 4.0,
+    "torch_compile": 3.0,
+    "attention": 3.0,
+    "num_processes": 3.0,
+    "weight_offload": 3.0,
+    "packing": 2.0,
+    "activation_checkpointing": 1.0,
+    "recompute_granularity": 1.0,
+    "loss_chunk_tokens": 1.0,
+    "optim": 1.0,
+    "optimizer_in_backward": 1.0,
+    "per_device_train_batch_size": 0.5,
+    "host_memory": 0.5,
+}
+CLOSE = 0.93  # of the best speed; one trial on a shared machine cannot tell such plans apart
+WATCHED_STEP = 0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
+MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
+FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
+LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
+BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs
+SHOWN_UNTRIED = 3  # the most untried plans that are listed
+SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
+
+
+@dataclass
+class Tried:
+    candidate: Candidate
+    results: list[TrialResult] = field(default_factory=list)
+    wrong_loss: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return any(result.failure is None for result in self.results) and not self.wrong_loss
+
+    @property
+    def best(self) -> TrialResult:
+        """Return the fastest trial, of those on a quiet machine where there are any: the plan is not what slowed
+        another trial.
+        """
+        good = [result for result in self.results if result.tokens_per_second]
+        return max(good, key=_trust) if good else self.results[-1]
+
+    @property
+    def failure(self) -> str | None:
+        return "its loss differs from the plain default's" if self.wrong_loss else self.best.failure
+
+    @property
+    def needs_another_look(self) -> bool:
+        return self.ok and (self.best.busy or self.best.rough)
+
+    def holds_more_than(self, limit_bytes: float | None) -> bool:
+        return limit_bytes is not None and (self.best.resident_bytes or 0) > limit_bytes
+
+    def whole_run_speed(self, workload: Workload) -> float:
+        """Return the tokens per second with one-time costs spread over the run."""
+        best = self.best
+        if not self.ok or best.step_seconds is None or not best.tokens_per_second:
+            return 0.0
+        spread = (best.one_time_seconds or 0.0) / workload.total_steps
+        return best.tokens_per_second * best.step_seconds.p50 / (best.step_seconds.p50 + spread)
+
+    def numbers(self) -> Numbers:
+        best = self.best
+        return Numbers(
+            peak_gib=gib(best.peak_bytes) if best.peak_bytes else None,
+            resident_gib=gib(best.resident_bytes) if best.resident_bytes else None,
+            step_ms=_in_ms(best.step_seconds),
+            tokens_per_second=best.tokens_per_second,
+            loss=best.check_loss,
+            one_time_seconds=best.one_time_seconds,
+        )
+
+
+def _trust(result: TrialResult) -> tuple[bool, bool, float]:
+    return not result.rough, not result.busy, result.tokens_per_second or 0.0
+
+
+def _in_ms(seconds: Spread | None) -> Spread | None:
+    if seconds is None:
+        return None
+    return seconds.changed(p20=1000 * seconds.p20, p50=1000 * seconds.p50, p80=1000 * seconds.p80)
+
+
+@dataclass
+class Proof:
+    default: Tried
+    tried: list[Tried]
+    chosen: Tried
+    notes: tuple[str, ...] = ()  # which plans were not tried and why, and what runs: for the user, a line each
+
+
+def prove(
+    candidates: list[Candidate],
+    default: Candidate,
+    *,
+    workload: Workload,
+    run: Callable[[Plan, float], TrialResult],
+    budget_seconds: float,
+    on_trial: Callable[[Tried], None] = lambda tried: None,
+    limit_bytes: float | None = None,
+    obeys: Callable[[Plan], bool] = lambda plan: True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Proof:
+    """Try the plain default, then what looks best after each correction, until the budget is spent.
+
+    The default and the best predicted plan may take half of the budget each, so that both are tried however slow the other is.
+
+    ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
+    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when none runs.
+    """
+    trials = _Trials(candidates, workload, run, budget_seconds, on_trial, limit_bytes, obeys, clock)
+    trials.look(default)
+    while (best := trials.next()) is not None:
+        trials.look(best)
+    trials.look_again()
+    return trials.proof()
+
+
+@dataclass
+class _Trials:
+    """Plans that are tried one after the other within a budget of seconds."""
+
+    candidates: list[Candidate]
+    workload: Workload
+    run: Callable[[Plan, float], TrialResult]
+    budget: float
+    on_trial: Callable[[Tried], None]
+    limit_bytes: float | None
+    obeys: Callable[[Plan], bool]
+    clock: Callable[[], float]
+    tried: list[Tried] = field(default_factory=list)
+    left: float = 0.0  # seconds that were left when the next plan was last chosen
+
+    def __post_init__(self) -> None:
+        self.deadline = self.clock() + self.budget
+
+    @property
+    def allowed(self) -> list[Tried]:
+        return [entry for entry in self.tried if self.obeys(entry.candidate.plan)]
+
+    def look(self, candidate: Candidate) -> None:
+        """Measure one plan, for the first time or once more."""
+        known = next((entry for entry in self.tried if _key(entry.candidate.plan) == _key(candidate.plan)), None)
+        entry = known or Tried(candidate)
+        if not self.tried:
+            seconds = FIRST_SHARE * self.budget
+        else:
+            least = FIRST_SHARE if len(self.tried) == 1 else LATER_SHARE
+            seconds = max(self.deadline - self.clock(), least * self.budget)
+        entry.results.append(self.run(candidate.plan, seconds))
+        if known is None:
+            self.tried.append(entry)
+        entry.wrong_loss = _differs(entry, self.tried[0])
+        self.on_trial(entry)
+
+    def next(self) -> Candidate | None:
+        """Return the plan to try now; None where no time is left for one or none is worth a trial."""
+        only_default = len(self.tried) == 1
+        expected = 0.5 * self.tried[0].best.wall_seconds if only_default else self.tried[-1].best.wall_seconds
+        reserve = min(expected, 0.2 * self.budget) if len(self.tried) > 2 else 0.0
+        self.left = self.deadline - self.clock() - reserve
+        if only_default:  # the best predicted is tried, however slow the plain default was
+            self.left, expected = max(self.left, FIRST_SHARE * self.budget), 0.0
+        if not self.allowed:
+            self.left = math.inf  # a plan that may be chosen is tried, however late it is
+        elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
+            self.left += self.budget
+        if not self.candidates or self.left <= 0.5 * expected:
+            return None
+        return _next(self.candidates, self.tried, seconds=self.left, limit_bytes=self.limit_bytes)
+
+    def look_again(self) -> None:
+        """Measure again the best few where one trial does not tell them apart, and plans that were measured on a busy machine."""
+        while (doubtful := self._doubtful()) is not None:
+            self.look(doubtful.candidate)
+        for entry in _rivals(self.tried, self.workload):
+            if self.deadline - self.clock() > 0.5 * entry.best.wall_seconds:
+                self.look(entry.candidate)
+
+    def _doubtful(self) -> Tried | None:
+        """Return a plan to measure again, among the chosen one, the plain default and the best few; None where all are sure."""
+        working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
+        if not working:
+            return None
+        room = self.deadline - self.clock() + BUSY_SHARE * self.budget
+        for entry in _distinct(self._fastest(working), self.tried[0], *working[:SECOND_LOOKS]):
+            if entry.needs_another_look and len(entry.results) == 1 and room > entry.best.wall_seconds:
+                return entry
+        return None
+
+    def proof(self) -> Proof:
+        """Return the proof of the trials. Raises JobFailed where no plan ran."""
+        working = [entry for entry in self.allowed if entry.ok and not entry.holds_more_than(self.limit_bytes)]
+        if working:
+            chosen = self._fastest(working)
+        else:
+            late = [entry for entry in self.allowed if entry.best.timed_out and not entry.wrong_loss]
+            if not late:
+                raise _failed((self.allowed or self.tried)[0], self.tried[0], self.limit_bytes)
+            chosen = max(late, key=lambda entry: entry.candidate.tokens_per_second)
+        return Proof(self.tried[0], self.tried, chosen, tuple(self._notes(chosen)))
+
+    def _fastest(self, working: list[Tried]) -> Tried:
+        """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
+        best = max(working, key=self._speed)
+        calm = [one for one in working if not one.needs_another_look and self._speed(one) > CLOSE * self._speed(best)]
+        return max(calm, key=self._speed) if best.needs_another_look and calm else best
+
+    def _speed(self, entry: Tried) -> float:
+        return entry.whole_run_speed(self.workload)
+
+    def _notes(self, chosen: Tried) -> list[str]:
+        lines = [*self._untried(chosen), self._what_runs(chosen)]
+        busy = [entry for entry in _distinct(self.tried[0], chosen) if entry.best.busy]
+        if busy:
+            share = max(entry.best.waited_share for entry in busy)
+            lines.append(
+                f"other programs computed during the trials, which waited for a core up to {share:.0%} of their time; the speeds "
+                "are without that waiting, and a run beside those programs is slower"
+            )
+        return lines
+
+    def _untried(self, chosen: Tried) -> list[str]:
+        """Return a line for each of the best plans that were not tried though they may be faster than the chosen one."""
+        seen = {_key(entry.candidate.plan) for entry in self.tried}
+        speed = self._speed(chosen)
+        corrected = ((one.tokens_per_second * correction(one, self.tried), one) for one in self.candidates)
+        faster = [(rate, one) for rate, one in corrected if rate > speed and _key(one.plan) not in seen]
+        faster.sort(key=lambda pair: -pair[0])
+        lines = [
+            f"not tried: {one.plan.label()} ({rate:,.0f} tokens/s expected): {self._why_not(one)}"
+            for rate, one in faster[:SHOWN_UNTRIED]
+        ]
+        if len(faster) > SHOWN_UNTRIED:
+            lines.append(f"nor were {len(faster) - SHOWN_UNTRIED:,} more plans that may be faster than the chosen one")
+        return lines
+
+    def _why_not(self, candidate: Candidate) -> str:
+        held = candidate.resident * held_correction(candidate, self.tried)
+        if self.limit_bytes is not None and held > self.limit_bytes:
+            return f"it would hold some {format_bytes(held)}, and {format_bytes(self.limit_bytes)} are allowed"
+        longest = max(self.tried, key=lambda entry: sum(result.wall_seconds for result in entry.results))
+        seconds = sum(result.wall_seconds for result in longest.results)
+        which = "the plain default" if longest is self.tried[0] else longest.candidate.plan.label()
+        spent = f"all trials have {self.budget:.0f} s, and {which} took {seconds:.0f} s"
+        if candidate.time.one_time > max(self.left, 0.0):
+            return f"it compiles for some {candidate.time.one_time:.0f} s, and {max(self.left, 0.0):.0f} s were left; {spent}"
+        return f"no time was left; {spent}; a larger --trial-seconds tries more"
+
+    def _what_runs(self, chosen: Tried) -> str:
+        default = self.tried[0]
+        name = "the plain default" if chosen is default else chosen.candidate.plan.label()
+        if not chosen.ok:
+            return f"runs: {name}, the best by prediction: no trial ended within its time; a larger --trial-seconds measures it"
+        working = sum(entry.ok for entry in self.tried)
+        rough = ", by one micro-batch alone" if chosen.best.rough else ""
+        if working == 1:
+            return f"runs: {name}, the only one of {len(self.tried)} tried that was measured{rough}"
+        return f"runs: {name}, the fastest of {working} that were measured{rough}"
+
+
+def _failed(first: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:
+    reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+    which = "the plain default" if first is default else first.candidate.plan.label()
+    return JobFailed(f"no plan ran; {which} failed: {reason}")
+
+
+def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
+    """Return the best few, where they are too close to tell apart by one trial each."""
+    ordered = sorted((entry for entry in tried if entry.ok), key=lambda entry: -entry.whole_run_speed(workload))
+    best = ordered[0].whole_run_speed(workload) if ordered else 0.0
+    close = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE * best]
+    return close[:SECOND_LOOKS] if len(close) > 1 else []
+
+
+def _distinct(*entries: Tried) -> list[Tried]:
+    return list({id(entry): entry for entry in entries}.values())
+
+
+def _differs(entry: Tried, default: Tried) -> bool:
+    ours, theirs = entry.best.check_loss, default.best.check_loss
+    tolerance = loosened(LOSS_TOLERANCE, default.best.check_labels)
+    return ours is not None and theirs is not None and abs(ours - theirs) > tolerance * abs(theirs)
+
+
+def _next(
+    candidates: list[Candidate], tried: list[Tried], *, seconds: float, limit_bytes: float | None = None
+) -> Candidate | None:
+    """Return the untried plan with the best corrected speed.
+
+    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none tried
+    was, return the leanest. A plan like one whose trial failed counts as failing.
+    """
+    seen = {_key(entry.candidate.plan) for entry in tried}
+    left = [one for one in candidates if _key(one.plan) not in seen and one.time.one_time <= seconds]
+    if limit_bytes is not None:
+        held = {id(one): one.resident * held_correction(one, tried) for one in left}
+        within = [one for one in left if held[id(one)] <= limit_bytes]
+        if left and not within and all(entry.holds_more_than(limit_bytes) for entry in tried):
+            within = [min(left, key=lambda one: held[id(one)])]
+        left = within
+    best, best_speed = None, 0.0
+    for candidate in left:
+        speed = candidate.tokens_per_second * correction(candidate, tried)
+        if speed > best_speed:
+            best, best_speed = candidate, speed
+    return best
+
+
+def correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Return measured over predicted speed of the plans tried so far.
+
+    A failed trial counts as no speed at all. A trial that its limit ended before it had a speed says nothing.
+    """
+    ratios = []
+    for entry in tried:
+        speed = entry.best.tokens_per_second if entry.ok else None
+        if speed is not None or not entry.best.timed_out or entry.wrong_loss:
+            ratios.append((entry, (speed or 0.0) / entry.candidate.tokens_per_second))
+    if not any(ratio for _, ratio in ratios):  # plans least like the failed ones come first
+        return 1.0 / (1.0 + sum(1.0 / (0.25 + _distance(candidate, entry)) for entry, _ in ratios))
+    return _of_the_nearest(candidate, ratios)
+
+
+def held_correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Return measured over predicted memory of the plans tried so far."""
+    held = ((entry, entry.best.resident_bytes) for entry in tried)
+    return _of_the_nearest(candidate, [(entry, measured / entry.candidate.resident) for entry, measured in held if measured])
+
+
+def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
+    """Return the mean of the ratios, the nearest plans counting most (COSTS.md D8: residual correction)."""
+    total = weight_sum = 0.0
+    for entry, ratio in ratios:
+        weight = 1.0 / (0.25 + _distance(candidate, entry)) ** 2
+        total += weight * ratio
+        weight_sum += weight
+    return total / weight_sum if weight_sum else 1.0
+
+
+def _distance(candidate: Candidate, entry: Tried) -> float:
+    """Return how differently two plans may run, by the fields in which they differ."""
+    ours, theirs = candidate.plan, entry.candidate.plan
+    return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(ours, name) != getattr(theirs, name))
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    return tuple(getattr(plan, name) for name in COST_KEY)
+
+
+def after_trial(entry: Tried, planning: Planning) -> Candidate:
+    """Return the candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
+
+    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one, it is the
+    formula's for the longest possible, corrected by the trial. Its interval then says that the run may need as little as the
+    trial.
+    """
+    sample, best = _trial_sample(entry, planning), entry.best
+    if sample is None or best.tokens_per_second is None:
+        return entry.candidate
+    found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
+    time = replace(found.time, one_time=best.one_time_seconds or 0.0)
+    found = replace(found, time=time, tokens_per_second=best.tokens_per_second)
+    bases = dict(found.bases)
+    if best.largest_of_run:
+        memory = scaled_to(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
+        if best.peak_bytes and planning.workload.lengths is not None:
+            interval = (WATCHED_STEP, AGAIN["allocated"][1])
+            bases["allocated"] = Basis(tier="measured", interval=interval, num_records=1)
+        return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident), bases=bases)
+    for name, measured, predicted in _memory_pairs(best, found):
+        low, high = formula_interval(name, found.plan)
+        bases[name] = Basis(tier="formula", interval=(min(low, measured / predicted), high), num_records=1)
+    return replace(found, bases=bases)
+
+
+def _memory_pairs(best: TrialResult, found: Candidate) -> list[tuple[Number, float, float]]:
+    """Return (which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)."""
+    pairs: list[tuple[Number, int | None, float]] = [
+        ("allocated", best.peak_bytes, found.memory.peak), ("held", best.resident_bytes, found.resident),
+    ]  # fmt: skip
+    return [(name, float(measured), predicted) for name, measured, predicted in pairs if measured]
+
+
+def remember_trials(tried: list[Tried], planning: Planning) -> None:
+    """Keep the trials for the predictions of later plans on this machine.
+
+    Speeds that were measured beside other programs are left out.
+    """
+    samples = []
+    for entry in tried:
+        sample = _trial_sample(entry, planning) if entry.ok else None
+        if sample is not None and entry.needs_another_look:
+            sample = sample.changed(numbers={name: pair for name, pair in sample.numbers.items() if name != "step"})
+        if sample is not None and sample.numbers:
+            samples.append(sample)
+    remember(samples)
+
+
+def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
+    """Return the sample of a trial, or None if it measured no speed.
+
+    A trial runs one global batch, which may be larger or smaller than the average and short of the largest. Its speed holds for
+    all batches. Its memory is compared at its own shape.
+    """
+    plan, best = entry.candidate.plan, entry.best
+    if best.step_seconds is None or not best.tokens_per_second:
+        return None
+    whole, small = (_by_formula(plan, planning, shape) for shape in (None, best.largest_micro_batch))
+    step = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
+    return sample_of(plan, planning.workload, "trial", {
+        "step": (whole.time.total, step), "allocated": (small.memory.peak, best.peak_bytes),
+        "held": (small.resident, best.resident_bytes),
+    })  # fmt: skip
+
+
+def remember_run(record: Record, planning: Planning) -> None:
+    """Keep a run for the predictions of later plans on this machine.
+
+    With sequences of many lengths nobody knows whether the largest micro-batch came by. Then only its time is kept.
+    """
+    plan, measured, workload = Plan.model_validate(record.plan), record.measured, planning.workload
+    steady = measured.step_ms.num_samples if measured and measured.step_ms else 0
+    if measured is None or not measured.tokens_per_second or steady < MIN_STEADY_STEPS:
+        return
+    formula = _by_formula(plan, planning)
+    step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
+    step *= 1.0 - record.details.get("waited_share", 0.0)  # other programs used this time
+    numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
+    if workload.lengths is None or (plan.packing and not plan.flattens):
+        numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)
+        numbers["held"] = (gib(formula.resident), measured.resident_gib)
+    remember([sample_of(plan, workload, "run", numbers)])
+
+
+def _by_formula(plan: Plan, planning: Planning, shape: tuple[int, int] | None = None) -> Candidate:
+    found = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=shape)
+    assert isinstance(found, Candidate), "it was costed before"
+    return found

@@ -1,0 +1,104 @@
+"""Remember the results of trials, so that the same job on the same machine with the same libraries is not tried twice."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from upshift.disk_full import keep
+from upshift.errors import RequestError
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.search.ranking import Candidate, cost_plan
+from upshift.planning.trials.runner import TrialResult
+from upshift.planning.trials.select import Proof, Tried
+from upshift.settings import read_settings
+from upshift.value import Value
+
+FORMAT = "6"
+MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
+
+
+class StoredTrial(Value):
+    plan: Plan
+    results: tuple[TrialResult, ...]
+    wrong_loss: bool
+
+
+class StoredProof(Value):
+    """The stored trials of a job. The plain default comes first."""
+
+    tried: tuple[StoredTrial, ...]
+    chosen: int
+    notes: tuple[str, ...] = ()
+
+
+def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool) -> Path:
+    versions = [version(name) for name in ("torch", "transformers")]
+    text = repr(
+        (
+            FORMAT,
+            planning.host.fingerprint,
+            planning.profile.key,
+            planning.workload.to_json(),
+            sorted(fixed),
+            from_config,
+            versions,
+        )
+    )
+    return read_settings().cache_dir / "trials" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def store_proof(path: Path, proof: Proof) -> None:
+    """Write the proof, unless too few plans were measured, or the chosen one only beside other programs.
+
+    In these two cases another time may know better.
+    """
+    if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_look:
+        return
+    tried = tuple(
+        StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
+        for t in proof.tried
+    )
+    _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen), notes=proof.notes))
+
+
+def recall_proof(path: Path, planning: Planning) -> Proof | None:
+    """Return the stored proof. None: nothing is stored, or the stored plan no longer fits the memory that is free now."""
+    if not path.is_file():
+        return None
+    try:
+        stored = StoredProof.from_file(path)
+    except RequestError:
+        path.unlink()  # another version wrote it, or it was cut short
+        return None
+    tried = []
+    for entry in stored.tried:
+        candidate = cost_plan(entry.plan, host=planning.host, profile=planning.profile, workload=planning.workload)
+        if not isinstance(candidate, Candidate):
+            return None
+        tried.append(Tried(candidate, list(entry.results), entry.wrong_loss))
+    chosen = tried[stored.chosen]
+    fits = any(c.plan == chosen.candidate.plan for c in planning.ranking.candidates)
+    return Proof(tried[0], tried, chosen, stored.notes) if fits or stored.chosen == 0 else None
+
+
+def forget_plan(path: Path, plan: Plan) -> None:
+    """Remove a plan that ran out of memory in a real run, so that it is chosen no more.
+
+    Another of the tried plans is chosen, or trials are made anew.
+    """
+    if not path.is_file():
+        return
+    stored = StoredProof.from_file(path)
+    kept = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
+    speeds = [max(r.tokens_per_second or 0.0 for r in trial.results) * (not trial.wrong_loss) for trial in kept]
+    if len(kept) < MIN_TRIALS or max(speeds) == 0.0 or kept[0] != stored.tried[0]:
+        path.unlink()
+        return
+    _write(path, StoredProof(tried=tuple(kept), chosen=speeds.index(max(speeds))))
+
+
+def _write(path: Path, proof: StoredProof) -> None:
+    keep("the trials' results are", path, proof.to_json())

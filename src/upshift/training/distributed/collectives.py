@@ -1,0 +1,105 @@
+"""Exchange an activation among the ranks of a group, and its gradient on the way back.
+
+Ranks of tensor parallelism meet where they begin to share a layer's matrices, and where they end to (Shoeybi et al. 2019,
+section 3). With sequence parallelism they gather the tokens there, and sum and share them again (Korthikanti et al. 2022,
+section 4.2). Nothing is written over: recomputation must keep the product as it was.
+
+Keep only a rank's own tokens of a gathered tensor until the backward pass, and gather it again there.
+
+The tensor is gathered again once, however many matrices read it (Korthikanti et al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from upshift.internals.torch_names import COLLECTIVES, STORAGE
+
+TOKENS = 1  # the dimension of hidden states [batch, tokens, hidden]
+Way = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+_ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
+
+
+class Exchanged(torch.autograd.Function):
+    """An exchange that calls ``there`` on the tensor going forward, and ``back`` on its gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
+        context.group, context.back = group, back
+        return there(tensor, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return context.back(gradients[0], context.group), None, None, None
+
+
+def same(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.group_name))
+    return result
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
+    """Return every rank's part, in the order of ranks."""
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
+    return torch.cat(parts.chunk(group.size()), dimension)
+
+
+def sum_shared(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's tokens of the sum."""
+    parts = torch.cat(tensor.chunk(group.size(), TOKENS))
+    result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
+    return result
+
+
+def own(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's tokens of a tensor that all ranks have."""
+    return tensor.chunk(group.size(), TOKENS)[group.rank()].contiguous()
+
+
+def gathered_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return gathered(tensor, group, -1)
+
+
+def own_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.chunk(group.size(), -1)[group.rank()].contiguous()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A placeholder for the whole tensor, or for a view of all of it."""
+
+    shape: torch.Size
+
+
+class Regathered:
+    """A pair of hooks, ``pack`` and ``unpack``, for torch's saved_tensors_hooks while a function that reads ``whole`` runs."""
+
+    def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._own, self._group = own.detach(), group
+        self._storage, self._elements = STORAGE.of(whole.untyped_storage()), whole.numel()
+        self._readers = 0
+        self._again: torch.Tensor | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        all_of_it = tensor.numel() == self._elements and tensor.is_contiguous()
+        if not all_of_it or STORAGE.of(tensor.untyped_storage()) != self._storage:
+            return tensor
+        self._readers += 1
+        return Kept(tensor.shape)
+
+    def unpack(self, packed: torch.Tensor | Kept) -> torch.Tensor:
+        if not isinstance(packed, Kept):
+            return packed
+        whole = gathered(self._own, self._group) if self._again is None else self._again
+        self._readers -= 1
+        self._again = whole if self._readers else None
+        return whole.view(packed.shape)

@@ -1,0 +1,72 @@
+"""Divide experts among ranks: every rank has some experts of each layer whole, and tokens go to the ranks of their experts.
+
+This follows the model's declared plan and transformers' all-to-all (transformers.distributed.expert_parallel). Data-parallel
+ranks share the experts, each with sequences of its own. With tensor parallelism all ranks of their tensor-parallel groups
+share the experts, and each of these sends its part of the tokens. An expert's gradient comes from the tokens of all these
+ranks, so only ranks that have the same experts (``place.experts["replicas"]``) sum it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from upshift.internals.torch_names import PARAMETERS
+from upshift.internals.transformers_names import DIVIDE_EXPERTS, EXPAND_PLAN
+from upshift.models.adapter import base_of
+from upshift.planning.plan import Plan
+from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.partial_gradients import of_its_size
+from upshift.training.distributed.pipeline_stage import modules_of
+
+EXCHANGED, DIVIDED = "ep_dispatch_experts", "grouped_gemm"
+INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, or expert_parallel=1"
+
+
+def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
+    """Return why ranks cannot share this model's experts as the plan says, and the next best, or None.
+
+    The model may be on the meta device.
+    """
+    layout = plan.layout
+    if layout.expert_parallel == 1:
+        return None
+    base, asked = base_of(model), f"expert_parallel={layout.expert_parallel}"
+    declared = dict(getattr(base, "ep_plan", None) or {})
+    unknown = sorted(set(declared.values()) - {EXCHANGED, DIVIDED})
+    if not declared or EXCHANGED not in declared.values():
+        return f"{asked}: the model declares no expert-parallel plan; {INSTEAD}"
+    if unknown:
+        return f"{asked}: the model's expert-parallel plan has {', '.join(unknown)}, which is not run here; {INSTEAD}"
+    if base is not model:
+        return f"{asked}: the model has an adapter, and what it declares to share are plain weights; {INSTEAD}"
+    ranks = layout.expert_parallel * layout.tensor_parallel
+    styles = EXPAND_PLAN.of(base)(declared)
+    counts = {len(parameter) for name, parameter in base.named_parameters() if styles.get(name) == DIVIDED}
+    uneven = sorted(count for count in counts if count % ranks)
+    if uneven:
+        among = f" x tensor_parallel={layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
+        return f"{asked}{among} does not divide {uneven[0]} experts a layer evenly; use degrees whose product does"
+    return None
+
+
+def divide_experts(model: nn.Module, place: Place) -> None:
+    """Divide the experts in place: keep this rank's experts of every layer, and exchange tokens around them."""
+    if place.experts is None or place.mesh is None:
+        return
+    base = base_of(model)
+    styles = EXPAND_PLAN.of(base)(base.ep_plan)
+    DIVIDE_EXPERTS.get()(base, place.experts["experts"], place.mesh["tensor"], styles)
+    for name, style in styles.items():
+        if style == DIVIDED:
+            module, _, own = name.rpartition(".")
+            owner = base.get_submodule(module)
+            PARAMETERS.of(owner)[own] = of_its_size(PARAMETERS.of(owner)[own])
+
+
+def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
+    """Return the modules of which this rank has its own experts alone. The list is empty if ranks share none."""
+    if place.experts is None:
+        return []
+    bases = [base_of(module) for module in modules_of(model)]
+    plans = [(base, EXPAND_PLAN.of(base)(base.ep_plan)) for base in bases]
+    return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == EXCHANGED]

@@ -1,0 +1,215 @@
+"""Cut a model down to one rank's part: apply the ways to share a model in order, before it is set up to run.
+
+The model is divided by depth first, then within layers. Data-parallel ranks divide last of all (fully_shard.py), when layers
+recompute and are compiled already (prepare.py).
+
+Say in words which layouts cannot run, for any model and for this one, with what to use instead.
+
+Run one rank's first forward pass before any rank is there: on fake tensors, in a world that answers every exchange at once.
+
+A plan that a model declares may not fit its modules: a view may have the number of heads of the whole model, or features may
+meet in a part of a layer which the plan divides differently. Names do not show this; running the divided layers does. A layer
+of each kind runs, and no memory is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from upshift.errors import MissingInternal, RequestError
+from upshift.internals.torch_names import EXCHANGES, FAKE_STORE, FAKE_TENSOR_MODE, OUTSIDE_MODES
+from upshift.models.adapter import base_of
+from upshift.models.build import build_model, choose_class, cut_stacks, sample_inputs
+from upshift.models.source import ModelSource
+from upshift.models.tracing.segments import fake_masks
+from upshift.planning.layout import Layout, divisors
+from upshift.planning.optimizers import optimizers
+from upshift.planning.plan import ALONE, Plan
+from upshift.training.distributed.context_parallel import reason_not_context
+from upshift.training.distributed.expert_parallel import divide_experts, reason_not_experts
+from upshift.training.distributed.mesh import Place, find_place
+from upshift.training.distributed.pipeline_stage import modules_of, reason_not_pipeline, stage_of
+from upshift.training.distributed.tensor_parallel import INSTEAD, divide_tensors, reason_not_tensor
+
+WHOLE_MATRICES = ("muon", "adafactor")  # an update looks at rows and columns together
+
+
+def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
+    """Return why a plan cannot run, or None. Without ``model``, before it is loaded, check what no model could run."""
+    if plan.layout == ALONE:
+        return None
+    problem = _impossible(plan) or _missing_exchange()
+    if problem is None and model is not None:
+        reasons = (
+            reason_not_pipeline, reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded,
+        )  # fmt: skip
+        problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
+    return problem
+
+
+def _missing_exchange() -> str | None:
+    """Return which operator for exchanges torch's version lacks, or None."""
+    try:
+        for operation in EXCHANGES:
+            operation.get()
+    except MissingInternal as missing:
+        return str(missing)
+    return None
+
+
+def _impossible(plan: Plan) -> str | None:
+    layout = plan.layout
+    if plan.num_processes % layout.ranks_per_replica:
+        return (
+            f"num_processes={plan.num_processes} is no multiple of the {layout.ranks_per_replica} ranks that work on the same "
+            "sequences (tensor_parallel x context_parallel x pipeline_parallel); use degrees whose product divides it"
+        )
+    sharing = plan.data_parallel * layout.context_parallel
+    if layout.fully_shard != "no" and (layout.shard_size == 1 or sharing % layout.shard_size):
+        valid = ", ".join(map(str, divisors(sharing)[1:]))
+        instead = f"use one of {valid}" if valid else "use fully_shard=no"
+        return (
+            f"fully_shard={layout.fully_shard} divides among shard_size={layout.shard_size} of {sharing} ranks with the same "
+            f"weights; {instead}"
+        )
+    if layout.master_weights and layout.fully_shard != "optimizer":
+        return f"master_weights are divided with the optimizer's state, not with fully_shard={layout.fully_shard}; use optimizer"
+    if layout.gathers and not layout.overlap:
+        return "torch's fully_shard exchanges while it computes and cannot be told not to; leave overlap=True"
+    divides = layout.fully_shard != "no" or layout.tensor_parallel > 1 or layout.expert_parallel > 1
+    added = optimizers()[plan.optim].added
+    if divides and (plan.optim in WHOLE_MATRICES or (added is not None and not added.elementwise)):
+        return (
+            f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
+            "use optim=adamw_torch_fused, or ranks that divide nothing"
+        )
+    if divides and optimizers()[plan.optim].library is not None:
+        return (
+            f"the quantized state of optim={plan.optim} cannot be saved in parts; "
+            "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"
+        )
+    return None
+
+
+def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
+    """Return why ranks cannot divide this model's weights, or None."""
+    if plan.layout.gathers and any(not parameter.is_floating_point() for parameter in model.parameters()):
+        return (
+            f"fully_shard={plan.layout.fully_shard} gathers weights to compute with, and some of this model are quantized; "
+            "use fully_shard=optimizer"
+        )
+    return None
+
+
+def divide(model: nn.Module, place: Place) -> nn.Module:
+    """Return this rank's part of ``model``, which every rank built alike. Raise RequestError if it cannot be shared so."""
+    problem = cannot_run(place.plan, model)
+    if problem is not None:
+        raise RequestError(problem)
+    model = stage_of(model, place)
+    for module in modules_of(model):
+        divide_tensors(module, place)
+        divide_experts(module, place)
+    return model
+
+
+OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
+ROWS, WIDTH = 2, 64
+WORDS = 160  # of torch's
+
+
+class Rehearsals:
+    """The results of rehearsing one model: each kind of division runs once."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._problems: dict[Layout, str | None] = {}
+
+    def reason_not(self, plan: Plan) -> str | None:
+        """Return why the layers of the model do not run as ranks of tensor parallelism divide them, or None.
+
+        Return None also if the undivided layers do not run on fake tensors, which says nothing, and if this process is a rank
+        already.
+        """
+        degree = plan.layout.tensor_parallel
+        if degree == 1 or dist.is_initialized():
+            return None
+        kept = Layout(**{name: getattr(plan.layout, name) for name in OF_LAYERS})
+        if kept not in self._problems:
+            problem = _fails(self.source, plan.changed(num_processes=degree, layout=kept))
+            alone = plan.changed(num_processes=1, layout=Layout())
+            self._problems[kept] = None if problem is None or _fails(self.source, alone) else problem
+        problem = self._problems[kept]
+        if problem is None:
+            return None
+        return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
+
+
+def _fails(source: ModelSource, plan: Plan) -> str | None:
+    config = source.hf_config
+    model_class, objective = choose_class(config, source.reference)
+    with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
+        place = find_place(plan)
+        fake = FAKE_TENSOR_MODE.get()()
+        try:
+            with fake_masks(masked=False), fake, torch.no_grad():
+                model = build_model(config, model_class, dtype=torch.float32)
+                cut_stacks(model)
+                divide_tensors(model, place)
+                width = min(plan.sequence_length, WIDTH)
+                inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
+                extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+                model(**inputs, **extra)
+        except Exception as error:  # whatever the layers, or torch, say of the shapes they meet
+            return " ".join(str(error).split())[:WORDS] or type(error).__name__
+    return None
+
+
+@contextmanager
+def _fake_world(size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Silence torch's log of an operator that refuses the shapes: the error's own words are enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """Run methods of meshes outside of fake tensors: they count ranks in tensors, and a fake tensor has no numbers."""
+
+    def outside(name: str) -> object:
+        own = getattr(DeviceMesh, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            with OUTSIDE_MODES.get()():
+                return own(*args, **kwargs)
+
+        return call
+
+    names = ("get_local_rank", "get_coordinate", "get_group", "__getitem__", "size")
+    methods: dict[str, Any] = {name: outside(name) for name in names}
+    with mock.patch.multiple(DeviceMesh, **methods):
+        yield

@@ -1,0 +1,264 @@
+"""Run the micro-batches of a step through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+
+Torch's own stages receive every micro-batch in one shape. Here each has its own shape, as batches of mixed lengths have. All
+ranks of a pipeline read the same micro-batches, so they know the shapes. The dtype of hidden states is sent before the first
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from upshift.errors import UpshiftError
+from upshift.internals.torch_names import PIPELINE_SCHEDULE, PIPELINE_STAGE, SCHEDULE_BACKWARD, SCHEDULE_STEP
+from upshift.planning.plan import Plan
+from upshift.training.batches.collate import MicroBatch, to_tensors
+from upshift.training.distributed.context_parallel import padded_width
+from upshift.training.distributed.pipeline_stage import Stage, modules_of
+from upshift.training.prepare import activations_on_host, autocast, computing, no_cache
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
+Scale = Callable[[torch.Tensor], torch.Tensor]
+
+
+class OneForwardOneBackward(Schedule1F1B):
+    """Torch's 1F1B schedule without its check, which refuses fewer micro-batches than stages although the order serves them."""
+
+    def __init__(self, stage: PipelineStage, micro_batches: int, **options: Any) -> None:
+        PIPELINE_SCHEDULE.get().__init__(self, stage, micro_batches, **options)
+
+    def _get_pipeline_order(self) -> None:
+        """Do nothing: torch uses this order for drawings alone."""
+
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": OneForwardOneBackward,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
+
+
+class PipelineStage:
+    """A stage of torch's schedules that makes room for hidden states when they come, over torch's own base (make_stage)."""
+
+    # Attributes of the base.
+    submod: nn.Module
+    stage_index: int
+    device: torch.device
+    group: dist.ProcessGroup
+    is_first: bool
+    is_last: bool
+    fwd_cache: dict[int, tuple[Any, list[torch.Tensor]]]
+    bwd_cache: dict[int, tuple[torch.Tensor | None, ...]]
+    clear_runtime_states: Callable[[], None]
+    _stage_meta: Any
+    _resolve_peer_global_rank: Callable[[int], int]
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        stage: Any = module.pipeline_stage
+        self.own: Stage = stage
+        super().__init__(  # type: ignore[call-arg]  # the base's
+            module, self.own.index, self.own.count, torch.device(plan.device), self.own.group
+        )
+        self._plan = plan
+        self._stage_meta.inputs = () if self.is_first else (None,)
+        self.args_recv_info = {0: ()}
+        self._shapes: list[tuple[int, ...]] = []
+        self._received: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._dtype: torch.dtype | None = None  # of the received hidden states, once known
+        self._told = False  # the next stage knows what it receives
+        self._telling: dist.Work | None = None  # held while it is on its way: gloo drops what nobody holds
+
+    def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
+        """Prepare for micro-batches of these shapes: rows, and tokens a row."""
+        self.clear_runtime_states()
+        self.chunks, self.has_backward = len(shapes), has_backward
+        layout = self._plan.layout
+        widths = [padded_width(width, layout) // layout.context_parallel for _, width in shapes]
+        self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the loss in the last stage, and hidden states in the others."""
+        if not self.is_first:
+            self.own.received = args[0]
+        if not self.is_last:
+            kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
+        offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
+        with autocast(self._plan), offloading, no_cache(self.submod):
+            output = self.submod(**kwargs)
+        made: torch.Tensor = output.loss if self.is_last else output
+        return made
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        if self._dtype is None:
+            number = torch.zeros((), dtype=torch.long, device=self.device)
+            dist.recv(number, self._peer(-1), self.group)
+            self._dtype = DTYPES[int(number)]
+        room = torch.empty(self._shapes[fwd_chunk_id], dtype=self._dtype, device=self.device)
+        self._received[fwd_chunk_id] = room
+        return [dist.P2POp(dist.irecv, room, self._peer(-1), self.group)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        (hidden,), _ = self.fwd_cache[fwd_chunk_id]
+        if not self._told:
+            number = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)
+            self._telling, self._told = dist.isend(number, self._peer(1), self.group), True
+        return [dist.P2POp(dist.isend, hidden.detach().contiguous(), self._peer(1), self.group)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last or not self.has_backward:
+            return []
+        (hidden,), _ = self.fwd_cache[bwd_chunk_id]
+        room = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self._gradients[bwd_chunk_id] = room
+        return [dist.P2POp(dist.irecv, room, self._peer(1), self.group)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        assert gradient is not None
+        return [dist.P2POp(dist.isend, gradient.contiguous(), self._peer(-1), self.group)]
+
+    def _peer(self, step: int) -> int:
+        return self._resolve_peer_global_rank(self.stage_index + step)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        return (self._received.pop(fwd_chunk_id).requires_grad_(self.has_backward and torch.is_grad_enabled()),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        return (self._gradients.pop(bwd_chunk_id),)
+
+    def settle(self) -> None:
+        """Wait after a run until the dtype is sent."""
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[misc]  # the base's
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: micro-batches differ in shape (see ``expect``)."""
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: micro-batches differ in shape (see ``expect``)."""
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return ()
+
+
+def make_stage(module: nn.Module, plan: Plan) -> Any:
+    return type("PipelineStageOfRank", (PipelineStage, PIPELINE_STAGE.get()), {})(module, plan)
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Raise the error of a stage itself. Torch would put it behind an error of its own, with every tensor's shape."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, (UpshiftError, RuntimeError, MemoryError)):
+            raise error.__cause__ from None
+        raise
+
+
+class Pipeline:
+    """The stages of this rank, run together with those of the other ranks of its pipeline."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
+        self.plan, self.modules = plan, modules_of(model)
+        self.stages = [make_stage(module, plan) for module in self.modules]
+        self.has_loss = self.stages[-1].is_last
+        self._schedules: dict[int, Any] = {}
+        self._scale: Scale = lambda loss: loss
+        self._total = torch.zeros((), device=plan.device)
+
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss
+    ) -> torch.Tensor:
+        """Run forward and backward passes of all micro-batches. Return their share of the global batch's mean loss.
+
+        Only the last stage knows the loss; the others return zero. ``scale`` is applied to a loss before its backward pass.
+        """
+        self._scale = scale
+        self._run(micro_batches, num_label_tokens, has_backward=True)
+        return self._total
+
+    def losses(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return the sum of the losses over labels. It is zero except in the last stage."""
+        with torch.no_grad():
+            self._run(micro_batches, 1, has_backward=False)
+        return self._total
+
+    def _run(self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, *, has_backward: bool) -> None:
+        taken = self._taken(micro_batches)
+        schedule = self._schedule(len(taken))
+        SCHEDULE_BACKWARD.put(schedule, has_backward)
+        for stage in self.stages:
+            stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
+        self._total = torch.zeros((), device=self.plan.device)
+        inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
+        shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
+        with self._computing(), own_words():
+            SCHEDULE_STEP.of(schedule)(None, inputs, shares, return_outputs=False)
+        for stage in self.stages:
+            stage.settle()
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module, stage in zip(self.modules, self.stages, strict=True):
+                if stage.is_last:
+                    stack.enter_context(computing(module, self.plan))
+            yield
+
+    def _taken(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, filled up to whole rounds with the smallest one, which then counts nothing.
+
+        Schedules of several stages take micro-batches in rounds of one size.
+        """
+        taken = list(micro_batches)
+        if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
+            filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
+            while len(taken) % max(1, len(taken) // self.plan.layout.pipeline_parallel):
+                taken.append(filling)
+        return taken
+
+    def _schedule(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            name = self.plan.layout.pipeline_schedule
+            stages: Any = self.stages[0] if name in OF_ONE_STAGE else self.stages
+            self._schedules[micro_batches] = SCHEDULES[name](stages, micro_batches, loss_fn=self._loss, scale_grads=False)
+        return self._schedules[micro_batches]
+
+    def _loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
+        counted = loss.float() * share
+        self._total += counted.detach()
+        return self._scale(counted)
+
+
+def _labelled(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch, with labels if it has none. It keeps ranks in step: its loss counts nothing, but must be a
+    number."""
+    if micro_batch.num_label_tokens:
+        return micro_batch
+    labels = micro_batch.arrays["labels"]
+    return replace(micro_batch, arrays={**micro_batch.arrays, "labels": labels * 0})

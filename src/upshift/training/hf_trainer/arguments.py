@@ -1,0 +1,360 @@
+"""Say what becomes of every field of transformers.TrainingArguments: honoured, planned if left unset, or refused when set.
+
+docs/write_tables.py writes docs/training_arguments.md from this table. A test compares both with the installed transformers.
+
+Translate what the user set by hand in TrainingArguments into fixed fields of the plan.
+
+Read from the launcher and the user's arguments which ranks there are, and how they share the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+from upshift.errors import RequestError
+from upshift.planning.layout import Layout
+from upshift.planning.optimizers import optimizers
+from upshift.planning.plan import ALONE, Plan
+from upshift.settings import read_ranks
+
+Treatment = Literal["honoured", "planned", "refused"]
+
+
+class Field(NamedTuple):
+    treatment: Treatment
+    words: str
+
+
+HONOURED = Field("honoured", "as transformers does")
+EVALUATION = Field("honoured", "as transformers does; outputs beyond 32 MiB are kept on disk, not in memory")
+CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are complete or absent, and either library resumes them")
+DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
+OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
+
+FIELDS: dict[str, Field] = {
+    # planned: what the user leaves unset is chosen and printed
+    "per_device_train_batch_size": Field(
+        "planned", "with gradient_accumulation_steps it is the global batch, which is kept; how that is cut is planned"
+    ),
+    "gradient_accumulation_steps": Field("planned", "see per_device_train_batch_size"),
+    "auto_find_batch_size": Field("planned", "always on: a step that runs out of memory is done again in smaller parts"),
+    "bf16": Field("planned", "kept when set; unset: the precision is planned (tf32=False alone keeps plain fp32)"),
+    "fp16": Field("planned", "kept when set; unset: see bf16"),
+    "tf32": Field("planned", "kept when set; False: plain fp32 unless bf16 or fp16 is set"),
+    "activation_checkpointing": Field("planned", "kept when set; unset: how many layers are recomputed is planned"),
+    "activation_checkpointing_kwargs": Field("honoured", "with activation_checkpointing"),
+    "gradient_checkpointing": Field("planned", "see activation_checkpointing"),
+    "gradient_checkpointing_kwargs": Field("honoured", "with gradient_checkpointing"),
+    "torch_compile": Field("planned", "kept when set; unset: compiling each layer is planned, its payback counted"),
+    "optim": Field("planned", "kept when set; unset: the implementation of AdamW is planned, others with allow=(...)"),
+    "fsdp": Field("planned", "kept when set: weights are divided by torch's fully_shard; unset: the layout of ranks is planned"),
+    "dataloader_num_workers": Field("planned", "kept when set; unset: chosen from the measured time of drawing a batch"),
+    "fsdp_config": Field(
+        "honoured", "with fsdp: reshard_after_forward; how layers are wrapped is the plan's, and its other options are refused"
+    ),
+    "ddp_broadcast_buffers": Field("honoured", "as transformers does, where a model has statistics of batches"),
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph"), DDP),
+    # honoured by transformers' own code
+    **dict.fromkeys(
+        (
+            "output_dir", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs",
+            "warmup_steps", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+            "optim_target_modules", "average_tokens_across_devices", "max_grad_norm", "use_cache", "use_liger_kernel",
+            "liger_kernel_config", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node",
+            "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name",
+            "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "push_to_hub", "hub_token",
+            "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "full_determinism",
+            "seed", "data_seed", "use_cpu", "accelerator_config", "dataloader_drop_last", "dataloader_pin_memory",
+            "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+            "dataloader_in_order", "remove_unused_columns", "label_names", "train_sampling_strategy",
+            "length_column_name", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "torch_empty_cache_steps",
+            "ddp_backend", "ddp_timeout", "local_rank",
+        ),
+        HONOURED,
+    ),
+    "torch_compile_backend": Field("honoured", "with torch_compile: the whole model, as transformers does"),
+    "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as transformers does"),
+    "label_smoothing_factor": Field("honoured", "as transformers defines it, in chunks where planned"),
+    "logging_nan_inf_filter": Field("honoured", "for what is logged; a loss that is not finite ends training before the update"),
+    "debug": Field("honoured", "underflow_overflow: by upshift.debugging, warns before it too; nothing is compiled unasked"),
+    **dict.fromkeys(
+        (
+            "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
+            "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps",
+            "include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval",
+        ),
+        EVALUATION,
+    ),
+    **dict.fromkeys(
+        (
+            "save_strategy", "save_steps", "save_on_each_node", "save_total_limit", "save_only_model",
+            "enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+            "ignore_data_skip", "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
+        ),
+        CHECKPOINTS,
+    ),
+    # refused
+    "neftune_noise_alpha": Field("refused", "plans are for the model's own mathematics, without noise on it; leave it unset"),
+    **dict.fromkeys(("deepspeed", "parallelism_config"), OTHER_ENGINE),
+}  # fmt: skip
+
+
+def was_set(arguments: Any, name: str) -> bool:
+    """Return whether a field differs from its default, which is all that TrainingArguments can tell of what the user set."""
+    field = next((field for field in dataclasses.fields(arguments) if field.name == name), None)
+    if field is None or not field.init:
+        return False
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    value = getattr(arguments, name)
+    return bool(value != default and not (_is_nothing(value) and _is_nothing(default)))
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether a value means that nothing was set. 0 is a number that somebody gave."""
+    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def refuse_unsupported(arguments: Any) -> None:
+    """Raise RequestError that names the first argument that cannot be honoured."""
+    for field in dataclasses.fields(arguments):
+        known = FIELDS.get(field.name)
+        if (
+            known is None
+            and is_core(field.name)
+            and was_set(arguments, field.name)
+            and not _is_made_by_default(arguments, field.name)
+        ):
+            shown = _in_one_line(getattr(arguments, field.name))
+            raise RequestError(
+                f"{field.name}={shown} is an argument that this version of Upshift does not know; "
+                "leave it unset, or use transformers.Trainer"
+            )
+        if known is not None and known.treatment == "refused" and was_set(arguments, field.name):
+            raise RequestError(f"{field.name}={_in_one_line(getattr(arguments, field.name))} cannot be honoured: {known.words}")
+
+
+def _in_one_line(value: Any) -> str:
+    return " ".join(repr(value).split())[:160]
+
+
+def _is_made_by_default(arguments: Any, name: str) -> bool:
+    """Return whether TrainingArguments itself makes this value from its defaults."""
+    from transformers import TrainingArguments
+
+    defaults = TrainingArguments(arguments.output_dir, use_cpu=arguments.use_cpu)
+    return bool(getattr(defaults, name) == getattr(arguments, name))
+
+
+def is_core(name: str) -> bool:
+    """Return whether TrainingArguments itself has this field. A script's subclass may add fields of its own."""
+    from transformers import TrainingArguments
+
+    return name in {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+def markdown() -> str:
+    """Return the text of docs/training_arguments.md."""
+    order = {"planned": 0, "refused": 1, "honoured": 2}
+    rows = sorted(FIELDS.items(), key=lambda entry: (order[entry[1].treatment], entry[0]))
+    lines = [
+        "# TrainingArguments in upshift.Trainer",
+        "",
+        "Every field of `transformers.TrainingArguments` (5.17 to 5.23). *Planned*: what is left at its default is chosen by the",
+        "plan and printed; what is set is kept. *Refused*: setting it is an error that names it. *Honoured*: it works as in",
+        "`transformers.Trainer`. Written by `python docs/write_tables.py`; tested.",
+        "",
+        "| argument | | |",
+        "| --- | --- | --- |",
+        *(f"| `{name}` | {field.treatment} | {field.words} |" for name, field in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+OFFLOADS = ("optim_offload", "activation_offload")
+ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks see no gradients, or tensors elsewhere
+OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
+
+
+class Ours(list[Any]):
+    """A list with the options of ``debug`` after underflow_overflow was taken out of them."""
+
+
+def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
+    """Return ``field=value`` assignments for the planner.
+
+    ``optimizer_given`` says that an optimizer or its class came through Trainer's arguments.
+    """
+    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
+    if arguments.bf16 or arguments.fp16:
+        fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
+    elif arguments.tf32 is not None:
+        fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
+    if recomputes(arguments):
+        fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
+    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, Ours):
+        fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
+    if arguments.use_liger_kernel:
+        fixed["loss_chunk_tokens"] = "0"  # its own fused head
+    if was_set(arguments, "optim") or optimizer_given:
+        name = optimizer_name(arguments)
+        known = name in optimizers() and not optimizer_given
+        fixed["optim"] = name if known else "adamw_torch"  # another one is transformers' own affair: costed as AdamW
+        if known and arguments.optim_args:
+            fixed["optim_args"] = arguments.optim_args
+    return tuple(f"{name}={value}" for name, value in fixed.items())
+
+
+def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimizer_given: bool) -> None:
+    """Raise RequestError for a field, as "field=value", that the Trainer cannot honour beside the user's arguments."""
+    for assignment in fixed:
+        name, _, value = assignment.partition("=")
+        if name == "num_processes":
+            raise RequestError(
+                f"fixed {assignment!r} is not possible in the Trainer: the launcher starts the processes (torchrun "
+                "--nproc-per-node); leave it out"
+            )
+        if name == "weight_offload" and value != "none":
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: the model is in memory; use upshift train")
+        if name == "mup_base" and value:
+            raise RequestError(
+                f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
+                "--from-config --mup-base, or upshift.train(..., mup_base=)"
+            )
+        if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
+            continue
+        if optimizer_given:
+            raise RequestError(f"fixed {assignment!r} is for an optimizer that the Trainer makes; leave the optimizer to it")
+        if name in OFFLOADS and device != "cuda":
+            raise RequestError(f"fixed {assignment!r} needs a CUDA device: on a CPU everything is on the host; leave it out")
+        reason = _against_updates(arguments) if name == "optimizer_in_backward" else None
+        if reason:
+            raise RequestError(f"fixed {assignment!r} {reason}")
+
+
+def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None) -> None:
+    if memory_limit_gib is not None and not memory_limit_gib > 0:
+        raise RequestError(f"memory_limit_gib={memory_limit_gib:g} leaves no memory; give GiB above 0, or leave it out")
+    if trial_seconds is not None and not trial_seconds >= 0:
+        raise RequestError(f"trial_seconds={trial_seconds:g} is no time; give seconds, 0 for no trials, or leave it out")
+
+
+def fields_of(plan: Plan) -> tuple[str, ...]:
+    """Return, as "field=value", the fields of a given plan that the Trainer uses only when somebody asks for them."""
+    switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
+    return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *switched)
+
+
+def _against_updates(arguments: Any) -> str | None:
+    if arguments.max_grad_norm:
+        return "updates weights before the norm of all gradients is known; set TrainingArguments(max_grad_norm=0)"
+    if arguments.gradient_accumulation_steps > 1:
+        return "updates weights at the first gradient; set TrainingArguments(gradient_accumulation_steps=1)"
+    return "cannot skip a step whose scaled gradients overflow; use bf16 instead of fp16" if arguments.fp16 else None
+
+
+def optimizer_name(arguments: Any) -> str:
+    return str(getattr(arguments.optim, "value", arguments.optim))
+
+
+def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
+    """Return the changes of the mathematics that the user asked for by naming an optimizer."""
+    name = optimizer_name(arguments)
+    if not was_set(arguments, "optim") or name not in optimizers():
+        return ()
+    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # the answer depends on these fields alone
+    plan = Plan.model_construct(**alone)
+    return plan.changes_mathematics
+
+
+def recomputes(arguments: Any) -> bool:
+    named = getattr(arguments, "activation_checkpointing", None)
+    return bool(arguments.gradient_checkpointing if named is None else named)
+
+
+def check_devices(arguments: Any) -> None:
+    """Raise RequestError if one process would train on several devices."""
+    if arguments.n_gpu > 1:
+        raise RequestError(
+            f"{arguments.n_gpu} GPUs are visible to one process: start one for each (torchrun --nproc-per-node {arguments.n_gpu} "
+            "script.py), or set CUDA_VISIBLE_DEVICES to one"
+        )
+
+
+# Fields of fsdp_config. All others control accelerate's own wrapper, so take_fsdp refuses them.
+HONOURED_OF_FSDP = ("reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
+                    "state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params", "forward_prefetch",
+                    "backward_prefetch", "limit_all_gathers")  # fmt: skip
+KEEPS_WEIGHTS = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_forward
+
+
+def join_ranks(arguments: Any) -> None:
+    """Set use_cpu if a launcher started several processes without a GPU.
+
+    Without use_cpu, transformers sees each process alone and would train as many copies. Raise RequestError if transformers
+    still sees another number of ranks.
+    """
+    ranks = read_ranks()
+    if ranks is None or ranks.size == 1 or arguments.world_size > 1 or arguments.device.type != "cpu":
+        return
+    arguments.use_cpu = True
+    vars(arguments).pop("_setup_devices", None)  # a cached property, which reads use_cpu
+    if arguments.device.type != "cpu" or arguments.world_size != ranks.size:
+        raise RequestError(
+            f"{ranks.size} ranks were launched, and transformers sees {arguments.world_size}; start the script with torchrun, "
+            "and set TrainingArguments(use_cpu=True)"
+        )
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this host."""
+    ranks = read_ranks()
+    return ranks.local_size if ranks is not None else 1
+
+
+def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
+    """Return the arguments without fsdp, and the layout that fsdp asked for.
+
+    With fsdp set, accelerate would wrap the model. Raise RequestError for options that cannot be honoured.
+    """
+    if not arguments.fsdp:
+        return arguments, ALONE
+    config = dict(arguments.fsdp_config or {})
+    other = sorted(name for name, value in config.items() if value and name not in HONOURED_OF_FSDP)
+    if other:
+        raise RequestError(
+            f"fsdp_config={{{other[0]!r}: {config[other[0]]!r}}} cannot be honoured: layers are wrapped by the plan; leave it "
+            "out" + (", and set gradient_checkpointing=True" if other[0] == "activation_checkpointing" else "")
+        )
+    world = arguments.world_size
+    if world == 1:
+        raise RequestError("fsdp is for several processes, and this is one: start the script with torchrun, or leave it unset")
+    plain = copy.copy(arguments)
+    plain.fsdp, plain.fsdp_plugin_args = None, None
+    keeps = config.get("reshard_after_forward", True) in KEEPS_WEIGHTS
+    return plain, Layout(fully_shard="gradients" if keeps else "weights", shard_size=world)
+
+
+def layout_fields(layout: Layout) -> tuple[str, ...]:
+    """Return ``field=value`` assignments for the planner."""
+    fields = ("fully_shard", "shard_size")
+    return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
+
+
+def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
+    """Return why the Trainer does not run a layout, or None. ``averages`` says that labels are counted over all ranks."""
+    layout = plan.layout
+    if layout.pipeline_parallel > 1:
+        return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"
+    if layout.context_parallel > 1:
+        return "context_parallel gives each rank the logits of its own tokens alone; use upshift train, or fully_shard"
+    if layout.sequence_parallel:
+        return "sequence_parallel divides the tokens of a row, and a collator's rows have any number; leave it out"
+    if plan.num_processes > 1 and plan.optimizer_in_backward:
+        return "optimizer_in_backward updates weights before the ranks' gradients are summed; leave it out"
+    if optimizer_given and (layout.tensor_parallel > 1 or layout.fully_shard != "no"):
+        return "an optimizer that the script made has whole weights, and this layout divides them; leave it to the Trainer"
+    if layout.tensor_parallel > 1 and not averages:
+        return "tensor_parallel computes the batches of its ranks together; leave average_tokens_across_devices at True"
+    return None

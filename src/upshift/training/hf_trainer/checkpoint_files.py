@@ -1,0 +1,449 @@
+"""Write and check the files of a Trainer's checkpoint besides tensors, and refuse what may not be among them.
+
+Write and read the weights of a Trainer's checkpoint through the model's own methods, as transformers does.
+
+Write and read checkpoints and the final model of a Trainer whose ranks have the model in parts.
+
+Each rank writes and reads its own parts. A checkpoint has the parts in place of whole files (checkpoint/divided.py), and all
+else that a Trainer's has. A run goes on from it with any number of ranks in any layout, one process included. All ranks call
+these functions together.
+
+Convert the state of schedulers of any class to JSON and back: the containers of Python and numbers, no objects.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import sort_checkpoints
+
+from upshift.errors import JobFailed, RequestError
+from upshift.internals.transformers_names import NOT_SAVED
+from upshift.loading.files.checkpoint import find_safetensors
+from upshift.loading.files.safetensors_header import StoredTensor, read_header
+from upshift.loading.files.tensors import dtype_of
+from upshift.models.build import build_model
+from upshift.training.checkpoint.by_ranks import described, export_weights, make_shared, without_tied
+from upshift.training.checkpoint.directory import (
+    CHECKPOINT,
+    check_checkpoint,
+    file_sizes,
+    put_in_place,
+    remove_checkpoint,
+    step_of,
+    writing,
+)
+from upshift.training.checkpoint.model import extra_bytes, has_adapter, write_adapter, write_weights
+from upshift.training.checkpoint.optimizer import class_name, decode, encode, plain_name, restore_options
+from upshift.training.checkpoint.sharded import Piece, Stored, is_divided, load_parts, own_parts, read_pieces, updated_names
+from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
+from upshift.training.distributed.mesh import Place, gather, on_rank_0, together
+from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_OR, SCHEDULER_FILE, by_names
+from upshift.value import first_problem
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS_NAME = "training_args.json"
+PARTS_OPTIMIZER_NAME = "optimizer.json"  # of ranks that have parts of the model
+TRAINER_STATE_NAME = "trainer_state.json"
+PICKLED_ADAPTER = "adapter_model.bin"
+WEIGHTS = frozenset(
+    {
+        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+        "adapter_model.safetensors", PICKLED_ADAPTER,
+    }
+)  # fmt: skip
+NOT_WRITTEN = "not_written"  # the key for arguments that JSON cannot hold
+
+
+def write_arguments(directory: Path, arguments: Any) -> None:
+    """Write TrainingArguments as JSON. Tokens are left out as transformers does; objects are named under "not_written"."""
+    written: dict[str, Any] = {}
+    objects: dict[str, str] = {}
+    for name, value in arguments.to_dict().items():
+        try:
+            json.dumps(value)
+            written[name] = value
+        except (TypeError, ValueError):
+            objects[name] = f"{type(value).__module__}.{type(value).__qualname__}"
+    (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN: objects}, indent=1), encoding="utf-8")
+
+
+def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
+    """Return the optimizer state of a checkpoint that ranks wrote in parts, or None if the checkpoint has a model only."""
+    path = directory / PARTS_OPTIMIZER_NAME
+    if not path.is_file():
+        return None
+    try:
+        return SavedOptimizer.model_validate(json.loads(path.read_bytes()))
+    except ValidationError as error:
+        problem = first_problem(SavedOptimizer, error)
+        raise RequestError(f"{path} is no state of this version ({problem}); resume from another checkpoint") from None
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise RequestError if the optimizer could not be saved, as far as can be known before its first step."""
+    known = set(model.parameters())
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        if not known.issuperset(group["params"]):
+            raise RequestError(
+                f"optimizer {kind} trains parameters that the model has not, so no checkpoint could name them; "
+                "make it of model.parameters(), or set save_only_model=True or save_strategy='no'"
+            )
+        for key, value in group.items():
+            try:
+                encode([] if key == "params" else value)
+            except TypeError as error:
+                raise RequestError(f"option {key} of group {number} of optimizer {kind}: {error}; {PLAIN_OR}") from None
+
+
+def check_resumable(directory: Path) -> None:
+    """Raise RequestError if this is no whole checkpoint of upshift.Trainer or transformers.Trainer. Read no tensors."""
+    if is_own(directory):
+        _check_own(directory)
+        return
+    if not (directory / TRAINER_STATE_NAME).is_file():  # transformers writes it last
+        raise RequestError(f"{directory} is no whole checkpoint, it has no {TRAINER_STATE_NAME}; resume from another checkpoint")
+    weights = [path for path in directory.rglob("*") if path.name in WEIGHTS]
+    if not weights:
+        raise RequestError(
+            f"{directory} has no weights in {', '.join(sorted(WEIGHTS))}; resume it with the launcher that wrote it, or "
+            "resume from another checkpoint"
+        )
+    if any(path.suffix == ".safetensors" for path in weights):
+        for path in directory.glob("*.safetensors"):
+            read_header(path)
+    if (directory / OPTIMIZER_FILE).is_file() != (directory / SCHEDULER_FILE).is_file():
+        names = [OPTIMIZER_FILE, SCHEDULER_FILE]
+        missing = next(name for name in names if not (directory / name).is_file())
+        raise RequestError(f"{directory} is no whole checkpoint, it has no {missing}; resume from another checkpoint")
+
+
+def is_own(directory: Path) -> bool:
+    """Return whether upshift.Trainer wrote a checkpoint, and not transformers.Trainer."""
+    return (directory / STATE_NAME).is_file()
+
+
+def _check_own(directory: Path) -> None:
+    if not isinstance(check_checkpoint(directory), TrainerManifest):
+        raise RequestError(
+            f"{directory} is of upshift train; go on with  upshift train --resume, or start a new run from its weights with "
+            f"from_pretrained({str(directory)!r})"
+        )
+    if not is_divided(directory) and any(directory.glob("optimizer*.safetensors")):
+        raise RequestError(
+            f"{directory} was written by an earlier version of Upshift; finish the run with that version, or start a new one "
+            f"from its weights with from_pretrained({str(directory)!r})"
+        )
+
+
+def check_adapters(directory: Path) -> None:
+    """Raise RequestError where peft would have to unpickle a checkpoint's adapters."""
+    check_resumable(directory)
+    for path in sorted(path for path in directory.rglob("*") if path.name == PICKLED_ADAPTER)[:1]:
+        raise RequestError(
+            f"{path} is pickled, and pickles of adapters are never loaded; save the adapter with safe_serialization=True, or "
+            "resume from another checkpoint"
+        )
+
+
+def newest_resumable(directory: Path) -> Path:
+    """Return the newest whole checkpoint. Raise RequestError when there is none."""
+    found = [path for path in directory.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    problems = []
+    for path in sorted(found, key=lambda path: (-(step_of(path) or 0), path.name)):
+        try:
+            check_resumable(path)
+        except RequestError as error:
+            problems.append(error)
+            continue
+        for problem in problems:
+            logger.warning("skipped a damaged checkpoint: %s", problem)
+        return path
+    if problems:
+        raise problems[0]
+    raise RequestError(f"{directory} holds no checkpoint; give another output_dir, or start without resume_from_checkpoint")
+
+
+def rotate(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
+    """Keep `limit` checkpoints (None or 0: all), always `newest` and `best`. The order of removal is that of transformers."""
+    if not limit or limit < 0:
+        return
+    found = [Path(path) for path in sort_checkpoints(str(directory), use_mtime=True)]
+    checkpoints = [path for path in found if CHECKPOINT.fullmatch(path.name)]
+    kept = {newest} | ({Path(best)} if best is not None else set())
+    doomed = [path for path in checkpoints if path not in kept]
+    for path in doomed[: max(0, len(checkpoints) - max(limit, len(kept)))]:
+        remove_checkpoint(path)
+
+
+@contextmanager
+def writing_model(directory: Path) -> Iterator[None]:
+    """Raise JobFailed if a write fails while open."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise JobFailed(f"the model could not be written to {directory}: {reason}; free space there and save again") from error
+
+
+def finish_checkpoint(run_dir: Path, *, final: Path, temporary: Path, best: str | None, limit: int | None) -> None:
+    manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
+    manifest.write(temporary)
+    put_in_place(temporary, final)
+    rotate(run_dir, newest=final, best=best, limit=limit)
+
+
+OF_THAT_RUN = "resume with the model and precision of that run"
+
+
+def has_own_format(model: nn.Module) -> bool:
+    """Return whether the model's class saves or loads itself in its own way, under any names."""
+    library: Any = PreTrainedModel if isinstance(model, PreTrainedModel) else nn.Module
+    methods = ["state_dict", "load_state_dict", *(["save_pretrained"] if isinstance(model, PreTrainedModel) else [])]
+    return any(getattr(type(model), name, None) is not getattr(library, name, None) for name in methods)
+
+
+def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
+    """Write the model, as a Hugging Face directory if its class has one. ``weights`` is a copy of its state_dict, or None."""
+    if isinstance(model, PreTrainedModel):
+        if has_own_format(model):
+            model.save_pretrained(directory, state_dict=weights, is_main_process=True)
+        else:
+            write_weights(directory, model, model.state_dict() if weights is None else weights, original_names=original_names)
+        return
+    state = model.state_dict() if weights is None else weights
+    # A tensor that has several names is written under one of them, as read_trained expects.
+    once = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
+    plain = {plain_name(name): state[name].contiguous() for name in once.values()}
+    save_file(plain, directory / "model.safetensors", {"format": "pt"})
+
+
+def read_trained(directory: Path, model: nn.Module) -> None:
+    """Load the weights by the model's load_state_dict. Raise RequestError if they belong to another model."""
+    stored = find_safetensors(directory).tensors
+    names = {plain_name(name): name for name in model.state_dict()}
+    if not has_own_format(model):
+        _check_stored(directory, stored, model)
+    weights: dict[str, Tensor] = {}
+    for file in sorted({one.file for one in stored.values()}):
+        weights |= {names.get(name, name): tensor for name, tensor in load_file(file).items()}
+    model.load_state_dict(weights, strict=False)
+
+
+def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn.Module) -> None:
+    targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    for name, one in stored.items():
+        target = targets.get(name)
+        if target is None:
+            raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
+        if one.shape != tuple(target.shape) or dtype_of(one) != target.dtype:
+            raise RequestError(
+                f"{directory} has weight {name} as {one.shape} {dtype_of(one)}, the model as {tuple(target.shape)} "
+                f"{target.dtype}; {OF_THAT_RUN}"
+            )
+    missing = names_not_stored(stored, model)
+    if missing:
+        raise RequestError(f"{directory} has no weight {missing[0]}; resume with the model that the run was started with")
+
+
+def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
+    """Return the names of the model's weights that are not stored, and not tied to a stored weight."""
+    targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    filled = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
+    patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
+    return [
+        name
+        for name, tensor in targets.items()
+        if name not in stored
+        and (tensor.data_ptr(), tensor.shape) not in filled
+        and not any(pattern.search(name) for pattern in patterns)
+    ]
+
+
+def read_published_names(directory: Path, model: nn.Module) -> bool:
+    """Load weights that have the names of the published format, as transformers' checkpoints do.
+
+    Return False if there is nothing to translate. Raise RequestError if the weights do not fit this model.
+    """
+    if not isinstance(model, PreTrainedModel) or has_own_format(model) or not any(directory.glob("*.safetensors")):
+        return False
+    stored = find_safetensors(directory).tensors
+    missing = names_not_stored(stored, model)
+    foreign = sorted(stored.keys() - {plain_name(name) for name in model.state_dict()})
+    if not missing and not foreign:
+        return False
+    both: Any = type(model).from_pretrained(  # the model, and what was found in the files
+        directory, config=model.config, dtype=next(model.parameters()).dtype, output_loading_info=True
+    )
+    loaded, report = both
+    problems = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    if problems:
+        raise RequestError(f"{directory} and the model differ in weight {problems[0]}; resume with the model of that run")
+    names = {plain_name(name): name for name in model.state_dict()}
+    model.load_state_dict({names[name]: tensor for name, tensor in loaded.state_dict().items()})
+    return True
+
+
+def write_shared(
+    temporary: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Any | None,
+    rest: Callable[[], None],
+    seal: Callable[[], None],
+    place: Place,
+) -> None:
+    """Write a checkpoint in parts. ``rest`` is called on all ranks, then ``seal`` on rank 0.
+
+    Raise JobFailed on all ranks if one could not write.
+    """
+    plan, name = place.plan, temporary.stem
+    own = own_parts(model, optimizer, plan, place.rank)
+    saved = described(model, optimizer, place)
+    make_shared(temporary, sum(gather(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
+    with together(plan), writing(temporary.parent, name=name, temporary=None):
+        own.write(temporary)
+    rest()
+    with on_rank_0(plan), writing(temporary.parent, name=name, temporary=temporary):
+        if place.rank == 0:
+            described_by: Any = getattr(model, "config", model)
+            described_by.save_pretrained(temporary)
+            (temporary / PARTS_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
+            seal()
+
+
+def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint that one process or transformers wrote whole into this rank's parts. Raise RequestError if it does not
+    match."""
+    names = updated_names(model, optimizer)
+    groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
+    saved, tensors = by_names(directory, groups, class_name(optimizer))
+    with tempfile.TemporaryDirectory(prefix="upshift-resume-") as folder:
+        file = Path(folder) / "optimizer.safetensors"
+        save_file(tensors, file)
+        stored = read_pieces(directory)
+        stored["optimizer"] = {one.name: [(Piece(shape=one.shape), one)] for one in read_header(file).tensors}
+        _read_parts(directory, saved, model, optimizer, stored)
+
+
+def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read weights and optimizer state from a checkpoint of any ranks into this rank's parts.
+
+    Raise RequestError if they do not match this run.
+    """
+    saved = read_saved_optimizer(directory)
+    assert saved is not None  # the caller looked
+    _read_parts(directory, saved, model, optimizer, None)
+
+
+def _read_parts(
+    directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Stored] | None
+) -> None:
+    if saved.optimizer_class != class_name(optimizer):
+        raise RequestError(
+            f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
+            "resume with the optim that the run was started with"
+        )
+    if saved.subclasses:
+        raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
+    restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
+    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
+
+
+def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
+    """Write the whole model from rank 0, as one process saves it. ``model_class`` is the class before fully_shard replaced it."""
+
+    def save(weights: dict[str, Tensor]) -> None:
+        weights = without_tied(weights, model)
+        if has_adapter(model):
+            write_adapter(directory, model, weights)
+            return
+        write_trained(directory, _bare(model, model_class), weights, original_names=True)
+
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+
+
+def _bare(model: Any, model_class: Any) -> Any:
+    """Return the model without weights."""
+    with torch.device("meta"):
+        bare: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
+    bare.generation_config = getattr(model, "generation_config", None)
+    return bare
+
+
+KIND = "is"  # the key that marks a type that JSON does not have
+CONTAINERS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+
+
+class NotPlain(Exception):
+    """An object that cannot be written, and its place in the state."""
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Return the value as plain JSON data. Raise NotPlain, which names the place from `where` on."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [to_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if type(value) in MAPPINGS.values():
+        return _mapping(value, where)
+    if type(value) in CONTAINERS.values():
+        return {KIND: type(value).__name__, "of": [to_json(item, f"{where}[{n}]") for n, item in enumerate(value)]}
+    if type(value) is deque:
+        return {KIND: "deque", "of": to_json(list(value), where), "maxlen": value.maxlen}
+    if type(value) is torch.dtype:
+        return {KIND: "torch.dtype", "of": str(value).removeprefix("torch.")}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
+        return {KIND: "numpy", "dtype": value.dtype.str, "scalar": isinstance(value, np.generic), "of": value.tolist()}
+    if type(value) is Tensor and not value.is_complex():
+        return {KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "of": value.detach().cpu().tolist()}
+    raise NotPlain(f"{where}, a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _mapping(value: dict[Any, Any], where: str) -> Any:
+    if type(value) is dict and all(type(key) is str and key != KIND for key in value):
+        return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[to_json(key, f"{where}'s key"), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {KIND: type(value).__name__, "of": pairs}
+
+
+def from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(KIND)
+    if kind is None:
+        return {key: from_json(item) for key, item in value.items()}
+    if kind in MAPPINGS:
+        return MAPPINGS[kind]({from_json(key): from_json(item) for key, item in value["of"]})
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](from_json(value["of"]))
+    if kind == "deque":
+        return deque(from_json(value["of"]), maxlen=value["maxlen"])
+    if kind == "torch.dtype":
+        return getattr(torch, value["of"])
+    if kind == "numpy":
+        array = np.array(value["of"], dtype=np.dtype(value["dtype"]))
+        return array[()] if value["scalar"] else array
+    return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]))

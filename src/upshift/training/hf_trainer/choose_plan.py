@@ -1,0 +1,340 @@
+"""Choose the Trainer's plan from the live model, the user's arguments and a sample of the data. If no plan can be made, run
+the user's own settings and state the reason.
+
+Draw a few batches of the user's own data before training without disturbing it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.live_model import source_of
+from upshift.models.profile_cache import isolation_of
+from upshift.models.source import ModelSource
+from upshift.planning.cost.process_memory import USABLE_SHARE
+from upshift.planning.layout import Layout
+from upshift.planning.plan import ALONE, Attention, Plan
+from upshift.planning.planner import Planning, plan_training
+from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.ranking import Candidate
+from upshift.planning.search.space import check_allow
+from upshift.planning.trials.runner import TrialRequest
+from upshift.planning.trials.select import Proof, Tried, after_trial
+from upshift.planning.trials.store import forget_plan, proof_path
+from upshift.planning.workload import LengthHistogram, Workload, round_up
+from upshift.record import Numbers
+from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
+from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.data.tokens import histogram_of
+from upshift.training.hf_trainer.loss_split import Split
+from upshift.training.trials.trials import keep_runnable, known_proof, try_plans
+from upshift.units import GIB
+
+MAX_EXAMPLES = 512
+MIN_GLOBAL_BATCHES = 4
+MAX_SECONDS = 10.0  # of drawing
+WIDTH_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    batches: list[Batch]  # as the collator gives them, each of the user's per-device size
+    seconds_per_batch: float
+
+    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
+        """Return the rows of the first ``num_batches`` batches. Raise NotRows if they are not made of rows."""
+        return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
+
+
+class NoSample(ValueError):
+    """The data cannot be looked at, or not without using it up. The message says why."""
+
+
+def draw_sample(loader: Any, *, accumulation: int) -> Sample:
+    """Return a sample of ``trainer.get_train_dataloader()``.
+
+    Raise NoSample for data that can be read once only, and for batches that are not made of examples and a collator.
+    """
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "batch_sampler", None)
+    if dataset is None or collate is None or batch_size is sampler is None:
+        raise NoSample("the data loader does not make its batches of examples with a collator")
+    size = batch_size or getattr(sampler, "batch_size", None) or 1
+    wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
+    batches: list[Batch] = []
+    start = time.perf_counter()
+    with undisturbed_rng():
+        examples = _examples(dataset, wanted)
+        while chunk := list(islice(examples, size)):
+            batch = collate(chunk)
+            if not isinstance(batch, Mapping):
+                raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
+            batches.append(dict(batch))
+            if time.perf_counter() - start > MAX_SECONDS and len(batches) >= accumulation:
+                break
+    if not batches:
+        raise NoSample("the training data is empty")
+    return Sample(batches, (time.perf_counter() - start) / len(batches))
+
+
+def _examples(dataset: Any, count: int) -> Iterator[Any]:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        chosen = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
+        random.Random(0).shuffle(chosen)  # data may be sorted by length
+        return (dataset[index] for index in chosen)
+    try:
+        dataset = copy.deepcopy(dataset)  # what it reads from may be used up
+    except Exception as error:  # whatever an object of the script's raises when it is copied
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise NoSample(f"the training data cannot be copied, and reading it would use it up ({words})") from None
+    examples = iter(dataset)
+    if examples is iter(dataset):
+        raise NoSample("the training data gives one iterator, which can be read once only")
+    return islice(examples, count)
+
+
+def histogram(rows: CollatedRows) -> LengthHistogram:
+    """Return the lengths of the longer side of each row. The sequence length is the longest, rounded up."""
+    lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
+    return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))
+
+
+TRIAL_SHARE = 0.05  # share of the run's predicted time that trials may take
+LONG_RUN_SHARE = 0.02  # share of a long run, if that is more than the usual minute
+USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
+MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
+WORTH_WORKERS = 0.01  # of a step
+WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
+SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
+
+
+@dataclass(frozen=True)
+class Request:
+    """The inputs from which ``choose`` makes a plan."""
+
+    model: nn.Module
+    sample: Sample
+    split: Split
+    rows: CollatedRows  # of the whole sample
+    global_batch: int  # rows per optimizer step
+    accumulation: int  # of the collator's batches
+    total_steps: int
+    fixed: tuple[str, ...]
+    allow: tuple[str, ...]
+    trial_seconds: float | None  # at most; None: by the length of the run
+    device: str
+    clips_gradients: bool
+    memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
+    host: Host  # of all ranks
+    reason_not: Callable[[Plan], str | None]  # why the model, or the Trainer, cannot run a plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that runs. ``planning`` is None if the user's own settings run, for ``reason``."""
+
+    plan: Plan
+    reason: str = ""
+    planning: Planning | None = None
+    candidate: Candidate | None = None
+    proof: Proof | None = None
+    proof_file: Path | None = None
+    num_workers: int = 0  # processes that draw batches
+    loading: str = ""  # why so many
+
+    @property
+    def predicted(self) -> Numbers | None:
+        return self.planning.numbers(self.candidate) if self.planning and self.candidate else None
+
+    @property
+    def free_bytes(self) -> float | None:
+        """Return the bytes of memory that were free on the device when the plan was made, or None if unknown."""
+        host = self.planning.host if self.planning else None
+        if host is None:
+            return None
+        device = host.gpu if self.plan.device == "cuda" else host.cpu
+        return device.free_memory_bytes if device else None
+
+
+def correct(choice: Choice, *, rows: int) -> Choice:
+    """Return the choice with smaller micro-batches after a step ran out of memory.
+
+    Remove the old plan from the cache, so that the next run does not start with it.
+    """
+    batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
+    smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
+    if choice.proof_file is not None:
+        forget_plan(choice.proof_file, choice.plan)
+    plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=held // smaller)
+    return replace(choice, plan=plan)
+
+
+def plain_plan(
+    host: Host,
+    *,
+    device: str,
+    batch: int,
+    accumulation: int,
+    sequence_length: int = 1,
+    num_processes: int = 1,
+    layout: Layout = ALONE,
+) -> Plan:
+    """Return a plan of the user's own settings: no batch is cut, and nothing is changed."""
+    return Plan(
+        device="cuda" if device == "cuda" else "cpu",
+        host=host.fingerprint,
+        model="",
+        sequence_length=sequence_length,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        num_processes=num_processes,
+        layout=layout,
+        threads_per_process=host.cpu.usable_cores if host.cpu else 1,
+    )
+
+
+def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
+    """Return the plan to run. Raise RequestError if the model cannot be planned for, and NothingFits if no plan fits."""
+    lengths = histogram(request.rows)
+    source = source_of(request.model)
+    allow = check_allow(request.allow)
+    even = lengths.mean >= lengths.sequence_length or not request.split.trims
+    workload = Workload(
+        sequence_length=lengths.sequence_length,
+        global_batch=request.global_batch,
+        lengths=None if even else lengths,
+        total_steps=request.total_steps,
+        allow=allow,
+        clips_gradients=request.clips_gradients,
+    )
+    if not request.split.flattens and "packing=True" in request.fixed:
+        raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
+    fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
+    host = limited(request.host, request.memory_limit_gib)
+    planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
+    planning = keep_runnable(planning, request.reason_not)
+    seconds = _trial_seconds(planning, request)
+    path = _proof_path(planning, request, fixed)
+    proof = _prove(source, planning, request, fixed, path, seconds, on_trial) if seconds else None
+    candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
+    drawing = request.sample.seconds_per_batch * request.accumulation
+    cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
+    workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
+    plan = Plan.model_validate(candidate.plan.model_dump())
+    return Choice(plan, "", planning, candidate, proof, path if proof else None, workers, why)
+
+
+def isolated(split: Split, model: nn.Module) -> Split:
+    """Return ``split`` without what the test of the model's architecture does not allow: the model's own weights may hide what
+    leaks."""
+    try:
+        isolation = isolation_of(source_of(model))
+    except RequestError as problem:
+        return replace(split, flattens=False, drops_mask=False, why_not_flat=str(problem))
+    reasons = [isolation.why_not_packed(kernel) for kernel in get_args(Attention)]
+    if all(reasons):
+        split = replace(split, flattens=False, why_not_flat=next(reason for reason in reasons if reason))
+    return replace(split, drops_mask=split.drops_mask and isolation.padding == "unmasked", isolation=isolation)
+
+
+def check_given(plan: Plan, split: Split) -> None:
+    """Raise RequestError for a given plan that would train on something else than each text alone."""
+    reason = split.why_not_flat if plan.packing and not split.flattens else None
+    if reason is None and split.isolation is not None:
+        reason = why_not_isolated(split.isolation, plan)
+    if reason is not None:
+        raise RequestError(f"the given plan is not possible: {reason}")
+
+
+def limited(host: Host, memory_limit_gib: float | None) -> Host:
+    """Return the host with at most this much free memory."""
+    if memory_limit_gib is None:
+        return host
+    name = "gpu" if host.gpu else "cpu"
+    device = getattr(host, name)
+    free = memory_limit_gib * GIB / USABLE_SHARE
+    known = device.free_memory_bytes
+    return host.changed(**{name: device.changed(free_memory_bytes=int(min(free, known) if known else free))})
+
+
+def _trial_seconds(planning: Planning, request: Request) -> float:
+    run = planning.default.time.total * request.total_steps
+    usual = min(max(USUAL_TRIAL_SECONDS, LONG_RUN_SHARE * run), LONGEST_TRIAL_SECONDS)
+    most = usual if request.trial_seconds is None else request.trial_seconds
+    seconds = min(most, TRIAL_SHARE * run)
+    return seconds if seconds >= min(MIN_TRIAL_SECONDS, most) else 0.0
+
+
+def _prove(
+    source: ModelSource,
+    planning: Planning,
+    request: Request,
+    fixed: tuple[str, ...],
+    path: Path,
+    seconds: float,
+    on_trial: Callable[[Tried], None],
+) -> Proof:
+    known = known_proof(planning, path)
+    if known is not None:
+        return known
+    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name:
+        folder = Path(name)
+        reference = folder / "model.json"
+        source.write(reference)
+        rows = write_rows(folder, request.sample.batches, _stored(request))
+        trial = TrialRequest(
+            model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
+            seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
+            clips_gradients=request.clips_gradients,
+        )  # fmt: skip
+        limit = request.memory_limit_gib * GIB if request.memory_limit_gib is not None else None
+        return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
+
+
+def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:
+    limit = () if request.memory_limit_gib is None else (f"memory_limit_gib={request.memory_limit_gib:g}",)
+    return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
+
+
+def _stored(request: Request) -> StoredRows:
+    rows = request.rows
+    return StoredRows(
+        encoder_decoder=rows.encoder_decoder,
+        shifts_labels=rows.shifts_labels,
+        unit=request.split.unit or "rows",
+        trims=request.split.trims,
+        drops_mask=request.split.drops_mask,
+    )
+
+
+def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tuple[int, str]:
+    """Return how many processes draw batches, and why. ``drawing`` and ``step`` are seconds for one global batch."""
+    share = drawing / step
+    told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
+    if device == "cpu":
+        return 0, f"{told}; the step itself keeps every core busy, so workers would only take from it"
+    if share < WORTH_WORKERS:
+        return 0, told
+    return min(math.ceil(WORKER_HEADROOM * share), max(cores - 1, 1)), f"{told}; workers draw while the device computes"
+
+
+def too_short(seconds: float) -> str:
+    return f"the whole run takes some {seconds:.0f} s, less than planning it would"
+
+
+def words_of(error: RequestError) -> str:
+    return f"no plan: {error}"

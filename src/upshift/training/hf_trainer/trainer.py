@@ -1,0 +1,103 @@
+"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and each step runs the way a plan says.
+
+What transformers.Trainer promises (callbacks, logs, schedules, samplers, metrics) is its own code. Upshift replaces how a
+global batch is cut and computed, what evaluation holds in memory, and what a checkpoint is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from upshift.errors import MissingExtra
+from upshift.training.hf_trainer.evaluation import StreamedEvaluation
+from upshift.training.hf_trainer.planned_training import PlannedTraining
+from upshift.training.hf_trainer.resume import PlainCheckpoints
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    from torch import nn
+    from torch.utils.data import Dataset, IterableDataset
+
+    from upshift.planning.plan import Plan
+
+if find_spec("accelerate") is None:
+    raise MissingExtra(library="accelerate", extra="trainer", purpose="upshift.Trainer")
+
+
+class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
+    """transformers.Trainer with ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib`` besides (see
+    PlannedTraining)."""
+
+    _upshift_library_class = transformers.Trainer
+
+    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+
+        def __init__(
+            self,
+            model: transformers.PreTrainedModel | nn.Module | None = None,
+            args: transformers.TrainingArguments | None = None,
+            data_collator: transformers.DataCollator | None = None,
+            train_dataset: Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None = None,
+            eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None = None,
+            processing_class: (
+                transformers.PreTrainedTokenizerBase
+                | transformers.BaseImageProcessor
+                | transformers.FeatureExtractionMixin
+                | transformers.ProcessorMixin
+                | None
+            ) = None,
+            model_init: Callable[..., transformers.PreTrainedModel] | None = None,
+            compute_loss_func: Callable[..., torch.Tensor] | None = None,
+            compute_metrics: Callable[[transformers.EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: list[transformers.TrainerCallback] | None = None,
+            optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+            *,
+            plan: Plan | None = None,
+            fixed: str | Sequence[str] = (),
+            allow: str | Sequence[str] = (),
+            trial_seconds: float | None = None,
+            memory_limit_gib: float | None = None,
+        ) -> None: ...
+
+
+class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer with the same additions: it evaluates by generation."""
+
+    _upshift_library_class = transformers.Seq2SeqTrainer
+
+    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+
+        def __init__(
+            self,
+            model: transformers.PreTrainedModel | nn.Module | None = None,
+            args: transformers.TrainingArguments | None = None,
+            data_collator: transformers.DataCollator | None = None,
+            train_dataset: Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None = None,
+            eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None = None,
+            processing_class: (
+                transformers.PreTrainedTokenizerBase
+                | transformers.BaseImageProcessor
+                | transformers.FeatureExtractionMixin
+                | transformers.ProcessorMixin
+                | None
+            ) = None,
+            model_init: Callable[..., transformers.PreTrainedModel] | None = None,
+            compute_loss_func: Callable[..., torch.Tensor] | None = None,
+            compute_metrics: Callable[[transformers.EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: list[transformers.TrainerCallback] | None = None,
+            optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+            preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+            *,
+            plan: Plan | None = None,
+            fixed: str | Sequence[str] = (),
+            allow: str | Sequence[str] = (),
+            trial_seconds: float | None = None,
+            memory_limit_gib: float | None = None,
+        ) -> None: ...

@@ -1,0 +1,335 @@
+"""Read and write the files from which transformers.Trainer resumes: optimizer.pt, scheduler.pt, scaler.pt and rng_state.pth.
+
+Both libraries write and read them, so a run may go on with the other one. They are torch's own format and hold tensors,
+numbers and containers. torch reads them with ``weights_only=True``, which runs no code that a file names. If this library
+wrote optimizer.pt, optimizer_parameters.json stands beside it and says which parameter each number means.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from upshift.errors import RequestError
+from upshift.internals.transformers_names import SAFE_GLOBALS
+from upshift.training.checkpoint.async_save import HostCopies
+from upshift.training.checkpoint.optimizer import IMPLEMENTATION_OPTIONS, class_name, encode, names_of_updated, placed
+from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
+from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer
+from upshift.training.hf_trainer.checkpoint_files import NotPlain, from_json, to_json
+from upshift.value import Value, first_problem
+
+OPTIMIZER_FILE = "optimizer.pt"
+OPTIMIZER_NAMES_FILE = "optimizer_parameters.json"
+SCHEDULER_FILE = "scheduler.pt"
+SCALER_FILE = "scaler.pt"
+BEFORE_BATCH = "upshift_before_next_batch"  # the generators when the batch that is made already was begun
+WHOLE_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")  # of a whole parameter
+PLAIN_OR = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
+OTHER_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
+
+
+class OptimizerNames(Value):
+    optimizer_class: str
+    groups: tuple[tuple[str, ...], ...]  # the parameters of each group, in the order in which optimizer.pt counts them
+
+
+@dataclass(frozen=True)
+class OptimizerCopy:
+    """The parts of an optimizer that a checkpoint holds: its state_dict, and the names of its parameters."""
+
+    state: dict[str, Any]
+    names: OptimizerNames
+
+
+def optimizer_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerNames:
+    names = names_of_updated(optimizer, model)
+    groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+    return OptimizerNames(optimizer_class=class_name(optimizer), groups=groups)
+
+
+def copy_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, to_host: bool) -> OptimizerCopy:
+    """Return the optimizer's state and names. ``to_host`` copies the tensors, because training goes on while they are written."""
+    state = optimizer.state_dict()
+    return OptimizerCopy(_copied(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
+
+
+def _copied(value: Any, copies: HostCopies) -> Any:
+    if isinstance(value, Tensor):
+        return copies.of(value)
+    if type(value) in (dict, list, tuple):
+        if isinstance(value, dict):
+            return {key: _copied(item, copies) for key, item in value.items()}
+        return type(value)(_copied(item, copies) for item in value)
+    return value
+
+
+def write_optimizer(directory: Path, optimizer: OptimizerCopy) -> None:
+    """Write the optimizer's state and names. Raise RequestError if the state holds objects that torch would have to unpickle."""
+    path = directory / OPTIMIZER_FILE
+    write_file(path, optimizer.state)
+    (directory / OPTIMIZER_NAMES_FILE).write_text(optimizer.names.to_json(), encoding="utf-8")
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe:
+        raise RequestError(
+            f"the state of optimizer {optimizer.names.optimizer_class} has a {unsafe[0]}, which cannot be read again without "
+            "running code; use another optimizer, or set save_only_model=True or save_strategy='no'"
+        )
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One parameter group of the running optimizer, together with the group that was saved."""
+
+    group: dict[str, Any]
+    saved: dict[str, Any]
+    parameters: tuple[Tensor, ...]  # in the order in which the file counts them
+
+
+def read_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Restore state and options in place. Raise RequestError if they are those of another optimizer or another model."""
+    path = directory / OPTIMIZER_FILE
+    saved = read_file(path)
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(saved.get("state"), Mapping):
+        raise RequestError(f"{path} is no state of an optimizer; resume from another checkpoint")
+    matches = _match_groups(directory, groups, optimizer, model)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(saved)  # it knows more of its state than torch does
+        return
+    for match in matches:
+        _restore_options(directory, match, class_name(optimizer))
+    owners = {
+        number: (parameter, match.group)
+        for match in matches
+        for number, parameter in zip(match.saved["params"], match.parameters, strict=True)
+    }
+    optimizer.state.clear()
+    for number, state in saved["state"].items():
+        if number not in owners:
+            raise RequestError(f"{path} has a state of parameter {number}, which is in no group; resume from another checkpoint")
+        parameter, group = owners[number]
+        _check_shapes(path, parameter, state)
+        for key, value in state.items():
+            optimizer.state[parameter][key] = placed(value, key, parameter, group) if isinstance(value, Tensor) else value
+
+
+def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> list[_Match]:
+    """Match groups by the names of parameters, or by their places if the file has no names, as transformers writes it."""
+    names = _read_names(directory)
+    if names is None:
+        sizes = [len(group["params"]) for group in groups]
+        here = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != here:
+            raise RequestError(
+                f"{directory} has an optimizer with groups of {sizes} parameters, this run has {here}; {OTHER_SETTINGS}"
+            )
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        return [_Match(group, saved, tuple(group["params"])) for group, saved in pairs]
+    if names.optimizer_class != class_name(optimizer):
+        raise RequestError(
+            f"{directory} was trained with {names.optimizer_class}, this run uses {class_name(optimizer)}; "
+            "resume with the optim that the run was started with"
+        )
+    name_of = names_of_updated(optimizer, model)
+    saved_sets = [frozenset(group) for group in names.groups]
+    running_sets = [frozenset(name_of[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+    if sorted(map(sorted, saved_sets)) != sorted(map(sorted, running_sets)):
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+    parameter_of = {name: parameter for parameter, name in name_of.items()}
+    matches = []
+    for group, members in zip(optimizer.param_groups, running_sets, strict=True):
+        place = saved_sets.index(members)
+        parameters = tuple(parameter_of[name] for name in names.groups[place])
+        matches.append(_Match(group, groups[place], parameters))
+    return matches
+
+
+def _read_names(directory: Path) -> OptimizerNames | None:
+    path = directory / OPTIMIZER_NAMES_FILE
+    if not path.is_file():
+        return None
+    try:
+        return OptimizerNames.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = first_problem(OptimizerNames, error)
+        raise RequestError(f"{path} is no list of parameters ({problem}); resume from another checkpoint") from None
+
+
+def _restore_options(directory: Path, match: _Match, kind: str) -> None:
+    """Restore the learning rate, betas and other options. How a step is computed stays as the running optimizer has it."""
+    ignored = {"params", *IMPLEMENTATION_OPTIONS}
+    saved = {key: value for key, value in match.saved.items() if key not in ignored}
+    missing = match.group.keys() - saved.keys() - ignored
+    foreign = saved.keys() - match.group.keys() - {"initial_lr"}
+    if missing and foreign:  # a newer version of the same optimizer only adds options
+        raise RequestError(
+            f"{directory} was trained with another optimizer than {kind}: it has the option {min(foreign)} and no "
+            f"{min(missing)}; resume with the optim that the run was started with"
+        )
+    for key, value in saved.items():
+        if isinstance(match.group.get(key), Tensor):
+            match.group[key].fill_(value)  # in place: compiled steps hold this tensor
+        else:
+            match.group[key] = tuple(value) if isinstance(match.group.get(key), tuple) else value
+
+
+def _check_shapes(path: Path, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise RequestError if a state has another shape than its parameter. Without names, only places tell parameters apart."""
+    for key, value in state.items():
+        whole = isinstance(value, Tensor) and type(value) is Tensor and value.ndim == parameter.ndim > 0
+        if key in WHOLE_STATES and whole and value.shape != parameter.shape:
+            raise RequestError(
+                f"{path} has {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}; "
+                f"{OTHER_SETTINGS}"
+            )
+
+
+def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) -> tuple[SavedOptimizer, dict[str, Tensor]]:
+    """Return the optimizer's state by the names of parameters, which is the form of ranks that have parts.
+
+    ``groups`` are the names of the running optimizer's parameters, in the order of a file of transformers. ``kind`` is the
+    optimizer's class.
+    """
+    saved = read_file(directory / OPTIMIZER_FILE)
+    names = _read_names(directory) or OptimizerNames(optimizer_class=kind, groups=groups)
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in names.groups]:
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+    pairs = list(zip(saved["param_groups"], names.groups, strict=True))
+    name_of = {number: name for group, members in pairs for number, name in zip(group["params"], members, strict=True)}
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for number, state in saved["state"].items():
+        for key, value in state.items():
+            if type(value) is Tensor:
+                tensors[f"{name_of[number]}.{key}"] = value.clone()
+            elif isinstance(value, Tensor):
+                raise RequestError(
+                    f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process"
+                )
+            else:
+                numbers.setdefault(name_of[number], {})[key] = encode(value)
+    skipped = {"params", *IMPLEMENTATION_OPTIONS}
+    saved_groups = tuple(
+        SavedGroup(parameters=members, options={key: encode(value) for key, value in group.items() if key not in skipped})
+        for group, members in pairs
+    )
+    whole = SavedOptimizer(optimizer_class=names.optimizer_class, groups=saved_groups, numbers=numbers, subclasses={})
+    return whole, tensors
+
+
+def check_plain(holder: Any) -> None:
+    """Raise RequestError if the state_dict of a schedule or a scaler holds something else than numbers, strings, containers
+    and tensors. The error names it."""
+    try:
+        to_json(holder.state_dict(), type(holder).__name__)
+    except NotPlain as error:
+        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_OR}") from None
+
+
+def write_state(path: Path, holder: Any) -> None:
+    """Write the state_dict of a schedule or a scaler. If torch does not read it back as plain data, write JSON beside the
+    file."""
+    check_plain(holder)
+    state = holder.state_dict()
+    write_file(path, state)
+    try:
+        torch.load(path, weights_only=True)
+    except pickle.UnpicklingError:
+        text = json.dumps(to_json(state, type(holder).__name__))
+        path.with_suffix(".json").write_text(text, encoding="utf-8")
+
+
+def read_state(path: Path, holder: Any) -> None:
+    """Load the state into a schedule or a scaler. Do nothing if there is no such file."""
+    text = path.with_suffix(".json")
+    if text.is_file():
+        holder.load_state_dict(from_json(json.loads(text.read_bytes())))
+    elif path.is_file():
+        holder.load_state_dict(read_file(path))
+
+
+def rng_file(directory: Path, rank: int, world_size: int) -> Path:
+    return directory / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
+
+
+def capture_rng(device: torch.device, before_batch: HostRng | None) -> dict[str, Any]:
+    """Return the state of all generators in transformers' form. ``before_batch`` is the state when making the next batch
+    began."""
+    state: dict[str, Any] = _as_saved(host_rng())
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if before_batch is not None:
+        state[BEFORE_BATCH] = _as_saved(before_batch)
+    return state
+
+
+def _as_saved(rng: HostRng) -> dict[str, Any]:
+    return {"python": rng.python, "numpy": rng.numpy, "cpu": rng.cpu}
+
+
+@dataclass(frozen=True)
+class SavedRng:
+    now: HostRng
+    cuda: Tensor | list[Tensor] | None  # a list: of all devices of the host
+    before_batch: HostRng | None
+
+    def restore(self, device: torch.device) -> None:
+        restore_host_rng(self.now)
+        if device.type != "cuda" or self.cuda is None:
+            return
+        if isinstance(self.cuda, Tensor):
+            torch.cuda.set_rng_state(self.cuda, device)
+        else:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+def read_rng(directory: Path, *, rank: int, world_size: int) -> SavedRng | None:
+    """Return the saved random numbers, or None if the checkpoint has none for this rank."""
+    paths = [rng_file(directory, rank, count) for count in (world_size, 1 if world_size > 1 else 2)]
+    if rank > 0:
+        paths = paths[:1]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    with SAFE_GLOBALS.get()():
+        saved = read_file(path)
+    try:
+        before = saved.get(BEFORE_BATCH)
+        return SavedRng(_host_rng(saved), saved.get("cuda"), None if before is None else _host_rng(before))
+    except (AttributeError, KeyError, TypeError):
+        raise RequestError(f"{path} holds no states of random numbers; resume from another checkpoint") from None
+
+
+def _host_rng(saved: Mapping[str, Any]) -> HostRng:
+    return HostRng(saved["cpu"], saved["python"], saved["numpy"])
+
+
+def write_file(path: Path, value: Any) -> None:
+    """Write a value with torch. Raise OSError, in place of torch's RuntimeError, if the file cannot be written."""
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        cause = error.__context__
+        raise (cause if isinstance(cause, OSError) else OSError(str(error))) from None
+
+
+def read_file(path: Path) -> Any:
+    """Return the value of a file. Raise RequestError if the file is damaged, or names code which would have to run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RequestError(
+            f"{path} does not hold plain tensors and numbers, and nothing else is ever loaded ({reason}); resume from another "
+            f"checkpoint, or start a new run from its weights with from_pretrained({str(path.parent)!r})"
+        ) from None

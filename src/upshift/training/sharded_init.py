@@ -1,0 +1,121 @@
+"""Read only a rank's own parts of a model's files: the model is built and divided empty, then each part is filled.
+
+A weight that is stored as it is used, or in another dtype, is sliced in the pages of its file, so that no other pages are
+read. A weight that operations make of several stored tensors is made whole, one weight at a time, and then sliced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from upshift.internals.torch_names import APPLY
+from upshift.loading.files.checkpoint import find_checkpoint
+from upshift.loading.files.tensors import read_tensor
+from upshift.loading.fill import CPU, Filling
+from upshift.loading.key_mapping import map_names
+from upshift.models.source import ModelSource
+from upshift.planning.plan import Plan
+from upshift.training.checkpoint.sharded import Piece, copy_shared, parts_of, piece_of
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A model without weights, whose buffers are there except those that come from files, and its filling."""
+
+    model: PreTrainedModel
+    filling: Filling
+
+
+def reads_slices(source: ModelSource, plan: Plan) -> bool:
+    """Return whether ranks have parts of a model that comes from files as it is."""
+    layout = plan.layout
+    shares = layout.gathers or layout.tensor_parallel > 1 or layout.pipeline_parallel > 1
+    plain = source.adapter is None and source.quantized_from is None and "quantization_config" not in source.config
+    return shares and plain and layout.expert_parallel == 1 and plan.precision != "fp8" and plan.weight_offload == "none"
+
+
+def build_to_fill(
+    source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype
+) -> Empty | None:
+    """Return the empty model, or None if files leave a weight to be initialized.
+
+    Initializing takes the whole model's random numbers.
+    """
+    assert source.directory is not None
+    checkpoint = find_checkpoint(source.directory)
+    config.dtype = dtype
+    with ExitStack() as contexts:
+        for context in model_class.get_init_context(dtype, False, False, None):
+            if not isinstance(context, torch.device):  # buffers are computed, and only they
+                contexts.enter_context(context)
+        contexts.enter_context(_parameters_on_meta())
+        model = model_class(config)
+    model.tie_weights()
+    filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=dtype)
+    made = {name for group in filling.names.groups for name in filling.filled(group)}
+    filling._check_shapes()
+    tied = dict(model.all_tied_weights_keys)
+    missing = [name for name, weight in model.named_parameters() if name not in made and not _twin(name, tied) & made]
+    if missing or filling.names.unexpected:
+        return None
+    if model.can_generate() and (source.directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.directory)
+    return Empty(model, filling)
+
+
+def _twin(name: str, tied: dict[str, str]) -> set[str]:
+    return {other for pair in tied.items() if name in pair for other in pair}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with mock.patch.object(nn.Module, "register_parameter", empty):
+        yield
+
+
+@torch.no_grad()
+def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
+    """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
+    for part in parts_of(model):
+        APPLY.of(part)(_made_on(plan.device))
+    tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
+    for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
+        for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
+            targets.setdefault(tied.get(name, name), []).append(tensor)
+    for group in empty.filling.names.groups:
+        filled = {name: tied.get(name, name) for name in empty.filling.filled(group)}
+        here = {name: targets[known] for name, known in filled.items() if known in targets}
+        if not here:
+            continue
+        if group.converter is None:
+            ((_, stored),) = group.sources
+            made = {group.target: read_tensor(empty.filling.tensors[stored])}
+        else:
+            made = empty.filling.read_group(group, CPU)
+        for name, found in here.items():
+            for target in found:
+                _copy(target, made[name])
+
+
+def _made_on(device: str) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+
+def _copy(target: Tensor, whole: Tensor) -> None:
+    local = target.to_local() if isinstance(target, DTensor) else target
+    copy_shared(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))

@@ -1,1 +1,0 @@
-"""Translate a space for each search library, one file for each."""
