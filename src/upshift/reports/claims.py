@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upshift.benchmarking.claims import Standing
+from upshift.benchmarking.claims import ClaimStatus
 from upshift.reports.blocks import Cell, Paragraph, Plot, Row, Table, Tile, number, number_cell
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layout, log_axis_if_wide, plot_text
@@ -16,7 +16,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def claims_page(standings: Sequence[Standing]) -> str:
+def claims_page(standings: Sequence[ClaimStatus]) -> str:
     """Return the page. ``standings`` are the worst first."""
     measured = [standing for standing in standings if standing.readings]
     with_goal = [standing for standing in measured if standing.share is not None]
@@ -42,11 +42,11 @@ def claims_page(standings: Sequence[Standing]) -> str:
     return page_html(Page("Upshift's claims", summary, tiles, sections, drawn))
 
 
-def _share(standing: Standing) -> str:
+def _share(standing: ClaimStatus) -> str:
     return "" if standing.share is None else f"{standing.share:.2f}"
 
 
-def _claims(standings: Sequence[Standing]) -> Table:
+def _claims(standings: Sequence[ClaimStatus]) -> Table:
     rows: list[Row] = []
     for standing in standings:
         claim = standing.claim
@@ -63,7 +63,7 @@ def _claims(standings: Sequence[Standing]) -> Table:
     return Table("Claims", HEADS, rows, missed)
 
 
-def _history(measured: Sequence[Standing]) -> Table:
+def _history(measured: Sequence[ClaimStatus]) -> Table:
     rows = [
         [standing.name, reading.time[:16].replace("T", " "), number(reading.value), reading.commit or ""]
         for standing in measured
@@ -72,11 +72,11 @@ def _history(measured: Sequence[Standing]) -> Table:
     return Table("Rows over time", (("claim", ""), ("time", ""), ("number", "number"), ("commit", "")), rows)
 
 
-def _height(with_goal: Sequence[Standing]) -> int:
+def _height(with_goal: Sequence[ClaimStatus]) -> int:
     return 120 + ROW_HEIGHT * len(with_goal)
 
 
-def _distances(with_goal: Sequence[Standing]) -> Figure | None:
+def _distances(with_goal: Sequence[ClaimStatus]) -> Figure | None:
     """Return bars from the top, the worst first."""
     if not with_goal:
         return None
@@ -89,11 +89,12 @@ def _distances(with_goal: Sequence[Standing]) -> Figure | None:
     }  # fmt: skip
     line = {"color": "@text", "dash": "dot", "width": 1}
     goal = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    x, y = axis("of the goal", **log_axis_if_wide(shares)), axis("", autorange="reversed")
+    x = axis("of the goal", **log_axis_if_wide(shares))
+    y = axis("", autorange="reversed")
     return {"data": [bars], "layout": layout(x=x, y=y, height=_height(with_goal), shapes=[goal], showlegend=False)}
 
 
-def _times(measured: Sequence[Standing]) -> Figure | None:
+def _times(measured: Sequence[ClaimStatus]) -> Figure | None:
     """Return each claim's numbers over its first one, turned so that up is better."""
     traces: list[Figure] = []
     for standing in measured:

@@ -23,8 +23,14 @@ from upshift.value import Value
 
 Figure = dict[str, Any]
 
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-RED, SKY, GREY, YELLOW = "#D55E00", "#56B4E9", "#8A929E", "#C9B800"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PINK = "#CC79A7"
+RED = "#D55E00"
+SKY = "#56B4E9"
+GREY = "#8A929E"
+YELLOW = "#C9B800"
 VIOLET = "#7A5EA8"
 PART_COLOURS = {
     "process base": GREY, "weights": BLUE, "gradients": SKY, "optimizer": GREEN, "activations": ORANGE, "loss": RED,
@@ -55,7 +61,8 @@ def log_axis_if_wide(values: Sequence[float]) -> Figure:
     """Return a logarithmic axis with ticks at 1, 2, 5 if the values span more than a factor of 12, else one from zero."""
     if not values or min(values) <= 0 or max(values) / min(values) <= 12:
         return {"rangemode": "tozero"}
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)))
     steps = (1, 2, 5) if high - low <= 4 else (1,)
     ticks = [float(f"{step}e{power}") for power in range(low, high + 1) for step in steps]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
@@ -154,7 +161,8 @@ def frontier(points: Sequence[Placed]) -> list[Placed]:
 
 def cells(values: Sequence[float], count: int) -> list[int]:
     """Return in which of ``count`` equal stretches each value lies."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return [0 if high == low else int((value - low) / (high - low) * count) for value in values]
 
 

@@ -98,7 +98,11 @@ def own_widths(config: PretrainedConfig) -> dict[str, int]:
 
 
 WORKER = "upshift.tuning.mup_check"
-STEPS, RATE, BATCH, LENGTH, SEEDS = 4, 0.003, 4, 32, (0, 1)
+STEPS = 4
+RATE = 0.003
+BATCH = 4
+LENGTH = 32
+SEEDS = (0, 1)
 BOUND = 2.0  # no output changes by more than twice, or by less than half, of what it does at the narrowest
 LIMIT_SECONDS = 3600.0
 CHECKED = "mup"  # among a study's attributes

@@ -31,7 +31,8 @@ def write_study_page(path: Path, result: Found) -> None:
 
 
 def study_page_html(result: Found) -> str:
-    study, figures = in_memory(result), dict[str, Figure]()
+    study = in_memory(result)
+    figures = dict[str, Figure]()
 
     def section(name: str, title: str, link: str) -> Section:
         drawings = _drawings(name, study, result)
@@ -91,7 +92,8 @@ def _distributions(rows: tuple[Row, ...]) -> dict[str, BaseDistribution]:
 def _distribution(values: list[Any]) -> BaseDistribution:
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return CategoricalDistribution(tuple(dict.fromkeys(values)))
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     log = low > 0 and high / low > 10
     if all(isinstance(value, int) for value in values):
         return IntDistribution(low, high, log=log)

@@ -25,8 +25,10 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, Prog
 from upshift.errors import RequestError
 from upshift.internals.optuna_names import CONTAINS
 
-HEARTBEAT_SECONDS, GRACE_SECONDS = 5, 15  # a trial whose process was silent for so long is dead
-MAKING_TRIES, MAKING_SECONDS = 20, 0.1
+HEARTBEAT_SECONDS = 5
+GRACE_SECONDS = 15  # a trial whose process was silent for so long is dead
+MAKING_TRIES = 20
+MAKING_SECONDS = 0.1
 FILE = "study.db"
 DRIVERS = {  # what pip calls them, by SQLAlchemy's names
     "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary", "mysqldb": "mysqlclient", "pymysql": "PyMySQL",

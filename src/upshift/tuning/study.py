@@ -64,7 +64,8 @@ class ByNumber(BaseSampler):
         return self._of_running[trial.number]
 
 
-EVALUATIONS, FACTOR = 9, 3
+EVALUATIONS = 9
+FACTOR = 3
 PRUNERS: dict[str, Callable[[int], BasePruner]] = {  # of the evaluations of a trial
     "halving": lambda evaluations: SuccessiveHalvingPruner(min_resource=1, reduction_factor=FACTOR),
     "hyperband": lambda evaluations: HyperbandPruner(min_resource=1, max_resource=evaluations, reduction_factor=FACTOR),
@@ -104,7 +105,8 @@ def decides(found: tuple[int, ...], *, before: int, step: int) -> bool:
     return any(before < rung <= step for rung in found)
 
 
-REASON, IDENTITY = "reason", "identity"
+REASON = "reason"
+IDENTITY = "identity"
 POLL_SECONDS = 0.5  # for the last trials of other processes
 Report = Callable[[float, int], None]  # takes a value and the number of its evaluation; ends a trial that is not good enough
 

@@ -24,7 +24,9 @@ from upshift.internals.optuna_names import TRIAL_ID
 from upshift.tuning.study import decides, rungs
 from upshift.value import Value
 
-RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"
+RECIPE = "recipe"
+PATH = "path.json"
+RESULT = "result.json"
 MADE_BY_ITSELF = (DefaultFlowCallback, ProgressCallback, PrinterCallback)
 BY_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # schedules
 INTEGRATIONS = "transformers.integrations"  # callbacks of report_to=
@@ -89,8 +91,11 @@ class Recipe:
         trainer = self.kind(*arguments, **{**named, "callbacks": None})
         kept = [one for one in trainer.callback_handler.callbacks if type(one) in self.callback_kinds]
         trainer.callback_handler.callbacks = [*kept, *self.callbacks]
-        trainer.hp_space, trainer.compute_objective, trainer.hp_name = self.hp_space, self.objective, self.hp_name
-        trainer.hp_search_backend, trainer.objective = HPSearchBackend.OPTUNA, None
+        trainer.hp_space = self.hp_space
+        trainer.compute_objective = self.objective
+        trainer.hp_name = self.hp_name
+        trainer.hp_search_backend = HPSearchBackend.OPTUNA
+        trainer.objective = None
         return trainer
 
 
@@ -98,7 +103,8 @@ class AtRungs(TrainerCallback):
     """A callback that evaluates where the study's pruner decides, and at the last evaluation of the schedule."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
-        self._rungs, self._before = found, 0
+        self._rungs = found
+        self._before = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step = state.global_step

@@ -104,7 +104,9 @@ def tune(
     ``mup_width``: search on a copy of the model of this hidden_size, for ``mup_base`` of the model's own training. An existing
     study goes on: ``trials`` counts those of all its calls. Raise RequestError for wrong arguments, JobFailed if no trial came
     to its end."""
-    began, progress, output = time.monotonic(), progress or Progress(), Path(output)
+    began = time.monotonic()
+    progress = progress or Progress()
+    output = Path(output)
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
     shared = {name: value for name, value in (arguments or {}).items() if value is not None}
@@ -113,7 +115,8 @@ def tune(
     seconds = _seconds(max_hours, max_cost, price_per_hour)
     _check_lengths(model, wanted, request.sequence_length)
     owner = owner_of(output, storage=storage, study_name=study_name)
-    whole, model = model, model if mup_width is None else str(copy_to_search(request, mup_width, output / NARROW))
+    whole = model
+    model = model if mup_width is None else str(copy_to_search(request, mup_width, output / NARROW))
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
         evaluations=evaluations, seed=seed,
@@ -124,7 +127,8 @@ def tune(
     start_from(study, warm_start, distributions(wanted))
     deciding = rungs(study.pruner, evaluations) if len(objectives) == 1 else ()  # of several objectives none ends a trial
     runs = Jobs(request.changed(model=model), output, shared, evaluations, deciding, jobs, host, progress.step)
-    run, ended = partial(_run, runs, wanted, objectives), partial(_ended, study, runs, objectives, progress)
+    run = partial(_run, runs, wanted, objectives)
+    ended = partial(_ended, study, runs, objectives, progress)
     with runs:
         run_study(study, run, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
     found = found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
@@ -158,7 +162,8 @@ def _request(model: str, data: str, options: dict[str, Any], shared: dict[str, A
 
 def _check_lengths(model: str, space: Space, given: int | None) -> None:
     """Raise RequestError for a sequence length of the space, or of all trials, that the model has no positions for."""
-    source, searched = find_model(model), space.parameters.get("sequence_length")
+    source = find_model(model)
+    searched = space.parameters.get("sequence_length")
     values = () if searched is None else searched.choices if isinstance(searched, Choices) else (searched.high,)
     for value in (given, *(int(value) for value in values)):
         sequence_length_of(source, value)

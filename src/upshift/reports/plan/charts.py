@@ -77,7 +77,8 @@ OTHERS = "others"
 MAX_PASSES = 4000  # drawn
 READABLE_TIME = 96  # units: beyond it the numbers in the bars cannot be read
 KINDS: dict[Kind, tuple[str, str]] = {"F": ("forward", BLUE), "B": ("backward", ORANGE), "W": ("gradients of weights", GREEN)}
-ROW_HEIGHT, MAX_HEIGHT = 30, 900
+ROW_HEIGHT = 30
+MAX_HEIGHT = 900
 
 Selected = Callable[[Callable[[Candidate], Any]], Any]
 """Calls a function with the candidate that the page's controls select."""
@@ -95,7 +96,8 @@ def memory_traces(memory: Mapping[str, Mapping[str, float]]) -> list[Figure]:
 
 def memory_levels(planning: Planning, candidate: Candidate) -> list[tuple[str, float]]:
     """Return the names and GiB of horizontal lines: what a process or device holds, and the limit unless it is far away."""
-    held, limit = gib(candidate.resident), limit_of_one(planning, candidate)
+    held = gib(candidate.resident)
+    limit = limit_of_one(planning, candidate)
     levels = [(f"held at most, {held:.2f} GiB", held)]
     if limit is not None and limit <= FAR_LIMIT * held:
         levels.append((f"limit, {limit:.2f} GiB", limit))
@@ -130,7 +132,8 @@ def memory_figure(selected: Selected, planning: Planning) -> Figure:
 
 def time_traces(candidate: Candidate) -> list[Figure]:
     """Return one trace a term of the step's time, the longest first."""
-    total, spare = candidate.time.total, cycle((RED, VIOLET, YELLOW, PINK, GREY))
+    total = candidate.time.total
+    spare = cycle((RED, VIOLET, YELLOW, PINK, GREY))
     traces = []
     for name, seconds in sorted(candidate.time.terms.items(), key=lambda item: -item[1]):
         if seconds > SMALL_SHARE * total:
@@ -184,7 +187,8 @@ def hover(candidate: Candidate) -> str:
 
 def picture(planning: Planning) -> Picture:
     """Return the scatter plot. The groups of the fastest plans have colours; the groups beyond the colours are the others."""
-    ranking, limit = planning.ranking, limit_gib(planning)
+    ranking = planning.ranking
+    limit = limit_gib(planning)
     what, group_of = grouping(planning)
     names = dict.fromkeys(group_of(candidate.plan) for candidate in (*ranking.candidates, *ranking.too_big))
     colours = dict(zip(names, GROUP_COLOURS, strict=False))
@@ -250,7 +254,8 @@ def passes_of(plan: Plan, micro_batches: int) -> tuple[Pass, ...]:
 def num_drawn(plan: Plan) -> int:
     """Return how many micro-batches are drawn: as many as can be read, but enough to fill the pipeline twice if so many
     passes can be drawn at all. Interleaved stages take them in groups of as many as there are ranks."""
-    ranks, stages = plan.layout.pipeline_parallel, plan.layout.virtual_stages
+    ranks = plan.layout.pipeline_parallel
+    stages = plan.layout.virtual_stages
     readable = READABLE_TIME // (3 * stages) - ranks
     if stages > 1:
         readable -= readable % ranks
@@ -264,7 +269,8 @@ def pass_name(step: Pass, virtual_stages: int) -> str:
 
 def schedule_figure(plan: Plan) -> Figure:
     """Return which rank runs which pass when, as bars."""
-    passes, stages = passes_of(plan, num_drawn(plan)), plan.layout.virtual_stages
+    passes = passes_of(plan, num_drawn(plan))
+    stages = plan.layout.virtual_stages
     traces = []
     for kind, (words, colour) in KINDS.items():
         for chunk in range(stages):

@@ -62,8 +62,11 @@ from upshift.reports.run import page as run_page
 from upshift.reports.run.content import Reason
 from upshift.units import GIB, format_count, format_seconds, gib
 
-PLAN, WORDS = "plan-shown", "plan-words"
-NUM_BEST, NUM_FRONT, NUM_REJECTED = 5, 10, 12
+PLAN = "plan-shown"
+WORDS = "plan-words"
+NUM_BEST = 5
+NUM_FRONT = 10
+NUM_REJECTED = 12
 MAX_RANKS_LISTED = 16
 MAX_PASSES_LISTED = 24
 Selectable = list[tuple[str, Candidate]]
@@ -101,7 +104,8 @@ def plan_page_html(planning: Planning, *, model: str) -> str:
 
 def summary(planning: Planning) -> str:
     best = planning.ranking.candidates[0]
-    numbers, limit = planning.numbers(best), limit_gib(planning)
+    numbers = planning.numbers(best)
+    limit = limit_gib(planning)
     low, high = numbers.interval or (None, None)
     room = f" of {limit:.2f} GiB that may be held" if limit is not None else ""
     sure = f" The step should take {low:.1f} to {high:.1f} times as long as predicted." if low and high else ""
@@ -115,8 +119,11 @@ def summary(planning: Planning) -> str:
 
 
 def tiles(planning: Planning) -> list[Tile]:
-    best, default = planning.ranking.candidates[0], planning.default
-    numbers, limit, total = planning.numbers(best), limit_gib(planning), best.time.total
+    best = planning.ranking.candidates[0]
+    default = planning.default
+    numbers = planning.numbers(best)
+    limit = limit_gib(planning)
+    total = best.time.total
     speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
     outcome = [
         Tile(speed_words(planning).capitalize(), number(best.tokens_per_second, 0), speed),
@@ -131,7 +138,9 @@ def tiles(planning: Planning) -> list[Tile]:
 
 
 def request(planning: Planning, model: str) -> Facts:
-    profile, host, workload = planning.profile, planning.host, planning.workload
+    profile = planning.profile
+    host = planning.host
+    workload = planning.workload
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
     size = "images" if takes(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
@@ -239,7 +248,8 @@ def step_words(planning: Planning, candidate: Candidate) -> str:
 
 
 def memory_table(planning: Planning) -> Table:
-    best, life = planning.ranking.candidates[0], planning.life
+    best = planning.ranking.candidates[0]
+    life = planning.life
     memory = memory_by_phase(planning, best)
     parts = list(part_colours(parts_of(memory)))
     sums = ["Allocated", "Reserved", "Held"] if best.plan.device == "cuda" else ["Allocated", "Held"]
@@ -279,7 +289,9 @@ def schedule(planning: Planning) -> tuple[list[Block], dict[str, Figure]]:
     if candidate is None:
         return [empty("No plan that fits divides the layers among pipeline ranks, so there is no schedule to draw.")], {}
     plan = candidate.plan
-    shape, count, drawn = plan.layout, plan.gradient_accumulation_steps, num_drawn(plan)
+    shape = plan.layout
+    count = plan.gradient_accumulation_steps
+    drawn = num_drawn(plan)
     passes = passes_of(plan, count)
     subject = "The best plan"
     if plan is not planning.best:

@@ -42,8 +42,11 @@ from upshift.reports.plots import (
 
 LENGTH_FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of the workload's sequence length
 MAX_MICRO_BATCHES = 12
-LENGTH, SIZE, WORDS = "sequence-length", "micro-batch", "family-words"
-PLOT, MEMORY_PLOT = "plot-family", "plot-family-memory"
+LENGTH = "sequence-length"
+SIZE = "micro-batch"
+WORDS = "family-words"
+PLOT = "plot-family"
+MEMORY_PLOT = "plot-family-memory"
 Recomputation = tuple[int, str]  # how many layers, in which granularity
 
 
@@ -70,8 +73,10 @@ class Grid:
 
 def family_grid(planning: Planning) -> Grid | None:
     """Return the grid of lengths and micro-batches at which the family has plans, or None if it has none at the best plan's."""
-    best_length, best_size = planning.best.sequence_length, planning.best.per_device_train_batch_size
-    lengths, sizes = sequence_lengths(planning), micro_batches(planning)
+    best_length = planning.best.sequence_length
+    best_size = planning.best.per_device_train_batch_size
+    lengths = sequence_lengths(planning)
+    sizes = micro_batches(planning)
     costed = {(length, size): plans for length in lengths for size, plans in costed_at(planning, length, sizes)}
     if not costed[best_length, best_size]:
         return None
@@ -88,7 +93,8 @@ def family_grid(planning: Planning) -> Grid | None:
 
 def sequence_lengths(planning: Planning) -> tuple[int, ...]:
     """Return lengths around the workload's, as far as the model has positions and the attention kernel is offered."""
-    length, ranks = planning.best.sequence_length, planning.best.layout.context_parallel
+    length = planning.best.sequence_length
+    ranks = planning.best.layout.context_parallel
     longest = planning.profile.max_positions or length * int(LENGTH_FACTORS[-1])
     if planning.best.attention == "block":
         longest = min(longest, max(BLOCK_ATTENTION_LIMIT, length))
@@ -160,10 +166,12 @@ def dots(candidates: Sequence[Candidate], planning: Planning) -> list[Placed]:
 def family_figure(grid: Grid, planning: Planning) -> Figure:
     """Return the scatter plot. Its axes are the same for every state, so that a move of a slider can be seen."""
     rows = [dots([candidate for cell in row for candidate in cell.plans], planning) for row in grid.cells]
-    every_dot, limit = [dot for row in rows for dot in row], limit_gib(planning)
+    every_dot = [dot for row in rows for dot in row]
+    limit = limit_gib(planning)
     peaks = all_peaks(every_dot, limit)
     scale = log_axis_if_wide(peaks)
-    low, high = min(peaks, default=1.0), max(peaks, default=1.0)
+    low = min(peaks, default=1.0)
+    high = max(peaks, default=1.0)
     ends = [math.log10(low / 1.1), math.log10(high * 1.1)] if "type" in scale else [0.0, high * 1.05]
     x = axis("held memory per device, GiB", **scale, range=ends)
     y = axis(speed_words(planning), range=[0.0, 1.05 * max((dot.speed for dot in every_dot), default=1.0)], tickformat=",~r")
@@ -196,7 +204,8 @@ def size_words(grid: Grid) -> list[str]:
 
 
 def cell_words(cell: Cell, planning: Planning) -> str:
-    limit, plan = limit_gib(planning), cell.shown.plan
+    limit = limit_gib(planning)
+    plan = cell.shown.plan
     ending = "fits" if cell.fits else f"does not fit in the {limit:.2f} GiB that may be held, nor does any other of the family"
     return (
         f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: {costs(planning, cell.shown)}. "
@@ -211,7 +220,8 @@ def family_parts(planning: Planning) -> tuple[list[Block], dict[str, Figure], di
     grid = family_grid(planning)
     if grid is None:
         return [empty("The best plan's family cannot be predicted for full sequences.")], {}, {}
-    lengths, sizes = length_words(grid), size_words(grid)
+    lengths = length_words(grid)
+    sizes = size_words(grid)
     words = {
         f"{LENGTH}-value": chosen_by(LENGTH, lengths),
         f"{SIZE}-value": chosen_by(SIZE, sizes),

@@ -84,7 +84,8 @@ def tried_marks(points: Sequence[Placed]) -> list[Figure]:
     pairs = []
     for point in points:
         candidate = point.candidate
-        speed, peak = candidate.measured_tokens_per_second, candidate.measured_peak_gib
+        speed = candidate.measured_tokens_per_second
+        peak = candidate.measured_peak_gib
         if candidate.status in ("chosen", "tried") and speed is not None and peak is not None:
             pairs.append((point, Placed(candidate, speed, peak)))
     traces: list[Figure] = []
@@ -116,7 +117,8 @@ def moving_mean(points: Sequence[Point], share: float = 0.03) -> list[Point]:
     smooth: list[Point] = []
     for index, (x, _) in enumerate(known):
         near = min(reach, index, len(known) - 1 - index)
-        low, high = index - near, index + near + 1
+        low = index - near
+        high = index + near + 1
         smooth.append((x, (sums[high] - sums[low]) / (high - low)))
     return smooth
 
@@ -142,7 +144,8 @@ def loss_traces(index: int, curve: LossCurve) -> list[Figure]:
         if points:
             step = math.ceil(len(points) / MAX_POINTS)
             thin = [*points[:-1:step], points[-1]]
-            xs, ys = column(x for x, _ in thin), column(y for _, y in thin)
+            xs = column(x for x, _ in thin)
+            ys = column(y for _, y in thin)
             traces.append({"type": "scatter", "legendgroup": str(index), **look, "x": xs, "y": ys})
     return traces
 

@@ -28,7 +28,9 @@ COMMANDS = ("make demo", "upshift plan MODEL --train", "upshift train MODEL --da
 
 def write_demo_page(result: Any, path: Path) -> Path:
     """Write the page of a DemoResult. Raise RequestError when the file cannot be written."""
-    prepared, baseline, chosen = result.prepared, result.baseline, result.chosen
+    prepared = result.prepared
+    baseline = result.baseline
+    chosen = result.chosen
     planning = prepared.planning
     equal = chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
     speedup = chosen.measured.tokens_per_second / baseline.measured.tokens_per_second
@@ -57,8 +59,10 @@ def write_demo_page(result: Any, path: Path) -> Path:
 
 
 def _facts(result: Any) -> tuple[Fact, ...]:
-    planning, environment = result.prepared.planning, result.chosen.environment
-    profile, workload = planning.profile, planning.workload
+    planning = result.prepared.planning
+    environment = result.chosen.environment
+    profile = planning.profile
+    workload = planning.workload
     facts = {
         "machine": f"{environment.processor}, {environment.num_cores} cores",
         "model": f"{profile.architecture}, {format_count(profile.parameters.total)} parameters",
@@ -78,7 +82,8 @@ def _comparison(plan: str, role: Role, numbers: Numbers) -> ComparisonRow:
 
 def _candidates(prepared: Any) -> tuple[Candidate, ...]:
     """Return every plan of the space. Those that were tried carry what was measured, or why it failed."""
-    proof, ranking = prepared.proof, prepared.planning.ranking
+    proof = prepared.proof
+    ranking = prepared.planning.ranking
     trials = {trial.candidate.plan.label(): trial for trial in (proof.tried if proof else ())}
     rows = []
     groups: tuple[tuple[Status, Any], ...] = (("candidate", ranking.candidates), ("rejected", ranking.too_big))
@@ -106,7 +111,8 @@ def _tried(row: Candidate, trial: Any, *, is_chosen: bool) -> Candidate:
 
 def _memory(record: Record) -> MemoryLife:
     """Return the parts as predicted for the phase that ran, and the process's memory as measured."""
-    predicted, taken = record.predicted, record.details["memory_samples"]
+    predicted = record.predicted
+    taken = record.details["memory_samples"]
     phases = predicted.memory if predicted else {}
     highest = max(phases.values(), key=lambda row: sum(row.values()), default={})
     lasting = {part: highest.get(part, 0.0) for part in LASTING}

@@ -79,9 +79,12 @@ def baseline(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
 def tiles(run: RunPage) -> list[Tile]:
     """Return the outcome in a few large numbers."""
     outcome = []
-    base, chosen = baseline(run.comparison), next((row for row in run.comparison if row.role == "chosen"), None)
+    base = baseline(run.comparison)
+    chosen = next((row for row in run.comparison if row.role == "chosen"), None)
     if base and chosen:
-        speed, peak, loss = chosen.tokens_per_second, chosen.peak_gib, chosen.held_out_loss
+        speed = chosen.tokens_per_second
+        peak = chosen.peak_gib
+        loss = chosen.held_out_loss
         outcome = [
             Tile("Speed", times(speed, base.tokens_per_second), f"{number(speed)} tokens per second"),
             Tile("Peak memory", times(peak, base.peak_gib), f"{number(peak, 2)} GiB allocated"),
