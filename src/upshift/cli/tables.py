@@ -198,9 +198,9 @@ def wrap_items(items: list[str], width: int) -> str:
 
 def uncertainty_lines(numbers: Numbers) -> list[str]:
     """Return a line for each predicted number: its basis, and the factors between which the measured one should lie."""
-    step = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
+    step_basis = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
     lines = []
-    for name, basis in (("Time", step), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
+    for name, basis in (("Time", step_basis), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
         if basis is None or basis.interval is None:
             continue
         low, high = basis.interval

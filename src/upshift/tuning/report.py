@@ -13,7 +13,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 from optuna.visualization import plot_optimization_history, plot_parallel_coordinate, plot_param_importances, plot_pareto_front
 
-from upshift.reports.blocks import Block, Plot, Table, Tile, empty, number
+from upshift.reports.blocks import Block, Plot, Table, Tile, missing, number
 from upshift.reports.document import Page, Section, page_html, write_page
 from upshift.reports.plots import Figure, layout
 from upshift.tuning.objectives import Direction
@@ -43,7 +43,7 @@ def study_page_html(result: TuneResult) -> str:
         reason = "Two or three objectives can be drawn, no more."
         if len(study.trials) < MIN_COMPLETE:
             reason = "Too few trials came to their end to draw this."
-        return Section(name, title, link, plots or [empty(reason)])
+        return Section(name, title, link, plots or [missing(reason)])
 
     sections = [
         section("history", "Results in the order of trials", "History"),

@@ -110,8 +110,8 @@ class TrainerRecipe:
 class EvaluateAtDecisions(TrainerCallback):
     """A callback that skips evaluations, except where the study's pruner decides, and the last one."""
 
-    def __init__(self, decision_steps: tuple[int, ...]) -> None:
-        self._decision_steps = decision_steps
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self._decision_steps = steps
         self._previous_step = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
