@@ -38,7 +38,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert read.parameters["learning_rate"] == Range(low=1e-5, high=1e-2, log=True)  # YAML says that 1e-5 is a word
     assert read.parameters["adam_beta1"] == Choices(choices=(0.9, 0.1))
     assert read.fixed == {"global_batch": 8} and set(read.searched) == {"learning_rate", "adam_beta1"}
-    assert isinstance(SPACE.parameters["weight_decay"], Range) and not SPACE.parameters["weight_decay"].whole
+    assert isinstance(SPACE.parameters["weight_decay"], Range) and not SPACE.parameters["weight_decay"].is_whole
     path.write_text(json.dumps(WRITTEN))
     assert read_space(path) == SPACE
     assert Space.from_json(SPACE.to_json()) == SPACE

@@ -80,8 +80,8 @@ def run(
     if quick or results is not None:
         return
     for claim in case.claims:
-        standing = ClaimStatus.of(case, claim)
-        tables.err.print(f"{standing.name}: {standing.written(standing.value)}", markup=False, highlight=False)
+        status = ClaimStatus.of(case, claim)
+        tables.err.print(f"{status.name}: {status.written(status.value)}", markup=False, highlight=False)
 
 
 @app.command("compare")

@@ -141,17 +141,17 @@ def show_finding(finding: Finding) -> None:
             tables.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
-One = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
-Other = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
+FirstRun = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
+SecondRun = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
 Tolerance = Annotated[
     float | None, typer.Option("--tolerance", min=0.0, help="relative; default: 1e-5 in fp32, 1e-3 in bf16 and fp16, 5e-3 else")
 ]
 
 
-def compare_runs_command(one: One, other: Other, tolerance: Tolerance = None, as_json: Json = False) -> None:
+def compare_runs_command(first: FirstRun, second: SecondRun, tolerance: Tolerance = None, as_json: Json = False) -> None:
     """The first step, checkpoint and tensors in which two runs differ, and by how much. Exit code 1: they differ."""
     from upshift.training.compare_runs import compare_runs
 
     with tables.step("Comparing the runs"):
-        comparison = compare_runs(one, other, tolerance=tolerance)
+        comparison = compare_runs(first, second, tolerance=tolerance)
     report_findings(list(comparison.findings), document=comparison.to_json(), as_json=as_json)

@@ -35,9 +35,9 @@ def show_placement(
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
     empty, checkpoint = empty_with_files(source, dtype)
-    where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    request = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
-        placement = place_empty(empty, checkpoint, where)
+        placement = place_empty(empty, checkpoint, request)
     if as_json:
         derived = {
             "device_map": placement.device_map, "totals": placement.totals, "peak_bytes": placement.peak_bytes,
@@ -50,8 +50,8 @@ def show_placement(
 
 def _print_placement(placement: Placement) -> None:
     table = tables.new_table("Where it goes", "device", "part", "why", numbers=("size",))
-    for device, names, size, why in _rows(placement):
-        table.add_row(device, names, why, format_bytes(size))
+    for device, names, size, reason in _rows(placement):
+        table.add_row(device, names, reason, format_bytes(size))
     tables.out.print(table)
     tables.out.print(_memory_table(placement))
     for line in _cost_lines(placement):

@@ -47,7 +47,7 @@ def draw_values(trial: Any, space: Space) -> dict[str, Any]:
 def _suggest(trial: Any, name: str, parameter: Range | Choices) -> Any:
     if isinstance(parameter, Choices):
         return trial.suggest_categorical(name, parameter.choices)
-    if parameter.whole:
+    if parameter.is_whole:
         return trial.suggest_int(name, parameter.low, _last(parameter), step=parameter.step or 1, log=parameter.log)
     return trial.suggest_float(name, parameter.low, _last(parameter), step=parameter.step, log=parameter.log)
 
@@ -59,7 +59,7 @@ def _last(parameter: Range) -> int | float:
 def _distribution(parameter: Range | Choices) -> BaseDistribution:
     if isinstance(parameter, Choices):
         return CategoricalDistribution(parameter.choices)
-    if parameter.whole:
+    if parameter.is_whole:
         return IntDistribution(int(parameter.low), int(_last(parameter)), log=parameter.log, step=int(parameter.step or 1))
     return FloatDistribution(parameter.low, _last(parameter), log=parameter.log, step=parameter.step)
 
@@ -75,9 +75,9 @@ def _domain(parameter: Range | Choices) -> Any:
         return tune.choice(list(parameter.choices))
     if parameter.grid is not None:  # tune.qrandint counts from 0, not from low
         return tune.choice(list(parameter.grid))
-    if parameter.whole and parameter.log:  # tune.lograndint rounds down: high would be almost never drawn
+    if parameter.is_whole and parameter.log:  # tune.lograndint rounds down: high would be almost never drawn
         return tune.sample_from(partial(_whole_log, int(parameter.low), int(parameter.high)))
-    if parameter.whole:
+    if parameter.is_whole:
         return tune.randint(int(parameter.low), int(parameter.high) + 1)
     return (tune.loguniform if parameter.log else tune.uniform)(parameter.low, parameter.high)
 
@@ -100,9 +100,9 @@ def _parameter(parameter: Range | Choices) -> dict[str, Any]:
         return {"values": list(parameter.choices)} if len(parameter.choices) > 1 else {"value": parameter.choices[0]}
     if parameter.grid is not None:
         return {"values": list(parameter.grid)}
-    if parameter.whole and parameter.log:  # it rounds to q: half a step beyond both ends makes them as likely as others
+    if parameter.is_whole and parameter.log:  # it rounds to q: half a step beyond both ends makes them as likely as others
         return {"distribution": "q_log_uniform_values", "min": parameter.low - 0.5, "max": parameter.high + 0.5, "q": 1}
-    kind = "int_uniform" if parameter.whole else "log_uniform_values" if parameter.log else "uniform"
+    kind = "int_uniform" if parameter.is_whole else "log_uniform_values" if parameter.log else "uniform"
     return {"distribution": kind, "min": parameter.low, "max": parameter.high}
 
 

@@ -43,7 +43,7 @@ S = TypeVar("S", bound=Server)
 
 @dataclass
 class ServerPool(Generic[S]):
-    """A context that owns servers. Threads that run trials at once take a server each with ``one``."""
+    """A context that owns servers. Threads that run trials at once take a server each with ``lease``."""
 
     start: Callable[[], AbstractContextManager[S]]
     _all: ExitStack = field(default_factory=ExitStack)
@@ -51,7 +51,7 @@ class ServerPool(Generic[S]):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def one(self) -> Iterator[S]:
+    def lease(self) -> Iterator[S]:
         """Yield a free server, or a new one. A server that died is not used again."""
         with self._lock:
             server = self._free.pop() if self._free else self._all.enter_context(self.start())
@@ -157,7 +157,7 @@ class TrialRunner:
         job = prepared.job(
             Arguments.from_fields(arguments), output=self.folder(trial.number), evaluate_at_steps=self._evaluate_at(steps)
         )
-        with self._servers.one() as server:
+        with self._servers.lease() as server:
             return server.run(job, prepared.data, self._event_callback(trial, steps))
 
     def __enter__(self) -> TrialRunner:

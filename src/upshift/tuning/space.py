@@ -55,7 +55,7 @@ class Range(Value):
         return self
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         return all(isinstance(value, int) for value in (self.low, self.high, self.step or 1))
 
     @property

@@ -112,7 +112,7 @@ def _run_trial(recipe: TrainerRecipe, servers: ServerPool[ForkServer], study_tri
 
     The values are drawn here, so that the sampler keeps its state."""
     recipe.hp_space(study_trial.trial)
-    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as folder_name, servers.one() as server:
+    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as folder_name, servers.lease() as server:
         folder = Path(folder_name)
         recipe.write(folder, study_trial.trial)
         *_, ending = server.ask(Request(folder=folder_name), Request, limit_seconds=LONGEST_SECONDS)

@@ -219,7 +219,8 @@ def memory_figure(history: MemoryHistory, *, limit_gib: float | None) -> Figure 
     for name, level, line in levels:
         if level is not None:
             traces.append({"type": "scatter", "mode": "lines", "x": [seconds[0], seconds[-1]],
-                           "y": rounded_values([level, level]), "line": line, "name": f"{name}, {level:.2f} GiB", "hoverinfo": "skip"})  # fmt: skip
+                           "y": rounded_values([level, level]), "line": line, "name": f"{name}, {level:.2f} GiB",
+                           "hoverinfo": "skip"})  # fmt: skip
             top = max(top, level)
     y = axis("GiB", range=[0, round_value(top * 1.12) or 1])
     x = axis("seconds since the start", unifiedhovertitle={"text": "%{x:.1f} s"}, showgrid=False)
