@@ -99,7 +99,7 @@ def _cut(count: int, confidence: float) -> int | None:
         mean = count * (count + 1) / 4
         variance = count * (count + 1) * (2 * count + 1) / 24
         return math.floor(mean - 0.5 - _normal(confidence) * math.sqrt(variance))
-    num_subsets = [1] + [0] * (count * (count + 1) // 2)  # in which ranks sum to the index
+    num_subsets = [1] + [0] * (count * (count + 1) // 2)  # of ranks, by their sum
     for rank in range(1, count + 1):
         for total in range(len(num_subsets) - 1, rank - 1, -1):
             num_subsets[total] += num_subsets[total - rank]

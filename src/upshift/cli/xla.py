@@ -21,7 +21,7 @@ app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_a
 
 
 @app.callback()
-def _of_all() -> None:
+def _group() -> None:
     """Programs of XLA."""
 
 
