@@ -135,14 +135,14 @@ def open_study(
             study_name=name, storage=open_storage(storage, folder), directions=list(directions), load_if_exists=True,
             sampler=SamplerByTrialNumber(seed), pruner=study_pruner,
         )  # fmt: skip
-    check_identity(study, identity, other="another --output")
+    check_identity(study, identity, alternative="another --output")
     return study
 
 
 def check_identity(study: optuna.Study, identity: dict[str, Any], *, alternative: str) -> None:
     """Raise RequestError if a study's earlier trials had another identity, so that values cannot be compared.
 
-    ``other``: the option that gives another study, for the message."""
+    ``alternative``: the option that gives another study, for the message."""
     current = json.loads(json.dumps(identity, default=str))
     stored = study.user_attrs.get(IDENTITY)
     if stored is None:

@@ -74,7 +74,7 @@ def _check_same_study(study: optuna.Study, directions: Sequence[str], identity: 
             f"the study {study.study_name!r} has direction {', '.join(study_directions)}, not {', '.join(directions)}; "
             "use the same, or another study_name="
         )
-    check_identity(study, identity, other="another study_name=")
+    check_identity(study, identity, alternative="another study_name=")
 
 
 def _drawn_distributions(hp_space: Callable[[Any], dict[str, Any]], catch: tuple[type[Exception], ...]) -> dict[str, str]:

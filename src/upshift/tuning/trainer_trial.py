@@ -118,7 +118,7 @@ class EvaluateAtDecisions(TrainerCallback):
         step = state.global_step
         if control.should_evaluate:
             is_last = step + state.eval_steps > state.max_steps
-            is_decision = crosses_decision_step(self._decision_steps, before=self._previous_step, step=step)
+            is_decision = crosses_decision_step(self._decision_steps, previous_step=self._previous_step, step=step)
             control.should_evaluate = is_last or is_decision
             self._previous_step = step
 

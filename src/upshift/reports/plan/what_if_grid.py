@@ -56,7 +56,7 @@ class Cell:
 
     plans: tuple[Candidate, ...]
     shown: Candidate
-    is_fitting: bool
+    fits: bool
 
 
 @dataclass(frozen=True)
