@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.timing import timed
+from upshift.benchmarking.timing import time_with_load
 
 
 def raced(request: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +41,11 @@ def whole(request: dict[str, Any]) -> None:
     setup = EngineSetup.from_json(request["setup"])
     run = _encode(request, setup) if request["kind"] == "encode" else _generate(request, setup)
     run()
-    first = timed(run)
+    first = time_with_load(run)
     passes = max(min(int(0.5 / first["seconds"]), 50), 1)  # of what is short
     answers.write(json.dumps(first) + "\n")
     for _ in sys.stdin:
-        found = timed(lambda: [run() for _ in range(passes)])
+        found = time_with_load(lambda: [run() for _ in range(passes)])
         found |= {name: found[name] / passes for name in ("seconds", "cpu_seconds")}
         answers.write(json.dumps(found) + "\n")
 

@@ -35,7 +35,7 @@ import httpx2
 from generate import save_model
 from serving_peers import PEERS, export_genai, installed
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
@@ -236,9 +236,9 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
     for number in range(options.rounds):
         for contender in options.contenders.split(","):
             if not installed(contender):
-                tell(f"{contender} is not installed: serving_peers.py says how")
+                print_progress(f"{contender} is not installed: serving_peers.py says how")
                 continue
-            tell(f"round {number + 1}: {contender}")
+            print_progress(f"round {number + 1}: {contender}")
             if contender.startswith("genai"):  # before its start is timed
                 export_genai(model, contender.partition(" ")[2])
             name = str(model) if contender.startswith("transformers") else model.name

@@ -22,7 +22,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.mup import check_base, scale_initial, scales
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.run import train
-from upshift.tuning.mup_check import BOUND, Growth, checked, measure, write_narrow
+from upshift.tuning.mup_check import BOUND, Growth, check_transfer, measure_growth, write_narrow
 from upshift.tuning.tune import tune
 
 TOKENS, BATCH, LENGTH, STEPS = 64, 8, 16, 24
@@ -122,7 +122,7 @@ def test_outputs_change_alike_at_every_width(kind: str, tmp_path: Path) -> None:
     """The coordinate check at 32, 64 and 128: flat within its bound, and not without muP."""
     KINDS[kind][0](128).save_pretrained(tmp_path / "whole")
     narrow = write_narrow(find_model(str(tmp_path / "whole")), 32, tmp_path / "narrow")
-    found = measure(str(narrow), str(tmp_path / "whole"))
+    found = measure_growth(str(narrow), str(tmp_path / "whole"))
     assert found.widths == (32, 64, 128) and found.is_flat and found.without > BOUND, found
 
 
@@ -203,4 +203,4 @@ def test_a_check_that_is_not_flat_ends_the_search(monkeypatch: pytest.MonkeyPatc
         user_attrs: dict[str, Any] = {}
 
     with pytest.raises(RequestError, match="differs 2.5 times .* more than 2 does not carry over"):
-        checked(Study(), "narrow", "whole")
+        check_transfer(Study(), "narrow", "whole")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_profile import make_profile
 
-from upshift.cli.options import FLAGS
+from upshift.cli.options import LAYOUT_FLAGS
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link, Measured, Rates
@@ -209,7 +209,7 @@ def test_memory_of_a_host_is_shared_by_its_processes() -> None:
 
 def test_flags_name_fields_of_a_plan() -> None:
     fields = {**Plan.model_fields, **Layout.model_fields}
-    assert all(flag.field in fields for flag in FLAGS.values())
+    assert all(flag.field in fields for flag in LAYOUT_FLAGS.values())
 
 
 def test_the_plain_default_is_not_chosen_against_what_was_asked_for() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_up_plans import made_up_planning
 
-from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
+from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, read_moment, timing_between
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import LASTING_PARTS
 from upshift.planning.cost.uncertainty import AGAIN
@@ -210,7 +210,7 @@ def test_waiting_for_a_core_is_seen_and_taken_off(waits: float, others: float, b
 
 
 def test_without_the_kernels_counters_nothing_is_claimed() -> None:
-    timing = between(Moment(0.0, 0.0, None, None), Moment(3.0, 1.0, None, None))
+    timing = timing_between(Moment(0.0, 0.0, None, None), Moment(3.0, 1.0, None, None))
     assert (timing.busy, timing.calm_seconds, timing.cpu_seconds) == (False, 3.0, 1.0)
     short = Timing(0.05, 0.05, other_cores=2 * BUSY_CORES)
     assert not short.busy, "ticks of a hundredth of a second say nothing of so short a time"
@@ -220,7 +220,7 @@ def test_the_counters_of_this_machine_are_read() -> None:
     before = read_moment()
     sum(range(200_000))
     after = read_moment()
-    timing = between(before, after)
+    timing = timing_between(before, after)
     assert timing.seconds > 0.0 and 0.0 <= timing.waited <= timing.seconds and timing.other_cores >= 0.0
     assert timing.calm_seconds <= timing.seconds
 

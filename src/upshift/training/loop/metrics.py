@@ -11,7 +11,7 @@ from upshift.benchmarking.meters import (
     AllocatedPeak,
     allocated_peak,
 )
-from upshift.benchmarking.timing import between, read_moment
+from upshift.benchmarking.timing import read_moment, timing_between
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.training.batches.sampler import GlobalBatch
@@ -63,7 +63,7 @@ class StepMeter:
         if self.count == 1 or self.count != self.watched:
             self._window.append((tokens, seconds))
         if self.count > NUM_WARMUP and self.count != self.watched:
-            timing = between(self._before, read_moment())
+            timing = timing_between(self._before, read_moment())
             self.waited_seconds += timing.waited
             self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
