@@ -25,7 +25,7 @@ from upshift.inference.encoding.model_config import Recipe, read_recipe
 from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import Standing
-from upshift.inference.race.policy import TURNS, RacePolicy
+from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
 from upshift.inference.race.types import Contest, Entrants, Limits, Quality, Run, read_quality, spread_over
 from upshift.inference.registry import EngineName, EngineSetup, Precision
@@ -332,7 +332,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     few = race(999.0, 0.9)
     assert (few.chosen.engine, few.chosen.batch, few.final, finals) == ("openvino", 256, (), [])
     many = race(1000.0)
-    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * TURNS
+    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * FINAL_TURNS
     shown = {run.setup.engine: run.per_second for run in many.best()}
     assert shown["ctranslate2"] == 95.0 and shown["openvino"] == 90.0
     assert race(1000.0).recalled and race(1000.0).chosen == many.chosen
