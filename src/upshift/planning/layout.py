@@ -88,7 +88,8 @@ def reason_not_split(layout: Layout) -> str | None:
     """Return why the layout cannot run zero_bubble; None where it can, or does not ask for it."""
     if not layout.splits_backward:
         return None
-    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    asked = "pipeline_schedule=zero_bubble"
+    instead = "use pipeline_schedule=1f1b"
     if layout.fully_shard == "weights":
         return f"{asked} needs a layer's weights when fully_shard=weights has let go of them; {instead}"
     if layout.master_weights:

@@ -28,7 +28,9 @@ LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
-PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # each new width compiles a layer again, so there are fewer widths
+# each new width compiles a layer again, so there are fewer widths
+PAD_MULTIPLE = 8
+COMPILED_PAD_MULTIPLE = 64
 
 _CHANGES_MATHEMATICS: dict[str, str] = {
     "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",

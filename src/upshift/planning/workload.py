@@ -41,7 +41,8 @@ def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
                 rooms &= ~(1 << room)
             rows[row].append(index)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([index])
         if room > length:
             rows_with_room.setdefault(room - length, []).append(row)
@@ -115,7 +116,8 @@ class LengthHistogram(Value):
         exact = {length: count for length, count in counts.items() if count}
         if not exact:
             raise RequestError("the data has no sequence of two or more tokens; give more text")
-        bucket, rounded = -(-sequence_length // MAX_BUCKETS), Counter[int]()
+        bucket = -(-sequence_length // MAX_BUCKETS)
+        rounded = Counter[int]()
         for length, count in exact.items():
             rounded[min(round_up(length, bucket), sequence_length)] += count
         lengths, numbers = zip(*sorted(rounded.items()), strict=True)
@@ -173,7 +175,8 @@ class LengthHistogram(Value):
         """Return computed over real tokens when padded and sorted by length in each global batch; 1.0 is no waste."""
 
         def computed(batch: list[int]) -> int:
-            longest_first, padded = sorted(batch, reverse=True), 0
+            longest_first = sorted(batch, reverse=True)
+            padded = 0
             for start in range(0, len(batch), micro_batch):
                 width = min(round_up(longest_first[start], pad_multiple), self.sequence_length)
                 padded += width * len(longest_first[start : start + micro_batch])
@@ -210,7 +213,8 @@ class LengthHistogram(Value):
 
     @cached_property
     def _cumulative_counts(self) -> list[int]:
-        total, cumulative = 0, []
+        total = 0
+        cumulative = []
         for count in self.counts:
             total += count
             cumulative.append(total)

@@ -60,7 +60,8 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
     Return an empty dictionary if the head is on one pipeline stage of several.
     """
-    trace, rates = trace_for(profile, plan, workload), rates_for(host, profile, plan)
+    trace = trace_for(profile, plan, workload)
+    rates = rates_for(host, profile, plan)
     if trace is None or rates is None or plan.layout.pipeline_parallel > 1:
         return {}
     of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host), head_alone=True)
@@ -125,11 +126,13 @@ class Measured:
 
     def of(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds that another plan's step would take, by kind."""
-        here, there = by_kind(self.candidate.time.terms), by_kind(candidate.time.terms)
+        here = by_kind(self.candidate.time.terms)
+        there = by_kind(candidate.time.terms)
         calls = there.get(IDLE, 0.0) / here[IDLE] if here.get(IDLE) else 1.0
         found = {}
         for kind in {*there, *self.seconds}:
-            predicted, measured = here.get(kind, 0.0), self.seconds.get(kind, 0.0)
+            predicted = here.get(kind, 0.0)
+            measured = self.seconds.get(kind, 0.0)
             rated = min(measured, BOUND_BY_RATE * predicted)
             scale = rated / predicted if predicted else 1.0
             found[kind] = there.get(kind, 0.0) * scale + (measured - rated) * (calls if predicted else 1.0)
@@ -164,7 +167,8 @@ def _best(
     measured: Measured, choice: str, fields: tuple[str, ...], allow: tuple[str, ...], legal: Callable[[Plan], bool]
 ) -> Change | None:
     workload = measured.workload.changed(allow=tuple(dict.fromkeys((*measured.workload.allow, *allow))))
-    plan, before = measured.candidate.plan, measured.total(measured.candidate)
+    plan = measured.candidate.plan
+    before = measured.total(measured.candidate)
     try:
         ranking = search(measured.host, measured.profile, workload, fixed=_kept(measured, plan, fields, workload))
     except RequestError:
@@ -196,7 +200,8 @@ def _values(before: Plan, after: Plan) -> dict[str, str]:
 
 
 def _change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
-    here, there = measured.of(measured.candidate), measured.of(candidate)
+    here = measured.of(measured.candidate)
+    there = measured.of(candidate)
     more = {kind: there.get(kind, 0.0) - here.get(kind, 0.0) for kind in {*here, *there}}
     named = sorted((item for item in more.items() if abs(item[1]) > 0.002 * sum(here.values())), key=lambda item: item[1])
     values = _values(measured.candidate.plan, candidate.plan)

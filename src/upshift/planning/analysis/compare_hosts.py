@@ -21,7 +21,9 @@ from upshift.record import Numbers
 from upshift.value import Value
 
 HOUR = 3600.0
-MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # a larger number is a typing error
+# a larger number is a typing error
+MOST_TOKENS = 1e18
+HIGHEST_PRICE = 1e9
 DURATIONS = {"s": 1.0, "min": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
@@ -192,7 +194,8 @@ def compare(
 
 
 def _row(planning: Planning, tokens: int, terms: Terms) -> Compared:
-    host, best = planning.host, planning.ranking.candidates[0]
+    host = planning.host
+    best = planning.ranking.candidates[0]
     steps = tokens / tokens_per_step(planning.profile, planning.workload)
     seconds = steps * best.time.total + best.time.one_time
     device_hours = seconds / HOUR * host.num_devices

@@ -71,7 +71,8 @@ def reasons_among(
         cost: returns what a candidate would cost.
         blocked_cost: the same for all that is blocked.
     """
-    best, rows = candidates[0].plan, []
+    best = candidates[0].plan
+    rows = []
     for name, why in because.items():
         value = getattr(best, name)
         other = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)

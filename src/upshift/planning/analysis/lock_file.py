@@ -150,7 +150,8 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
     ``profile``: traced with today's libraries (``variants_for`` what the lock says). The host's rates are the lock's own, so
     that only software moves the numbers.
     """
-    entry, lock = locked.plans[0], locked.lock
+    entry = locked.plans[0]
+    lock = locked.lock
     candidate = cost_plan(entry.plan, host=lock.host, profile=profile, workload=lock.workload)
     now = _versions(profile)
     versions = {
@@ -158,7 +159,8 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
         for name in dict.fromkeys((*lock.versions, *now))
         if lock.versions.get(name) != now.get(name)
     }
-    peak, step = entry.predicted.peak_gib, entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
+    peak = entry.predicted.peak_gib
+    step = entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
     if isinstance(candidate, Rejected):
         return Check(
             moved=True, peak_gib=Change(name="peak", before=peak, now=None), step_ms=Change(name="step", before=step, now=None),
@@ -239,7 +241,8 @@ def _digests(profile: ModelProfile, plan: Plan, workload: Workload) -> dict[str,
     trace = trace_for(profile, plan, workload)
     if trace is None:
         return found
-    recomputes, way = plan.activation_checkpointing > 0, plan.recompute_granularity
+    recomputes = plan.activation_checkpointing > 0
+    way = plan.recompute_granularity
     gaps = trace.gaps_recomputed.get(way, trace.gaps) if recomputes else trace.gaps
     found["before the layers"] = _digest(gaps[0])
     for stack, traced, gap in zip(profile.stacks, trace.stacks, gaps[1:], strict=True):

@@ -48,14 +48,19 @@ def largest_multiple(fits: Callable[[int], bool], *, step: int, start: int, ceil
     ``fits`` must hold up to some value and not beyond. Strides that double lead away from ``start`` until the border is passed.
     Then the border is bisected. The nearer ``start`` is to the border, the fewer sizes are tested.
     """
-    low, high = 0, ceiling // step + 1  # fits at low, not at high
-    probe, stride = min(max(start // step, 1), high - 1), 1
+    # fits at low, not at high
+    low = 0
+    high = ceiling // step + 1
+    probe = min(max(start // step, 1), high - 1)
+    stride = 1
     found_low = found_high = False
     while high - low > 1:
         if fits(probe * step):
-            low, found_low = probe, True
+            low = probe
+            found_low = True
         else:
-            high, found_high = probe, True
+            high = probe
+            found_high = True
         if found_low and found_high:
             probe = (low + high) // 2
         else:
@@ -73,7 +78,8 @@ def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
     if layers == deepest or not deepest:
         return profile
     stacks = tuple(_stretched(stack, max(stack.num_layers * layers // deepest, 1)) for stack in profile.stacks)
-    forward, backward = profile.forward_flops, profile.backward_flops
+    forward = profile.forward_flops
+    backward = profile.backward_flops
     for old, new, traced in zip(profile.stacks, stacks, profile.steps[0].stacks, strict=True):
         for index, segment in enumerate(traced.plain):
             more = new.assignment.count(index) - old.assignment.count(index)
@@ -82,7 +88,8 @@ def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
             # A fused backward pass computes the scores again, which the convention leaves out: it is twice the forward pass.
             backward = _plus(backward, more, segment.backward.matmul_flops, attention, attention)
     ratio = (_weight(stacks), _weight(profile.stacks))
-    divided, experts = profile.tensor_parallel, profile.experts
+    divided = profile.tensor_parallel
+    experts = profile.experts
     kv = profile.kv_elements
     return profile.model_copy(
         update={
@@ -117,7 +124,8 @@ def _plus(polynomial: Polynomial, count: int, *others: Polynomial) -> Polynomial
 
 
 def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple[int, int]) -> Parameters:
-    inside, trained = _scaled(parameters.layers, ratio), _scaled(parameters.trainable_layers, ratio)
+    inside = _scaled(parameters.layers, ratio)
+    trained = _scaled(parameters.trainable_layers, ratio)
     frozen = parameters.layers - parameters.trainable_layers
     return parameters.changed(
         total=parameters.total - parameters.layers + inside,
@@ -153,7 +161,10 @@ def _shapes(
 
 What = Literal["sequence", "batch", "model"]
 SEQUENCE_STEP = 64  # tokens
-LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where the search ends if memory never does
+# where the search ends if memory never does
+LONGEST_SEQUENCE = 2**24
+LARGEST_BATCH = 2**20
+DEEPEST_MODEL = 2**12
 THRIFTY = 32  # plans that are costed first, those that need least memory
 
 
@@ -258,7 +269,8 @@ class Way:
 
     def fits_anew(self, size: int, sharing: int | None) -> bool:
         """Return whether any plan of this size fits. On one device the search ends with the first plan that does."""
-        (profile, workload), fixed = self.posed(size), self.fixed_for(size, sharing)
+        (profile, workload) = self.posed(size)
+        fixed = self.fixed_for(size, sharing)
         try:
             if shares_work(self.host, fixed):
                 return bool(self.ranking(size, sharing).candidates)
@@ -434,11 +446,13 @@ def find_largest(
         )
     way = ways[what](host, workload, fixed, trace, profile, lengths_at, calibration)
     first, *others = way.sharings()
-    best, sharing = way.largest(first, above=way.step(first)), first
+    best = way.largest(first, above=way.step(first))
+    sharing = first
     for other in others:
         larger = (best // way.step(other) + 1) * way.step(other)
         if larger <= way.ceiling and way.fits(larger, other):
-            best, sharing = way.largest(other, above=larger), other
+            best = way.largest(other, above=larger)
+            sharing = other
     if best == 0:
         smallest = way.ranking(way.step(sharing), sharing)
         raise NothingFits(f"not even {way.step(sharing)} {way.unit} fit {host.name}: {why_none(smallest, host, workload)}")

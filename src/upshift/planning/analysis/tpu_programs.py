@@ -44,7 +44,8 @@ def compiled_so_far(source: ModelSource, host: Host) -> str:
 
 
 def _line(row: Record) -> str:
-    plan, measured = row.plan, row.measured
+    plan = row.plan
+    measured = row.measured
     assert measured is not None and measured.peak_gib is not None
     shape = f"{plan['kind']} of {plan['rows']} x {plan['length']} tokens in {plan['dtype']} on {plan['topology']}"
     return f"{shape} takes {measured.peak_gib:.2f} of {row.details['memory_gib']:.2f} GiB a chip"

@@ -72,7 +72,8 @@ def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace)
             asked=asked, outcome="chosen", plan=best.plan, predicted=planning.numbers(best), gain=0.0, more_gib=0.0,
             why="the best plan has it",
         )  # fmt: skip
-    host, allow = planning.host, _allowance(name, value, planning.workload)
+    host = planning.host
+    allow = _allowance(name, value, planning.workload)
     if name in Layout.model_fields and host.device != "cpu" and host.num_devices == 1:
         alone = f"it says how the devices of a host share the job, and {host.name} has one that computes"
         return Counterfactual(asked=asked, outcome="not possible", why=alone)
@@ -145,7 +146,8 @@ def _answer(planning: Planning, asked: str, name: str, allow: tuple[str, ...], r
 
 def too_big(candidate: Candidate, host: Host, workload: Workload) -> str:
     """Return ``needs 92.0 GiB of 76.0 GiB in the backward phase: activations 60.0 GiB, weights 16.0 GiB``."""
-    limit, phase = limit_of(candidate, host, workload) or 0.0, candidate.memory.peak_phase
+    limit = limit_of(candidate, host, workload) or 0.0
+    phase = candidate.memory.peak_phase
     parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
     named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size > 0.01 * candidate.memory.peak)
     return f"needs {format_bytes(candidate.resident)} of {format_bytes(limit)} in the {phase} phase: {named}"
@@ -227,8 +229,10 @@ def _price(planning: Planning, change: str, ranking: Ranking) -> ShadowPrice:
 
 def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) -> ShadowPrice | None:
     """Return the price of the best plan that ``--allow name`` adds; None where it adds none on this host."""
-    workload, best = planning.workload.changed(allow=(*planning.workload.allow, name)), None
-    change, problem = f"--allow {name}", None
+    workload = planning.workload.changed(allow=(*planning.workload.allow, name))
+    best = None
+    change = f"--allow {name}"
+    problem = None
     for added in _added_by(name):
         if added.partition("=")[0] in {text.partition("=")[0] for text in fixed}:
             continue

@@ -66,7 +66,8 @@ class Volumes:
     known: Known
 
     def of_a_step(self) -> Iterator[Moved]:
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
+        layout = self.plan.layout
+        count = self.plan.gradient_accumulation_steps
         for moved in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
             yield moved._replace(times=moved.times * count)
         if layout.gathers:
@@ -93,7 +94,8 @@ class Volumes:
         In a pipeline they stay whole from a backward pass to the next forward pass: whatever the order, one gather more than
         micro-batches.
         """
-        count, layout = self.plan.gradient_accumulation_steps, self.plan.layout
+        count = self.plan.gradient_accumulation_steps
+        layout = self.plan.layout
         if layout.fully_shard != "weights":
             return 1
         return count + 1 if layout.pipeline_parallel > 1 else 2 * count
@@ -136,7 +138,8 @@ class Volumes:
         those of the forward pass but the last, after which the backward pass needs nothing. An input that is not kept whole is
         gathered again.
         """
-        layout, hidden = self.plan.layout, self.hidden_bytes
+        layout = self.plan.layout
+        hidden = self.hidden_bytes
         if layout.tensor_parallel == 1:
             return
         pairs = PAIRS_A_LAYER * self.layers
@@ -149,7 +152,8 @@ class Volumes:
 
     def _at_the_ends(self) -> Iterator[Moved]:
         """Yield the exchanges of embedding and head, where ranks have their own words of them."""
-        layout, styles = self.plan.layout, set(self.profile.declares.tensor_parallel_plan.values())
+        layout = self.plan.layout
+        styles = set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
             yield Moved("tensor", "all_reduce", self.residual_bytes)
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
@@ -208,7 +212,8 @@ class Volumes:
     @property
     def expert_elements(self) -> float:
         """Return how many of ``elements`` belong to experts that ranks share: only ranks with the same experts exchange them."""
-        layout, stage = self.plan.layout, self.stage
+        layout = self.plan.layout
+        stage = self.stage
         if layout.expert_parallel == 1:
             return 0.0
         found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
@@ -235,7 +240,8 @@ class Volumes:
         """
         plan, layout = self.plan, self.plan.layout
         trained = self.profile.parameters.trainable / self.profile.parameters.total
-        size, experts = self.elements * trained, self.expert_elements * trained
+        size = self.elements * trained
+        experts = self.expert_elements * trained
         if layout.fully_shard == "no":
             return _of_weights("replicas", "all_reduce", size, experts, plan.parameter_bytes)
         between = Moved("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
@@ -293,8 +299,10 @@ class UnknownLink(Exception):
 
 
 def groups_of(host: Host, plan: Plan) -> Groups:
-    layout, node = plan.layout, host.ranks_per_node(plan.num_processes)
-    tensor, context = layout.tensor_parallel, layout.context_parallel
+    layout = plan.layout
+    node = host.ranks_per_node(plan.num_processes)
+    tensor = layout.tensor_parallel
+    context = layout.context_parallel
     sharing = plan.data_parallel * context  # gradients are summed over these
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
     return Groups(
@@ -323,7 +331,8 @@ class Exchange:
         return {name: value for name, value in self._terms() if value > 0.0}
 
     def _terms(self) -> Iterator[tuple[str, float]]:
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
+        layout = self.plan.layout
+        count = self.plan.gradient_accumulation_steps
         groups = self.known.get(("groups", layout, self.plan.num_processes), lambda: groups_of(self.host, self.plan))
         if layout.tensor_parallel > 1:
             yield "tensor parallel", count * self._seconds(self._volumes.tensor(), groups.tensor)
@@ -373,13 +382,16 @@ class Exchange:
         return max(around - self._hides * self.computed.attention, 0.0)
 
     def _sharded(self, group: Group) -> float:
-        plan, volumes = self.plan, self._volumes
-        gather, reduce = self._seconds(volumes.gathered(), group), self._seconds(volumes.reduced(), group)
+        plan = self.plan
+        volumes = self._volumes
+        gather = self._seconds(volumes.gathered(), group)
+        reduce = self._seconds(volumes.reduced(), group)
         gather_outside, reduce_outside = (
             self._seconds(moved, group) for moved in (volumes.gathered_outside(), volumes.reduced_outside())
         )
         total = self._hides * self.computed.total * plan.gradient_accumulation_steps
-        forward, backward = total * (1.0 - BACKWARD_SHARE), total * BACKWARD_SHARE
+        forward = total * (1.0 - BACKWARD_SHARE)
+        backward = total * BACKWARD_SHARE
         in_forward = min(plan.gradient_accumulation_steps, volumes.gathers)
         first = in_forward * gather / max(volumes.layers, 1)  # nothing computes yet
         waited = first + max(in_forward * gather - first - forward, 0.0)
@@ -408,7 +420,8 @@ class Exchange:
         1F1B also waits in between: a stage has no more micro-batches under way than there are stages from it to the last, and
         each of them goes there and back. In the other schedules the rank computes other micro-batches meanwhile.
         """
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
+        layout = self.plan.layout
+        count = self.plan.gradient_accumulation_steps
         one = max(self._to_next(moved.num_bytes, groups.pipeline_stride) for moved in self._volumes.pipeline())
         ranks = layout.pipeline_parallel
         waits = 2.0 * (ranks * layout.virtual_stages - 1)

@@ -50,7 +50,8 @@ class Peak:
         """Keep ``parts`` if they are the first, or more than those before: a moment that holds nothing has its parts, too."""
         total = sum(parts.values())
         if not self.parts or total > self.total:
-            self.total, self.parts = total, parts
+            self.total = total
+            self.parts = parts
 
 
 # A step's moments, in order. At each of them a rank holds another amount of other ranks' parts (Passing).
@@ -87,11 +88,14 @@ def walk_forward(
     held = {"activations": beside, "loss": 0.0}
     released = 0.0
     for item in placed:
-        cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
+        cost = item.segment.forward
+        own = "loss" if item.is_loss else "activations"
+        rise = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch
+        left = cost.left.at(batch, sequence)
         released_here = cost.released.at(batch, sequence)
         if plan.activation_offload and item.is_layer:
-            left, released_here = 0.0, 0.0
+            left = 0.0
+            released_here = 0.0
         for before in {0, item.count - 1}:
             parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
             parts[own] += before * left
@@ -120,7 +124,8 @@ class Backward:
 
     def of(self, item: Placed) -> tuple[float, float]:
         """Return (bytes above the entry at the highest moment, bytes that stay)."""
-        segment, at = item.segment, (self.batch, self.sequence)
+        segment = item.segment
+        at = (self.batch, self.sequence)
         cost = segment.backward_accumulating if self.accumulating and not self.divides else segment.backward
         left = (segment.backward_accumulating if self.divides and item.is_layer else cost).left.at(*at)
         rises = [rise.at(*at) for rise in cost.rise]
@@ -132,7 +137,8 @@ class Backward:
         highest_rise = max(rises, default=0.0)
         if self.plan.activation_offload and item.is_layer:
             back = segment.forward.left.at(*at) - segment.forward.released.at(*at)
-            highest_rise, left = highest_rise + back, left + back
+            highest_rise = highest_rise + back
+            left = left + back
         return max(highest_rise, 0.0), left
 
 
@@ -152,7 +158,8 @@ def walk_backward(
     born and go, and those outside the layers stay until the pass has ended. ``live``: bytes that the forward pass left.
     ``received``: bytes of a buffer with the gradient of the last layer's output, which the last layer seems to free.
     """
-    plan, divides = backward.plan, backward.divides
+    plan = backward.plan
+    divides = backward.divides
     accumulating = backward.accumulating and not divides
     born = gradients if accumulating else 0.0
     per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
@@ -262,8 +269,10 @@ def walk_stage(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int], known: Known | None = None
 ) -> Walk:
     """Walk through one micro-batch on a rank. The result is the same for all plans that share the same layers and tokens."""
-    batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
-    placed, piped = place_segments(profile, trace, plan, stage, known=known), plan.layout.pipeline_parallel > 1
+    batch = shape[0]
+    sequence = -(-shape[1] // plan.layout.context_parallel)
+    placed = place_segments(profile, trace, plan, stage, known=known)
+    piped = plan.layout.pipeline_parallel > 1
     hidden = float(batch * sequence * (profile.hidden_size or 0) * residual_bytes(plan))
     hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
@@ -335,7 +344,8 @@ def _add(
 
 def _outputs_of_weights(profile: ModelProfile, plan: Plan, stage: Stage, tokens: int) -> float:
     """Return the bytes of the gradients of every product with a weight of the stage: a row of outputs for each token."""
-    width, vocabulary = 0.0, profile.vocab_size or 0
+    width = 0.0
+    vocabulary = profile.vocab_size or 0
     for shape in trained_shapes(profile):
         if len(shape.shape) == 2 and shape.shape[0] != vocabulary:
             width += shape.count * shape.shape[0] / plan.layout.tensor_parallel
@@ -355,7 +365,8 @@ def _predict_first_backward(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, share: Share, shape: tuple[int, int]
 ) -> StepMemory:
     """Return the memory of one process whose gradients are born in the only backward pass of the step."""
-    placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=False)
+    placed = place_segments(profile, trace, plan, stage)
+    peaks = Peaks(apart=False)
     resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
     live = walk_forward(peaks, resident, placed, 0.0, plan, *shape)
     walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape, accumulating=False))
@@ -449,7 +460,8 @@ def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tupl
 
     A layer leaves only its result. Beside it is the highest moment of one layer, or of the head.
     """
-    batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
+    batch = shape[0]
+    sequence = -(-shape[1] // plan.layout.context_parallel)
     stage = stages(profile, plan)[-1]
     placed = place_segments(profile, trace, plan.model_copy(update={"activation_checkpointing": 0}), stage)
     hidden = batch * sequence * (profile.hidden_size or 0) * float(plan.parameter_bytes)

@@ -29,7 +29,8 @@ NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
 MEASURED_PROCESSES = 2
 GLOO_SUMS = ("all_reduce", "reduce_scatter")  # gloo's reduce_scatter is an all_reduce of which a rank keeps a part
 # Of two processes that were not measured; a sum on a 2-core Zen 4 takes 0.3 ms, and goes at 1 to 2 GB/s.
-GLOO_LATENCY, GLOO_BYTES_PER_SECOND = 300e-6, 2.5e9
+GLOO_LATENCY = 300e-6
+GLOO_BYTES_PER_SECOND = 2.5e9
 GLOO_NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
 TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %
 

@@ -28,7 +28,8 @@ MOMENTUM_WORDS = 2.0
 CORE_SECONDS = {"adamw_torch_8bit": 28e-9, "adamw_torch_4bit": 45e-9}
 STOCHASTIC_CORE_SECONDS = 6e-9
 # torchao compiles its update once for every shape (docs/log.md): tensors with low-bit state, and small ones.
-LOW_BIT_COMPILE_SECONDS, SMALL_COMPILE_SECONDS = 5.0, 0.5
+LOW_BIT_COMPILE_SECONDS = 5.0
+SMALL_COMPILE_SECONDS = 0.5
 
 
 def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
@@ -60,11 +61,13 @@ def state_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape], float]:
     """Return a function from a parameter's shape to the bytes of its state. ``size``: bytes of one element of a parameter."""
-    options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
+    options = read_optim_args(plan.optim, plan.optim_args)
+    added = optimizers()[plan.optim].added
     if added is not None:
         return lambda shape: added.state_words * size * shape.elements
     if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        bits, block = (8 if optim == "adamw_torch_8bit" else 4), int(options.get("block_size", LOW_BIT_BLOCK))
+        bits = 8 if optim == "adamw_torch_8bit" else 4
+        block = int(options.get("block_size", LOW_BIT_BLOCK))
         return lambda shape: STEP_BYTES + _low_bit_state(shape.elements, bits, block, size)
     if optim == "adamw_bnb_8bit":
         return lambda shape: _bitsandbytes_state(shape.elements)
@@ -129,7 +132,8 @@ def _hidden_elements(profile: ModelProfile) -> float:
 
 def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """Return the bytes of one moment for the layers' matrices, and of two moments and a step count for everything else."""
-    shapes, total = trained_shapes(profile), trained_elements(profile)
+    shapes = trained_shapes(profile)
+    total = trained_elements(profile)
     steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
     return steps + element_bytes(profile, plan) * (2.0 * total - _hidden_elements(profile))
 

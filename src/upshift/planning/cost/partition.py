@@ -88,7 +88,8 @@ def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepT
     Each rank has its part of what does not grow with tokens in the experts: weights, their gradients and kernels. It still has
     as many tokens for its experts.
     """
-    stacks, number = [], 0
+    stacks = []
+    number = 0
     for stack, traced in zip(profile.stacks, trace.stacks, strict=True):
         parts = [1.0] * len(traced.plain)
         for index in stack.assignment:
@@ -214,7 +215,9 @@ def total(one: Polynomial, two: Polynomial) -> Polynomial:
 
 
 REDUCED_BYTES = 4  # gradients are summed over ranks in fp32
-MASTER_BYTES, MASTERED_BYTES = 4, 2  # an fp32 weight that the optimizer updates, and the bf16 one that is computed with
+# an fp32 weight that the optimizer updates, and the bf16 one that is computed with
+MASTER_BYTES = 4
+MASTERED_BYTES = 2
 
 
 class Waiting(NamedTuple):
@@ -296,7 +299,8 @@ def stages(profile: ModelProfile, plan: Plan) -> list[Stage]:
 
 def stage_of(profile: ModelProfile, plan: Plan, rank: int) -> Stage:
     """Return the stage of a pipeline rank."""
-    layers, degree = profile.num_layers, plan.layout.pipeline_parallel
+    layers = profile.num_layers
+    degree = plan.layout.pipeline_parallel
     if degree == 1:
         born = not gradients_exist(plan) and plan.gradient_accumulation_steps == 1
         return Stage(0, layers, layers, Waiting(first=1.0, later=0.0) if born else Waiting())
@@ -315,24 +319,31 @@ def gradients_exist(plan: Plan) -> bool:
 
 
 def _waiting(plan: Plan, rank: int) -> Waiting:
-    layout, micro_batches = plan.layout, plan.gradient_accumulation_steps
-    schedule, degree, each = layout.pipeline_schedule, layout.pipeline_parallel, layout.virtual_stages
-    is_first, is_last = rank == 0, rank == degree - 1
+    layout = plan.layout
+    micro_batches = plan.gradient_accumulation_steps
+    schedule = layout.pipeline_schedule
+    degree = layout.pipeline_parallel
+    each = layout.virtual_stages
+    is_first = rank == 0
+    is_last = rank == degree - 1
     most = micro_batches_waiting(plan, rank)
     later = min(most, micro_batches - 1.0 / each)
     ran = micro_batches * each - round(most * each)  # backward passes, of chunks, before the last moment at which most wait
     first_chunk, last_chunk = (_of_chunk(ran, chunk, each, degree) for chunk in (0, each - 1))
-    outputs, gradients = ran - last_chunk * is_last, ran - first_chunk * is_first
+    outputs = ran - last_chunk * is_last
+    gradients = ran - first_chunk * is_first
     # Room for the gradient of what the stage yields; what it received, for as long as its activations are there: in the last
     # stage until the step ends, for losses keep it.
     hidden = 1.0 - (is_last and each == 1) + (micro_batches if is_last else 0.0)
     hidden += most if each > 1 or not (is_first or is_last) else 0.0
     if schedule in ("gpipe", "1f1b"):  # transfers that variables of its loop still name; the other schedules keep all
-        outputs, gradients = int(not is_last and (schedule == "gpipe" or most < micro_batches)), int(not is_first)
+        outputs = int(not is_last and (schedule == "gpipe" or most < micro_batches))
+        gradients = int(not is_first)
         gradients *= schedule == "1f1b"
     splits = schedule == "zero_bubble" and not is_first
     if splits:
-        hidden, gradients = hidden + 1.0, 0
+        hidden = hidden + 1.0
+        gradients = 0
     return Waiting(
         first=0.0 if gradients_exist(plan) or later == most else most,
         later=most if gradients_exist(plan) else later, hidden=hidden, sent=float(outputs + gradients),
@@ -355,8 +366,10 @@ def micro_batches_waiting(plan: Plan, rank: int) -> float:
 
     The formula is from Narayanan et al. 2021, section 2.2.
     """
-    layout, micro_batches = plan.layout, plan.gradient_accumulation_steps
-    degree, each = layout.pipeline_parallel, layout.virtual_stages
+    layout = plan.layout
+    micro_batches = plan.gradient_accumulation_steps
+    degree = layout.pipeline_parallel
+    each = layout.virtual_stages
     if layout.pipeline_schedule == "gpipe":
         return float(micro_batches)
     if layout.pipeline_schedule == "interleaved_1f1b":
@@ -369,7 +382,8 @@ def layer_elements(profile: ModelProfile, plan: Plan) -> float:
     """Return the parameters of one layer (the mean of all) that a rank computes with, divided by tensor and expert
     parallelism.
     """
-    layout, total = plan.layout, float(profile.parameters.layers)
+    layout = plan.layout
+    total = float(profile.parameters.layers)
     experts = float(profile.experts.parameters) if profile.experts else 0.0
     if layout.tensor_parallel > 1 and profile.tensor_parallel is not None:
         total -= profile.tensor_parallel.layers * (1.0 - 1.0 / layout.tensor_parallel)
@@ -410,7 +424,8 @@ def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
     Layers with experts are larger than those without.
     """
-    kinds, parameters = {size for stack in profile.stacks for size in stack.layer_trainable}, profile.parameters
+    kinds = {size for stack in profile.stacks for size in stack.layer_trainable}
+    parameters = profile.parameters
     if len(kinds) == 1 or parameters.trainable_layers != parameters.layers:
         return 0.0
     sizes = layer_sizes(profile)
@@ -425,14 +440,19 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     parameters = profile.parameters
     weights = float(parameters.weight_bytes(plan.parameter_bytes)) - offloaded(profile, plan).saved
     gradients = float(parameters.gradient_bytes(plan.parameter_bytes))
-    state, workspace = state_bytes(profile, plan), workspace_bytes(profile, plan)
+    state = state_bytes(profile, plan)
+    workspace = workspace_bytes(profile, plan)
     layout = plan.layout
     if layout == ALONE:
         return Share(weights, gradients, state, workspace=workspace)
     if layout.master_weights:
-        weights, state = float(parameters.weight_bytes(MASTERED_BYTES)), state + MASTER_BYTES * parameters.trainable
+        weights = float(parameters.weight_bytes(MASTERED_BYTES))
+        state = state + MASTER_BYTES * parameters.trainable
     part = elements(profile, plan, stage) / parameters.total
-    weights, gradients, state, own = weights * part, gradients * part, state * part, _divided_part(profile, plan, stage)
+    weights = weights * part
+    gradients = gradients * part
+    state = state * part
+    own = _divided_part(profile, plan, stage)
     if not layout.gathers:
         gradients += _whole_embedding(profile, plan, stage)
     if layout.fully_shard == "no":
@@ -450,7 +470,8 @@ def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     Experts that ranks share already are divided among fewer ranks.
     """
     layout = plan.layout
-    ranks, experts = layout.shard_size, layout.expert_parallel
+    ranks = layout.shard_size
+    experts = layout.expert_parallel
     if experts == 1 or profile.experts is None:
         return 1.0 / ranks
     shared = experts_of(profile, stage.first, stage.last) / layout.tensor_parallel / experts / elements(profile, plan, stage)
@@ -485,7 +506,8 @@ def residual_bytes(plan: Plan) -> int:
 def _whole_embedding(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Return the bytes of the rest of an embedding's gradient where ranks divide its words: the kernel fills rows for all of
     them."""
-    parameters, styles = profile.parameters, profile.declares.tensor_parallel_plan.values()
+    parameters = profile.parameters
+    styles = profile.declares.tensor_parallel_plan.values()
     whole = "embedding_rowwise" not in styles or plan.layout.vocabulary_parallel
     if whole or parameters.tied or not stage.has_embedding:
         return 0.0
@@ -499,12 +521,16 @@ def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
     weights. Forward, the buffer stays until the next layer's copy. Backward, the layer before is gathered meanwhile. Gradients
     are copied into one fp32 buffer, which stays until the next layer's. Weights outside the layers are whole all the time.
     """
-    size, trained = compute_bytes(plan), profile.parameters.trainable / profile.parameters.total
-    layers, inner = stage.last - stage.first, layer_elements(profile, plan)
-    layer, outside = size * inner, size * outside_elements(profile, plan, stage)
+    size = compute_bytes(plan)
+    trained = profile.parameters.trainable / profile.parameters.total
+    layers = stage.last - stage.first
+    inner = layer_elements(profile, plan)
+    layer = size * inner
+    outside = size * outside_elements(profile, plan, stage)
     reduced = REDUCED_BYTES * inner * trained
     if plan.layout.pipeline_parallel > 1:  # once gathered backward, weights stay until the next forward pass divides them
-        whole, few = outside + layers * layer, outside + min(layers, 2) * layer
+        whole = outside + layers * layer
+        few = outside + min(layers, 2) * layer
         if plan.layout.fully_shard == "gradients":
             return Passing(whole, whole, whole, whole, whole, whole, whole, whole)
         return Passing(
@@ -515,7 +541,8 @@ def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
         whole = outside + layers * layer
         between = whole - layer + reduced
         return Passing(whole + layer, whole + layer, whole + layer, whole, whole, between, between, outside + reduced)
-    two, between = outside + 2.0 * layer, outside + 2.0 * layer + reduced
+    two = outside + 2.0 * layer
+    between = outside + 2.0 * layer + reduced
     return Passing(
         start=two, forward=two, loss=outside + layer, head=outside + layer, last_layer=outside + min(layers, 2) * layer,
         layers=between, end=between, outside=outside + reduced,

@@ -36,7 +36,8 @@ def simulate(schedule: Schedule, *, ranks: int, micro_batches: int, virtual_stag
     num_stages = ranks * virtual_stages
     ends: dict[tuple[Kind, int, int], int] = {}  # by kind, micro-batch and stage of the whole model
     done: list[list[Pass]] = [[] for _ in range(ranks)]
-    clocks, moving = [0] * ranks, True
+    clocks = [0] * ranks
+    moving = True
     while moving:
         moving = False
         for rank, order in enumerate(orders):

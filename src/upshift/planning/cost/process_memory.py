@@ -17,7 +17,9 @@ from upshift.units import GIB, MIB
 FIRST_STEP_BYTES = 75 * MIB  # code and kernels that the first step loads
 ADAPTER_BYTES = 48 * MIB  # peft and what it imports, measured beside torch and transformers
 COMPILED_BYTES = {"off": 0, "layer": 65 * MIB, "model": 65 * MIB}  # seven rows of layer; model is taken to be the same
-WEIGHTS_SHARE, ACTIVATIONS_SHARE, LOSS_SHARE = 0.15, 0.17, 1.1
+WEIGHTS_SHARE = 0.15
+ACTIVATIONS_SHARE = 0.17
+LOSS_SHARE = 1.1
 # A recomputed layer's tensors are made among gradients that stay. Fitted on the 48 recomputed rows of docs/accuracy.md.
 RECOMPUTED_SHARE = 1.4
 MMAP_BYTES = 32 * MIB  # glibc maps larger blocks one by one and leaves no holes (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3))

@@ -31,8 +31,12 @@ BLOCK_ATTENTION_SHARE = 0.9  # measured likewise, for the products that block at
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
-TRAINED_PRODUCTS, FROZEN_PRODUCTS = 3, 2  # of a weight in a step: its output, its input's gradient, its own gradient
-DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
+# of a weight in a step: its output, its input's gradient, its own gradient
+TRAINED_PRODUCTS = 3
+FROZEN_PRODUCTS = 2
+# for parts outside the fitted table (COSTS.md D7)
+DEFAULT_GEMM_EFFICIENCY = 0.7
+DEFAULT_MEMORY_EFFICIENCY = 0.75
 
 
 class Sustained(NamedTuple):
@@ -70,17 +74,25 @@ def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     """Return the rates of one process, or None where the host's rate in this precision is unknown: such a plan
     cannot be ranked.
     """
-    measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
+    measured = host.measured
+    precision = MATRIX_PRECISION[plan.precision]
     if plan.device == "cuda":
         return _gpu_rates(host, profile, plan)
     if host.cpu is None or (measured is None and host.cpu.peak is None):
         return None
     if measured is not None:
-        known, threads, reached, moved = measured.cpu, measured.num_threads, 1.0, 1.0
+        known = measured.cpu
+        threads = measured.num_threads
+        reached = 1.0
+        moved = 1.0
     else:
-        known, threads = host.cpu.peak or MatrixRates(), host.cpu.usable_cores
-        reached, moved = DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY
-    matrix, fp32, memory = known.matrix(precision), known.fp32, known.memory_bytes_per_second
+        known = host.cpu.peak or MatrixRates()
+        threads = host.cpu.usable_cores
+        reached = DEFAULT_GEMM_EFFICIENCY
+        moved = DEFAULT_MEMORY_EFFICIENCY
+    matrix = known.matrix(precision)
+    fp32 = known.fp32
+    memory = known.memory_bytes_per_second
     if matrix is None or fp32 is None or memory is None:
         return None
     here = host.ranks_per_node(plan.num_processes)
@@ -98,14 +110,17 @@ def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
 
 
 def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
-    gpu, measured, precision = host.gpu, host.measured, MATRIX_PRECISION[plan.precision]
+    gpu = host.gpu
+    measured = host.measured
+    precision = MATRIX_PRECISION[plan.precision]
     beside: MatrixPrecision = "bf16" if precision == "fp8" else precision
     if gpu is None:
         return None
     dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
     probed = host.measured_gpu
     if probed is not None:
-        matrix, memory = probed.matrix(precision), probed.memory_bytes_per_second
+        matrix = probed.matrix(precision)
+        memory = probed.memory_bytes_per_second
         outside = probed.matrix(beside)
     elif gpu.peak is not None:
         key = gpu.table_key or ""
@@ -118,7 +133,8 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     if matrix is None or outside is None or memory is None:
         return None
     kept = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
-    products, beside_them = kept.matrix * matrix, kept.matrix * outside
+    products = kept.matrix * matrix
+    beside_them = kept.matrix * outside
     return Rates(products, beside_them, kept.attention * outside, kept.memory * memory, memory, dispatch, 0.0)
 
 

@@ -136,13 +136,17 @@ STATISTICS_BYTES = 4  # attention keeps the logarithm of each head's sum in fp32
 SUM_WORDS = 2 * 3  # of the residual stream: two sums a layer, each reads two and writes one
 # Copies of a token for its experts: written, read when their results are summed; between ranks each exchange is between an order
 # by experts and one by ranks, and sorting reads and writes them (Megatron Core's MoEAlltoAllTokenDispatcher).
-COPIED, COPIED_BETWEEN_RANKS = 2, 6
-TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added up: by a separate operator, by the product itself
+COPIED = 2
+COPIED_BETWEEN_RANKS = 6
+# of a gradient that is added up: by a separate operator, by the product itself
+TRACED_WORDS = 3
+FUSED_WORDS = 2
 
 
 def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
     """Return the trace of the same step with the kernels of every layer fused."""
-    kept, fused = Polynomial(bs=kept_bytes(profile, plan)), _Fused.of(profile, plan)
+    kept = Polynomial(bs=kept_bytes(profile, plan))
+    fused = _Fused.of(profile, plan)
     stacks = tuple(
         StackTrace(
             plain=tuple(fused.layer(layer, again=0).model_copy(update={"compiled": kept}) for layer in stack.plain),
@@ -210,7 +214,8 @@ class _Fused:
 
 def kept_bytes(profile: ModelProfile, plan: Plan) -> float:
     """Return the bytes that one layer (the mean of all) keeps for each token, on one of the ranks that share the layer."""
-    layout, hidden = plan.layout, float(profile.hidden_size or 0)
+    layout = plan.layout
+    hidden = float(profile.hidden_size or 0)
     norms = GATHERED_INPUTS * hidden
     outputs = norms / (_sharing_tokens(plan) if layout.gather_again else 1)
     heads = profile.heads[0] if profile.heads else 0
@@ -224,7 +229,9 @@ def moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
 
     The bytes are those of one of the ranks that share the layer.
     """
-    layout, hidden, size = plan.layout, float(profile.hidden_size or 0), compute_bytes(plan)
+    layout = plan.layout
+    hidden = float(profile.hidden_size or 0)
+    size = compute_bytes(plan)
     passes = COPIED if layout.expert_parallel == 1 else COPIED_BETWEEN_RANKS
     copies = passes * _copies(profile, hidden) / layout.tensor_parallel
     kept = _widths(profile, hidden) / layout.tensor_parallel + 2 * GATHERED_INPUTS * hidden / _sharing_tokens(plan)
@@ -317,13 +324,16 @@ class _Head:
         return Polynomial(bs=compute_bytes(self.plan) * self.hidden * others)
 
     def segment(self, gap: Segment) -> Segment:
-        nothing, gathered = Polynomial(), self._gathered
+        nothing = Polynomial()
+        gathered = self._gathered
         left, again = (nothing, gathered) if self.plan.layout.gather_again else (gathered, nothing)
         entered = bytes_a_word(gap.forward.left.bs, self.vocabulary, self.hidden)
         size = compute_bytes(self.plan)
         most = {"eager": float(MOST_BYTES), "compiled": 2.0 * size, "fused": 1.0 * size}[self.plan.loss_kernel]
         stays = min(entered, most if self.plan.loss_kernel == "eager" else size)
-        before, after, freed = (0.0, 0.0), (entered, stays), scaled(left, -1.0)
+        before = (0.0, 0.0)
+        after = (entered, stays)
+        freed = scaled(left, -1.0)
         return Segment(
             forward=self._moves(
                 self._pass(gap.forward, before, stays if self.plan.loss_kernel != "eager" else most, left, gathered), 0
@@ -409,14 +419,17 @@ def _trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace |
         masked = False  # it builds its mask in any case
     attention = plan.attention
     if attention in PACKED_KERNELS:
-        attention, masked = "sdpa", False  # they keep what PyTorch's flash kernel keeps
+        # they keep what PyTorch's flash kernel keeps
+        attention = "sdpa"
+        masked = False
     whole = profile.step(precision=plan.traced_precision, attention=attention, masked=masked)
     ranks = plan.layout.tensor_parallel
     if ranks > 1 and whole is not None:
         half = profile.step(precision=plan.traced_precision, attention=attention, masked=masked, tensor_parallel=2)
         if half is None:
             return None
-        hidden, sequence_parallel = profile.hidden_size or 0, plan.layout.sequence_parallel
+        hidden = profile.hidden_size or 0
+        sequence_parallel = plan.layout.sequence_parallel
         keeps = not plan.layout.gather_again
         whole = divide(whole, half, ranks, sequence_parallel=sequence_parallel, hidden_size=hidden, keeps_inputs=keeps)
     if whole is not None and plan.layout.expert_parallel > 1:
@@ -466,7 +479,8 @@ def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) ->
     gap = trace.gaps_recomputed[way][last] if recompute else trace.gaps[last]
     scratch = 0.0
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
+        gap = trace.chunked_gap
+        scratch = chunk_scratch_bytes(profile, plan)
     if stage.has_head:
         placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
     return placed
@@ -506,7 +520,8 @@ def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
     On a GPU they include two copies of the chunk's logits in fp32 and the product for the weight's gradient, which the traced
     CPU makes by blocks.
     """
-    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
+    words = profile.vocab_size or 0
+    product_bytes = 4 if plan.precision in ("fp32", "tf32") else 2
     larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
     if plan.device != "cuda":
         return float(larger)

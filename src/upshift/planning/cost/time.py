@@ -32,7 +32,9 @@ from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.planning.workload import Workload
 
 Takes = Literal["tokens", "images"]
-COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
+# what fusion leaves of memory traffic and of kernels
+COMPILED_MOVED_SHARE = 0.5
+COMPILED_KERNEL_SHARE = 0.3
 LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled once for all equal ones; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
@@ -41,7 +43,9 @@ UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's 
 # tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
 # Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted
 # from sources, never measured here.
-FP8_CAST_SHARE, FUSED_FP8_CAST_SHARE, FP8_KERNELS = 2.5 * 5 / 9, 2.0 * 3 / 9, 3.0
+FP8_CAST_SHARE = 2.5 * 5 / 9
+FUSED_FP8_CAST_SHARE = 2.0 * 3 / 9
+FP8_KERNELS = 3.0
 # Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's
 # MPT of 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
 WAITING_SHARE = 0.01
@@ -77,7 +81,8 @@ def micro_batch_terms(
     ``link``: bytes per second between host and device. ``head_alone``: count only what comes after the layers.
     """
     ranks = plan.layout.context_parallel
-    batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
+    batch = plan.per_device_train_batch_size
+    sequence = -(-plan.sequence_length // ranks)
     cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
     placed = place_segments(profile, trace, plan, stage, known=known)
@@ -87,7 +92,8 @@ def micro_batch_terms(
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
             products = count * cost.matmul_flops.at(batch, sequence)
-            matmul, outside = matmul + products * item.is_layer, outside + products * (not item.is_layer)
+            matmul = matmul + products * item.is_layer
+            outside = outside + products * (not item.is_layer)
             attention += count * cost.attention_flops.at(batch, plan.sequence_length) / ranks  # each query sees all keys
             moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
@@ -161,7 +167,8 @@ def _shared_time(
     known: Known,
 ) -> StepTime | None:
     """Return the time of the slowest rank: its computation, exchanges that are not hidden, and the pipeline's idle time."""
-    micro_batches, slowest = full_micro_batches(plan, workload), None
+    micro_batches = full_micro_batches(plan, workload)
+    slowest = None
     key = ("update", plan.optim, plan.optim_args, plan.precision, plan.optim_offload, rates)
     update = known.get(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
     if update is None:
@@ -207,7 +214,8 @@ def idle_micro_batches(plan: Plan) -> float:
     them).
     """
     layout = plan.layout
-    ranks, missing = layout.pipeline_parallel, max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
+    ranks = layout.pipeline_parallel
+    missing = max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
     if layout.pipeline_schedule == "zero_bubble":
         return (ranks - 1 + missing) / 3.0
     if layout.pipeline_schedule == "interleaved_1f1b":
@@ -220,9 +228,11 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
     """Return the seconds of the optimizer's update; None where it runs on a host whose memory or link was not measured."""
     elements = trained_elements(profile)
     size = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
-    moved, clipped = size * update_words(plan), size * CLIP_WORDS * clips
+    moved = size * update_words(plan)
+    clipped = size * CLIP_WORDS * clips
     if plan.optim_offload:
-        link, memory = host_link(host), host.measured.cpu.memory_bytes_per_second if host.measured else None
+        link = host_link(host)
+        memory = host.measured.cpu.memory_bytes_per_second if host.measured else None
         if link is None or memory is None:
             return None
         # A gradient goes to the host, a weight comes back.
@@ -240,7 +250,8 @@ def full_micro_batches(plan: Plan, workload: Workload) -> float:
     sequences = workload.global_batch / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
-    lengths, pad = workload.lengths, plan.pad_multiple
+    lengths = workload.lengths
+    pad = plan.pad_multiple
     full = plan.per_device_train_batch_size * lengths.sequence_length
     if plan.flattens:
         ratio = lengths.flat_tokens_ratio(

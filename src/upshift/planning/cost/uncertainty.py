@@ -24,7 +24,8 @@ SIGMAS_OF_MEDIAN = 1.4826  # a normal distribution's standard deviation over its
 STEP = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
 # Live tensors of an eager step: 0.1 % (docs/accuracy.md), 5.6 % too much for adamw_torch (docs/log.md), 3.5 % among ranks
 # (tests/cpu). Temporaries of compiled layers are predicted as if nothing were fused: 25 % too much for GPT-2 (tests/cpu).
-ALLOCATED, ALLOCATED_COMPILED = (0.94, 1.04), (0.75, 1.04)
+ALLOCATED = (0.94, 1.04)
+ALLOCATED_COMPILED = (0.75, 1.04)
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: holes that later steps leave in
 # the heap, up to what the run gives back (training/held_memory.py), and one step on top of that.
 AGAIN: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}

@@ -130,7 +130,8 @@ class Product(NamedTuple):
 
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
     """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
-    parameters, found = profile.parameters, []
+    parameters = profile.parameters
+    found = []
     outside = {parameters.embedding, parameters.head} - {0}
     for entry in parameters.product_shapes:
         shape = entry.shape
@@ -196,7 +197,9 @@ class ReplicaMemory:
 def replica_memory(
     host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape, *, chunk_tokens: int
 ) -> ReplicaMemory:
-    degree, stages, size = shape.tensor_parallel, shape.pipeline_parallel, plain_bytes(shape.weights)
+    degree = shape.tensor_parallel
+    stages = shape.pipeline_parallel
+    size = plain_bytes(shape.weights)
     generates = workload.task == "generate"
     cache = cached_bytes(profile, shape.kv_cache, workload.longest, ranks=degree) if generates else 0.0
     vocabulary = profile.vocab_size or 0
@@ -221,7 +224,9 @@ def weight_bytes(
 
     A tied embedding counts once on one stage, and at both ends of a pipeline.
     """
-    parameters, size, stored = profile.parameters, plain_bytes(weights), WEIGHTS[weights]
+    parameters = profile.parameters
+    size = plain_bytes(weights)
+    stored = WEIGHTS[weights]
     products = products_of(profile)
     matrices = sum(item.stored_bytes(stored, group_size) for item in products)
     in_layers = matrices + size * max(parameters.layers - sum(item.elements for item in products), 0)
@@ -230,7 +235,8 @@ def weight_bytes(
         kept = 1.0 - 1.0 / tensor_parallel
         divided = kept * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
         outside_divided = kept * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
-    first, last = parameters.embedding, parameters.head or (parameters.embedding if parameters.tied else 0)
+    first = parameters.embedding
+    last = parameters.head or (parameters.embedding if parameters.tied else 0)
     ends = parameters.embedding + parameters.head if pipeline_parallel == 1 else max(first, last)
     outside = size * (ends * (1.0 - outside_divided) + parameters.other)
     return in_layers * (1.0 - divided) / pipeline_parallel + outside + parameters.buffers_bytes

@@ -123,7 +123,8 @@ def _shapes(
     values = choices(host, profile, workload)
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
-    ways, group_size = layouts(host, values), fixed.get("group_size", DEFAULT_GROUP)
+    ways = layouts(host, values)
+    group_size = fixed.get("group_size", DEFAULT_GROUP)
     for weights in values["weights"]:
         plain = plain_cache(weights, host)
         for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [plain, *quantized]:
@@ -193,7 +194,8 @@ def _best_first(candidate: Candidate) -> tuple[Any, ...]:
 
 # Measured over predicted tokens/s, 95 of 100 published rows (docs/inference_planning.md), of products whose matrix products were
 # measured; between those whose collectives were not, such as those on PCIe, predictions are far too low. None: no rows.
-FORMULA_INTERVAL, UNMEASURED_LINK_INTERVAL = (0.7, 1.25), (0.7, 3.1)
+FORMULA_INTERVAL = (0.7, 1.25)
+UNMEASURED_LINK_INTERVAL = (0.7, 3.1)
 
 
 class InferenceNumbers(Value):
@@ -215,7 +217,9 @@ class InferenceNumbers(Value):
 
 
 def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
-    plan, memory, service = candidate.plan, candidate.memory, candidate.service
+    plan = candidate.plan
+    memory = candidate.memory
+    service = candidate.service
     largest = memory.largest_concurrency
     return InferenceNumbers(
         ttft_ms=MILLISECONDS * service.ttft,

@@ -119,7 +119,8 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWork
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
     """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
-    fixed, legal = read_fixed(assignments, host, workload), legal_values(host, profile, workload)
+    fixed = read_fixed(assignments, host, workload)
+    legal = legal_values(host, profile, workload)
     check_legal(fixed, legal, lambda name: _why_degree(name, profile))
     if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
         asked = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
@@ -160,7 +161,8 @@ def _half(host: Host) -> list[WeightPrecision]:
 
 
 def _weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
-    half, allowed = _half(host), set(workload.allow)
+    half = _half(host)
+    allowed = set(workload.allow)
     found: list[WeightPrecision] = ["fp32", *half]
     if "fp8-weights" in allowed and half and host.device != "cpu" and host.supports("fp8"):
         found.append("fp8")

@@ -86,7 +86,8 @@ class DeviceRates:
         if place >= LOG_CENTRES[-1]:
             return shares[-1]
         above = bisect(LOG_CENTRES, place)
-        low, high = LOG_CENTRES[above - 1], LOG_CENTRES[above]
+        low = LOG_CENTRES[above - 1]
+        high = LOG_CENTRES[above]
         return shares[above - 1] + (shares[above] - shares[above - 1]) * (place - low) / (high - low)
 
 
@@ -109,7 +110,8 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
     gpu, measured = host.gpu, host.measured_gpu
     if gpu is None or (gpu.peak is None and measured is None):
         return None
-    key, rates = gpu.table_key or "", measured or gpu.peak
+    key = gpu.table_key or ""
+    rates = measured or gpu.peak
     assert rates is not None
     matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
@@ -143,7 +145,8 @@ def _shares(key: str) -> tuple[float, ...]:
 
 
 def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    measured, cpu = host.measured, host.cpu
+    measured = host.measured
+    cpu = host.cpu
     rates: Rates | None = measured.cpu if measured else cpu.peak if cpu else None
     if rates is None:
         return None
@@ -168,7 +171,8 @@ def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, executi
 
 # Of every step, and of each sequence that decodes in it, on the host while the device waits: scheduler, sampling, tokens to
 # text. Fitted, with the next one, on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
-STEP_SECONDS, SEQUENCE_SECONDS = 1.0e-3, 4.0e-6
+STEP_SECONDS = 1.0e-3
+SEQUENCE_SECONDS = 4.0e-6
 MIXTURE_SHARE = 0.8  # of a product's efficiency, where experts get unequal parts of the tokens
 REDUCED_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: behind attention and behind the feed-forward part
 EAGER_TRAFFIC = 1.0 / COMPILED_MOVED_SHARE  # of activations, over what fused kernels leave
@@ -235,7 +239,9 @@ class Engine:
         A pipeline is filled with one group of sequences for each stage, so that each works on its part of the tokens.
         """
         stages = self.pipeline_parallel
-        prompt, decode = prompt_tokens / stages, max(decoding / stages, min(decoding, 1.0))  # fewer than stages: some idle
+        # fewer than stages: some idle
+        prompt = prompt_tokens / stages
+        decode = max(decoding / stages, min(decoding, 1.0))
         tokens = prompt + decode
         rows = decode if logits is None else logits / stages
         weights, products, moved = self._products(tokens)
@@ -274,7 +280,9 @@ class Engine:
         return weights, products, moved / self.rates.memory
 
     def _communication(self, tokens: float) -> float | None:
-        degree, stages, node = self.tensor_parallel, self.pipeline_parallel, max(self.host.gpus_per_node, 1)
+        degree = self.tensor_parallel
+        stages = self.pipeline_parallel
+        node = max(self.host.gpus_per_node, 1)
         size = tokens * self.reduced_bytes
         seconds = 0.0
         if degree > 1:
@@ -301,7 +309,9 @@ class Engine:
 
 def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
     """Return an engine of the shape; None where the host's rate in this precision is unknown."""
-    stored, degree, size = WEIGHTS[shape.weights], shape.tensor_parallel, plain_bytes(shape.weights)
+    stored = WEIGHTS[shape.weights]
+    degree = shape.tensor_parallel
+    size = plain_bytes(shape.weights)
     rates = device_rates(host, shape.weights, stored.computes, shape.execution)
     if rates is None:
         return None
@@ -309,7 +319,8 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
     head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
     head = head if workload.task == "generate" else 0
-    prompt, steps = workload.prompt_length, workload.decode_steps
+    prompt = workload.prompt_length
+    steps = workload.decode_steps
     return Engine(
         host=host,
         rates=rates,
@@ -369,13 +380,15 @@ def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_t
         return _encode(engine, workload, concurrency)
     if workload.decode_steps == 0:
         return _prefill_only(engine, workload, concurrency, chunk_tokens)
-    prompt, steps = workload.prompt_length, workload.decode_steps
+    prompt = workload.prompt_length
+    steps = workload.decode_steps
     block = min(chunk_tokens, prompt)  # prompt tokens that one step takes, as long as there is no more to do
     chunks = ceil(prompt / chunk_tokens)
     decoding = concurrency * steps / (steps + chunks)
     needed = decoding * prompt / steps
     if needed > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
-        decoding, needed = chunk_tokens * steps / prompt, float(chunk_tokens)
+        decoding = chunk_tokens * steps / prompt
+        needed = float(chunk_tokens)
     busy = engine.step(max(block, needed), decoding)
     idle = engine.step(0.0, decoding)
     if busy is None or idle is None:

@@ -140,7 +140,8 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
 
 
 def _with_zero_bubble(plan: Plan) -> str | None:
-    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    asked = "pipeline_schedule=zero_bubble"
+    instead = "use pipeline_schedule=1f1b"
     if plan.loss_chunk_tokens:
         return f"{asked} runs a loss's backward pass twice, and chunks of it are gone after once; {instead}"
     if plan.torch_compile != "off":

@@ -51,7 +51,10 @@ class Plans:
         only: dict[str, list[Any]] | None = None,
         sharings: list[Sharing] | None = None,
     ) -> None:
-        self.host, self.profile, self.workload, self.fixed = host, profile, workload, fixed or {}
+        self.host = host
+        self.profile = profile
+        self.workload = workload
+        self.fixed = fixed or {}
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
@@ -112,7 +115,8 @@ class Plans:
 
     def all(self) -> Iterator[Plan]:
         """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
-        found, problem = False, None
+        found = False
+        problem = None
         for sharing in self.sharings:
             for micro_batch in self.micro_batches(sharing):
                 for plan in self.of(sharing, micro_batch):

@@ -84,7 +84,8 @@ class WholeLife:
 
     def _logits(self, candidate: Candidate) -> str | None:
         """Return in words why evaluation with logits does not fit, with the micro-batch in which it would; None where it fits."""
-        limit, whole = self.limit(candidate), self.phases(candidate).get(WITH_LOGITS)
+        limit = self.limit(candidate)
+        whole = self.phases(candidate).get(WITH_LOGITS)
         if limit is None or whole is None or self.held(candidate, whole.total) <= limit:
             return None
         needs = f"needs {format_bytes(self.held(candidate, whole.total))} of {format_bytes(limit)}"

@@ -60,7 +60,8 @@ def layouts(
 
     ``ranks``: the number of ranks; None: one for each device.
     """
-    fixed, ranks = fixed or {}, ranks or host.num_devices
+    fixed = fixed or {}
+    ranks = ranks or host.num_devices
     for tensor, context, pipeline, kind in _degrees(host, profile, workload, fixed, ranks):
         data = ranks // (tensor * context * pipeline)
         if workload.global_batch % data:
@@ -196,7 +197,8 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
     def known(asked: dict[str, Any], name: str, *, looked_for: bool = False) -> list[Any]:
         """Return the field's values in the layouts that have what is asked for. ``looked_for``: with as many processes as they
         need, on CPUs."""
-        counts, found = fixed if "num_processes" in fixed else asked, [asked]
+        counts = fixed if "num_processes" in fixed else asked
+        found = [asked]
         if looked_for and name in DEGREES and host.device == "cpu":
             found = [asked | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
         return sorted({

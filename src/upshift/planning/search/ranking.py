@@ -51,8 +51,10 @@ class Candidate:
 
         ``phases``: of the whole job; None: a step's. ``host``: the host whose memory the plan may run out of.
         """
-        step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
-        step, held = self.basis("step"), self.basis("held")
+        step_ms = 1000 * self.time.total
+        peaks = phases or self.memory.phases
+        step = self.basis("step")
+        held = self.basis("held")
         risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
         return Numbers(
             peak_gib=gib(self.memory.peak),
@@ -128,7 +130,8 @@ class Ranking:
 
     def add(self, plan: Plan, coster: Coster) -> bool:
         """Cost a plan and add it to the ranking. Return False where it is far too big: then its time was not predicted."""
-        limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
+        limit = memory_limit(plan, coster.host, risk=coster.workload.risk)
+        held = coster.held(plan)
         if isinstance(held, Rejected):
             self.rejected.append(held)
             return True
@@ -187,7 +190,9 @@ class Coster:
     """
 
     def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
-        self.host, self.profile, self.workload = host, profile, workload
+        self.host = host
+        self.profile = profile
+        self.workload = workload
         self._known = Known()
         self._tokens = tokens_per_step(profile, workload)
 

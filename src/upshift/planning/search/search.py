@@ -52,7 +52,8 @@ def _uncollected() -> Iterator[None]:
 def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]) -> Ranking:
     if not shares_work(host, fixed):
         return rank_plans(enumerate_plans(host, profile, workload, fixed=fixed), host=host, profile=profile, workload=workload)
-    coster, ranking = Coster(host, profile, workload), Ranking()
+    coster = Coster(host, profile, workload)
+    ranking = Ranking()
     alike = _alike(choices(host, profile, workload))
     _search_layouts(Plans(host, profile, workload, fixed=fixed, only=alike), coster, ranking)
     ranking.sort(coster)

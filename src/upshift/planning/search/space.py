@@ -143,7 +143,8 @@ def unasked(host: Host) -> list[WeightOffload]:
 
 def places(host: Host) -> list[WeightOffload]:
     """Return where weights may wait on this host, nearest first."""
-    link, disk = host_link(host) if host.device == "cuda" else None, host.disk_bytes_per_second
+    link = host_link(host) if host.device == "cuda" else None
+    disk = host.disk_bytes_per_second
     found: list[WeightOffload] = ["none"]
     if host.num_devices == 1 and link is not None:
         found.append("host")

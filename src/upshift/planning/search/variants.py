@@ -68,12 +68,14 @@ class _Dividing(NamedTuple):
 def _dividing(host: Host, fixed: tuple[str, ...]) -> _Dividing:
     """Return what layouts of processes on CPUs divide: ``fixed`` leaves few ranks for the rest, and every trace takes seconds."""
     given = layout_of_texts(fixed)
-    ranks, stage = max(rank_counts(host, given)), given.get("fully_shard")
+    ranks = max(rank_counts(host, given))
+    stage = given.get("fully_shard")
     sharing = lcm(given.get("context_parallel", 1), given.get("shard_size", 1 if stage in (None, "no") else 2))
     pipeline = given.get("pipeline_parallel", 1)
     tensor = given.get("tensor_parallel", ranks // (pipeline * sharing))
     beside = ranks // (pipeline * given.get("tensor_parallel", 1)) > 1
-    gathers, masters = stage in ("gradients", "weights"), bool(given.get("master_weights"))
+    gathers = stage in ("gradients", "weights")
+    masters = bool(given.get("master_weights"))
     return _Dividing(tensor > 1, gathers or masters or (stage is None and beside), not (gathers or masters))
 
 

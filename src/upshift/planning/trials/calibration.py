@@ -121,10 +121,12 @@ class Calibration:
         found = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
         factor = {number: correction.factor for number, correction in found.items()}
         bases: dict[Number, Basis] = {number: correction.basis for number, correction in found.items()}
-        time, memory = candidate.time, candidate.memory
+        time = candidate.time
+        memory = candidate.memory
         terms = {name: seconds * factor.get("step", 1.0) for name, seconds in time.terms.items()}
         one_time = time.one_time / workload.total_steps
-        before, after = time.total + one_time, sum(terms.values()) + one_time
+        before = time.total + one_time
+        after = sum(terms.values()) + one_time
         return replace(
             candidate,
             memory=scaled_to(memory, memory.peak * factor["allocated"]) if "allocated" in factor else memory,
@@ -191,7 +193,8 @@ class Calibration:
         """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
         if not self.samples:
             return ranking
-        again, lengths = Ranking(unseen=ranking.unseen), _lengths_key(workload)
+        again = Ranking(unseen=ranking.unseen)
+        lengths = _lengths_key(workload)
         for one in (*ranking.candidates, *ranking.too_big):
             found = self._of(one, workload, lengths)
             limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))
@@ -223,7 +226,8 @@ def read_calibration(host: Host) -> Calibration:
         lines = _path().read_bytes().splitlines()
     except OSError:
         return NO_RECORDS
-    mine, found = f'"made_with":"{made_with(host.fingerprint)}"'.encode(), []
+    mine = f'"made_with":"{made_with(host.fingerprint)}"'.encode()
+    found = []
     for line in lines:
         if mine not in line:
             continue

@@ -185,7 +185,8 @@ class _Trials:
         reserve = min(expected, 0.2 * self.budget) if len(self.tried) > 2 else 0.0
         self.left = self.deadline - self.clock() - reserve
         if only_default:  # the best predicted is tried, however slow the plain default was
-            self.left, expected = max(self.left, FIRST_SHARE * self.budget), 0.0
+            self.left = max(self.left, FIRST_SHARE * self.budget)
+            expected = 0.0
         if not self.allowed:
             self.left = math.inf  # a plan that may be chosen is tried, however late it is
         elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
@@ -303,7 +304,8 @@ def _distinct(*entries: Tried) -> list[Tried]:
 
 
 def _differs(entry: Tried, default: Tried) -> bool:
-    ours, theirs = entry.best.check_loss, default.best.check_loss
+    ours = entry.best.check_loss
+    theirs = default.best.check_loss
     tolerance = loosened(LOSS_TOLERANCE, default.best.check_labels)
     return ours is not None and theirs is not None and abs(ours - theirs) > tolerance * abs(theirs)
 
@@ -324,11 +326,13 @@ def _next(
         if left and not within and all(entry.holds_more_than(limit_bytes) for entry in tried):
             within = [min(left, key=lambda one: held[id(one)])]
         left = within
-    best, best_speed = None, 0.0
+    best = None
+    best_speed = 0.0
     for candidate in left:
         speed = candidate.tokens_per_second * correction(candidate, tried)
         if speed > best_speed:
-            best, best_speed = candidate, speed
+            best = candidate
+            best_speed = speed
     return best
 
 
@@ -365,7 +369,8 @@ def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> 
 
 def _distance(candidate: Candidate, entry: Tried) -> float:
     """Return how differently two plans may run, by the fields in which they differ."""
-    ours, theirs = candidate.plan, entry.candidate.plan
+    ours = candidate.plan
+    theirs = entry.candidate.plan
     return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(ours, name) != getattr(theirs, name))
 
 
@@ -380,7 +385,8 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
     formula's for the longest possible, corrected by the trial. Its interval then says that the run may need as little as the
     trial.
     """
-    sample, best = _trial_sample(entry, planning), entry.best
+    sample = _trial_sample(entry, planning)
+    best = entry.best
     if sample is None or best.tokens_per_second is None:
         return entry.candidate
     found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
@@ -428,7 +434,8 @@ def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
     A trial runs one global batch, which may be larger or smaller than the average and short of the largest. Its speed holds for
     all batches. Its memory is compared at its own shape.
     """
-    plan, best = entry.candidate.plan, entry.best
+    plan = entry.candidate.plan
+    best = entry.best
     if best.step_seconds is None or not best.tokens_per_second:
         return None
     whole, small = (_by_formula(plan, planning, shape) for shape in (None, best.largest_micro_batch))
