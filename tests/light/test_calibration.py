@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from made_up_plans import made_up_planning
 
 from upshift.hardware import describe
-from upshift.planning.cost.uncertainty import MIN_RECORDS, STEP, held_spread
+from upshift.planning.cost.uncertainty import MIN_RECORDS, STEP_INTERVAL, held_memory_spread
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.trials import calibration
@@ -107,7 +107,7 @@ def test_allocated_memory_is_taken_where_this_plan_was_measured() -> None:
 def test_nothing_ran() -> None:
     numbers = planning().numbers(best())
     assert corrected() is best()
-    assert (numbers.tier, numbers.interval, numbers.num_records) == ("formula", STEP, 0)
+    assert (numbers.tier, numbers.interval, numbers.num_records) == ("formula", STEP_INTERVAL, 0)
     assert numbers.peak_basis is not None and numbers.peak_basis.tier == "formula"
     assert numbers.resident_basis is not None and numbers.resident_basis.tier == "formula"
 
@@ -144,8 +144,8 @@ def test_what_holds_more_here_no_longer_fits() -> None:
 def test_risk_takes_the_spread_that_was_measured() -> None:
     tight = corrected(*(sample(number, 1.0) for number in range(30)))
     loose = corrected(*(sample(number, ratio) for number, ratio in enumerate([0.7, 0.8, 1.0, 1.25, 1.4])))
-    spread = held_spread(best().basis("held"))
-    assert held_spread(tight.basis("held")) < spread < held_spread(loose.basis("held"))
+    spread = held_memory_spread(best().basis("held"))
+    assert held_memory_spread(tight.basis("held")) < spread < held_memory_spread(loose.basis("held"))
     free = HOST.changed(cpu=HOST.cpu.changed(free_memory_bytes=int(1.1 * best().resident)))  # type: ignore[union-attr]
     chances = [one.numbers(model_flops_per_step=1.0, host=free).out_of_memory_probability for one in (tight, best(), loose)]
     assert chances == sorted(chances)  # type: ignore[type-var]

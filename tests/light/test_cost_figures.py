@@ -78,23 +78,23 @@ def test_an_adapter_computes_with_the_weights_below_it() -> None:
 
 def test_gradients_exist_before_the_last_backward_pass() -> None:
     """Where micro-batches add up, where GPUs exchange buckets, and where ranks share the job; else they are born in it."""
-    assert not memory.accumulates(plan_of())
-    assert not memory.accumulates(plan_of(device="cpu", num_processes=2))
-    assert memory.accumulates(plan_of(gradient_accumulation_steps=2))
-    assert memory.accumulates(plan_of(num_processes=2))
-    assert memory.accumulates(plan_of(device="cpu", num_processes=2, layout=Layout(tensor_parallel=2)))
+    assert not memory.has_earlier_gradients(plan_of())
+    assert not memory.has_earlier_gradients(plan_of(device="cpu", num_processes=2))
+    assert memory.has_earlier_gradients(plan_of(gradient_accumulation_steps=2))
+    assert memory.has_earlier_gradients(plan_of(num_processes=2))
+    assert memory.has_earlier_gradients(plan_of(device="cpu", num_processes=2, layout=Layout(tensor_parallel=2)))
 
 
 def test_logits_are_tokens_by_words() -> None:
     """Two bytes each under bf16, four under fp32; none where the loss comes in chunks or by a kernel of its own."""
-    assert memory._logits(PROFILE, plan_of(), 100) == 100 * VOCABULARY * 2
-    assert memory._logits(PROFILE, plan_of(precision="fp32"), 100) == 100 * VOCABULARY * 4
+    assert memory._logits_bytes(PROFILE, plan_of(), 100) == 100 * VOCABULARY * 2
+    assert memory._logits_bytes(PROFILE, plan_of(precision="fp32"), 100) == 100 * VOCABULARY * 4
     shared = Layout(tensor_parallel=2, vocabulary_parallel=True)
-    assert memory._logits(PROFILE, plan_of(num_processes=2, layout=shared), 100) == 100 * VOCABULARY
-    assert memory._logits(PROFILE, plan_of(num_processes=2, layout=Layout(tensor_parallel=2)), 100) == 200 * VOCABULARY
-    assert memory._logits(PROFILE, plan_of(loss_chunk_tokens=512), 100) == 0.0
-    assert memory._logits(PROFILE, plan_of(loss_kernel="fused"), 100) == 0.0
-    assert memory._logits(PROFILE.changed(vocab_size=None), plan_of(), 100) == 0.0
+    assert memory._logits_bytes(PROFILE, plan_of(num_processes=2, layout=shared), 100) == 100 * VOCABULARY
+    assert memory._logits_bytes(PROFILE, plan_of(num_processes=2, layout=Layout(tensor_parallel=2)), 100) == 200 * VOCABULARY
+    assert memory._logits_bytes(PROFILE, plan_of(loss_chunk_tokens=512), 100) == 0.0
+    assert memory._logits_bytes(PROFILE, plan_of(loss_kernel="fused"), 100) == 0.0
+    assert memory._logits_bytes(PROFILE.changed(vocab_size=None), plan_of(), 100) == 0.0
 
 
 def test_outputs_of_weights_are_a_row_for_each_token() -> None:
@@ -105,11 +105,11 @@ def test_outputs_of_weights_are_a_row_for_each_token() -> None:
     from upshift.planning.cost.partition import stage_of
 
     first, last = (stage_of(PROFILE, plan, rank) for rank in (0, 1))
-    assert memory._outputs_of_weights(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
-    assert memory._outputs_of_weights(PROFILE, plan, last, 10) == 10 * 2 * (inner / 2 + VOCABULARY)
+    assert memory._weight_output_bytes(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
+    assert memory._weight_output_bytes(PROFILE, plan, last, 10) == 10 * 2 * (inner / 2 + VOCABULARY)
     mixture = model_of("mixture", "causal-lm", longest=4096)
     each = LAYERS * (4 * HIDDEN + 2 * 3 * FEED_FORWARD // 8)
-    assert memory._outputs_of_weights(mixture, plan, first, 10) == 10 * 2 * each / 2
+    assert memory._weight_output_bytes(mixture, plan, first, 10) == 10 * 2 * each / 2
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
@@ -125,7 +125,7 @@ def test_states_of_one_tensor() -> None:
     shape, vector = ParameterShape(shape=(3, 4, 5), count=1), ParameterShape(shape=(7,), count=1)
 
     def state(optim: str, one: ParameterShape, options: str = "") -> float:
-        return optimizer._state_of(optim, plan_of(optim=optim, optim_args=options), 4.0)(one)
+        return optimizer._state_bytes_function(optim, plan_of(optim=optim, optim_args=options), 4.0)(one)
 
     assert state("adafactor", shape) == 4 + 4 * 3 * (4 + 5)
     assert state("adafactor", vector) == 4 + 4 * 7
@@ -164,13 +164,13 @@ def test_memory_of_a_host_is_shared_by_its_processes() -> None:
 
 def test_communicators_are_counted_by_kind() -> None:
     """Two of tensor parallelism, four that share gradients: 2 kinds of groups; with ZeRO in halves the rest replicates."""
-    assert process_memory._communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
-    assert process_memory._communicators(plan_of()) == 0
+    assert process_memory._num_communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
+    assert process_memory._num_communicators(plan_of()) == 0
     halves = Layout(fully_shard="weights", shard_size=2)
-    assert process_memory._communicators(plan_of(num_processes=4, layout=halves)) == 2
-    assert process_memory._communicators(plan_of(num_processes=2, layout=halves)) == 1
+    assert process_memory._num_communicators(plan_of(num_processes=4, layout=halves)) == 2
+    assert process_memory._num_communicators(plan_of(num_processes=2, layout=halves)) == 1
     shared = Layout(context_parallel=2)
-    assert process_memory._communicators(plan_of(num_processes=2, layout=shared)) == 2
+    assert process_memory._num_communicators(plan_of(num_processes=2, layout=shared)) == 2
 
 
 # --- exchanges -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
-from upshift.planning.cost.partition import divide, share_of, stages
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.partition import tensor_parallel_trace, share_of, deciding_stages
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training
@@ -131,12 +131,12 @@ def test_what_is_divided_goes_with_the_degree(ranks: int) -> None:
     whole = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     half = PROFILE.step(precision="bf16", attention="sdpa", masked=False, tensor_parallel=2)
     assert whole is not None and half is not None
-    found = divide(whole, half, ranks, sequence_parallel=False, hidden_size=2048)
+    found = tensor_parallel_trace(whole, half, ranks, sequence_parallel=False, hidden_size=2048)
     layer, one, two = (trace.stacks[0].plain[0].forward for trace in (found, whole, half))
     assert layer.matmul_flops.bs == pytest.approx(one.matmul_flops.bs / ranks)
     fixed = 2 * two.left.bs - one.left.bs  # what each rank has
     assert layer.left.bs == pytest.approx(fixed + (one.left.bs - fixed) / ranks)
-    shared = divide(whole, half, ranks, sequence_parallel=True, hidden_size=2048)
+    shared = tensor_parallel_trace(whole, half, ranks, sequence_parallel=True, hidden_size=2048)
     assert shared.stacks[0].plain[0].forward.left.bs <= layer.left.bs + 2 * 2 * 2048
 
 
@@ -146,7 +146,7 @@ def test_dividing_more_holds_less(recomputed: int, batch: int) -> None:
 
     def peak(layout: Layout) -> float:
         plan = plan_of(host, layout, batch=batch, recomputed=recomputed)
-        trace = trace_for(PROFILE, plan, workload())
+        trace = plan_trace(PROFILE, plan, workload())
         assert trace is not None
         return predict_memory(PROFILE, trace, plan).peak
 
@@ -165,11 +165,11 @@ def test_dividing_more_holds_less(recomputed: int, batch: int) -> None:
 
 def test_stages_have_all_layers_between_them() -> None:
     plan = plan_of(describe("8xh100"), Layout(pipeline_parallel=4))
-    first, last = stages(PROFILE, plan)
+    first, last = deciding_stages(PROFILE, plan)
     assert (first.first, first.last, last.first, last.last) == (0, 6, 18, 24)
     assert first.has_embedding and last.has_head and not first.has_head and not last.has_embedding
     held = [share_of(PROFILE, plan, stage).weights for stage in (first, last)]
-    whole = share_of(PROFILE, plan_of(describe("1xh100"), Layout()), stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0])
+    whole = share_of(PROFILE, plan_of(describe("1xh100"), Layout()), deciding_stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0])
     assert sum(held) < whole.weights < 2.5 * sum(held)
 
 

@@ -14,7 +14,7 @@ from made_up_plans import made_up_planning
 from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import LASTING_PARTS
-from upshift.planning.cost.uncertainty import AGAIN
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.trials.runner import TrialResult, unfinished
@@ -168,7 +168,7 @@ def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_
     result = measured(10.0, peak_bytes=allocated, resident_bytes=held, largest_micro_batch=shape)
     whole = after_trial(Tried(candidate, [result]), planning())
     assert whole.memory.peak == pytest.approx(allocated, rel=1e-6) and whole.resident == held
-    assert (whole.basis("held").tier, whole.basis("held").interval) == ("measured", AGAIN["held"])
+    assert (whole.basis("held").tier, whole.basis("held").interval) == ("measured", AGAIN_INTERVALS["held"])
     part = after_trial(Tried(candidate, [result.changed(largest_of_run=False)]), planning())
     for name, number, bytes_measured in (("allocated", part.memory.peak, allocated), ("held", part.resident, held)):
         basis = part.basis(name)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from made_up_plans import made_up_planning
 
 from upshift.errors import NothingFits
 from upshift.planning import planner
-from upshift.planning.cost.memory import WITH_LOGITS, Peak, needed, scaled_to
+from upshift.planning.cost.memory import WITH_LOGITS, Peak, required_bytes, scale_to_peak
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning
 from upshift.planning.search.feasibility import WholeLife
 from upshift.planning.search.ranking import Candidate, Ranking
@@ -27,7 +27,7 @@ def measured_small(candidate: Candidate, share: float = 0.2) -> Candidate:
     lasting = sum(size for part, size in candidate.memory.phases["backward"].parts.items() if part in ("weights", "gradients"))
     peak = lasting + share * (candidate.memory.peak - lasting)
     held = candidate.resident * peak / candidate.memory.peak
-    return replace(candidate, memory=scaled_to(candidate.memory, peak), resident=held)
+    return replace(candidate, memory=scale_to_peak(candidate.memory, peak), resident=held)
 
 
 def life_with(limit: float) -> WholeLife:
@@ -62,7 +62,7 @@ def test_the_first_step_has_no_optimizer_state_before_its_update() -> None:
 
 def test_a_save_without_room_for_copies_is_no_failure() -> None:
     peak = Peak(total=3.0, parts={"weights": 1.0, "communication": 2.0})
-    assert (needed("save", peak), needed("backward", peak)) == (1.0, 3.0)
+    assert (required_bytes("save", peak), required_bytes("backward", peak)) == (1.0, 3.0)
 
 
 def test_the_phase_that_does_not_fit_is_named() -> None:

@@ -21,7 +21,7 @@ from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes, takes
+from upshift.planning.cost.time import SampleUnit, sample_unit
 from upshift.planning.cost.uncertainty import Number
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate
@@ -35,7 +35,7 @@ PHASE_WIDTH, NUMBER_WIDTH = 18, 9  # of the memory table, with what stands betwe
 PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
-RATES: dict[Takes, str] = {"tokens": "tok/s", "images": "images/s"}
+RATES: dict[SampleUnit, str] = {"tokens": "tok/s", "images": "images/s"}
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 out = Console()
@@ -101,7 +101,7 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
     wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    columns = (RATES[takes(planning.profile)], "step ms", *memory, "tier")
+    columns = (RATES[sample_unit(planning.profile)], "step ms", *memory, "tier")
     table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
     table.padding, table.caption_justify = (0, 0), "left"
     table.columns[1].min_width = PLAN_WIDTH

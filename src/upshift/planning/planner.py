@@ -17,7 +17,7 @@ from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_to_train
 from upshift.planning.analysis.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.analysis.tpu_programs import compiled_so_far
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.search.feasibility import WholeLife
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
@@ -70,7 +70,7 @@ class Planning:
 
     @property
     def shadow_price(self) -> str | None:
-        return shadow_price(self.ranking, self.host, self.workload, takes(self.profile))
+        return shadow_price(self.ranking, self.host, self.workload, sample_unit(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
         """Return a candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
@@ -216,7 +216,7 @@ def _search(
 
 
 def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
-    roomier = "a shorter --sequence-length or a larger device" if takes(profile) == "tokens" else "a larger device"
+    roomier = "a shorter --sequence-length or a larger device" if sample_unit(profile) == "tokens" else "a larger device"
     if (phase := ranking.in_another_phase) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:

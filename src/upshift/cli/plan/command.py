@@ -24,7 +24,7 @@ from upshift.errors import RequestError
 from upshift.models.sequence_length import SEQUENCE_HELP, sequence_length_of
 from upshift.models.source import find_to_train
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.space import check_allow
@@ -156,7 +156,7 @@ def command(
     if lora_rank is not None:
         tables.out.print(adapter_line(lora_rank, load_in_4bit), highlight=False)
     _print(planning, rows=rows)
-    answers.print(takes(planning.profile))
+    answers.print(sample_unit(planning.profile))
 
 
 def _check(risk: float | None, data: str | None, text_column: str | None) -> None:
@@ -173,7 +173,7 @@ def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:
 
 def _print(planning: Planning, *, rows: int) -> None:
     host, workload = planning.host, planning.workload
-    images = takes(planning.profile) == "images"
+    images = sample_unit(planning.profile) == "images"
     size = f"global batch {workload.global_batch}" + (" images" if images else f" x {workload.sequence_length} tokens")
     tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     network = host.origin.get("inter_node")

@@ -47,7 +47,7 @@ from upshift.planning.analysis.lock_file import (
 from upshift.planning.analysis.max_size import Largest, find_largest
 from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
@@ -200,7 +200,7 @@ class Answers:
             found["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
         return found
 
-    def print(self, takes: Takes) -> None:
+    def print(self, takes: SampleUnit) -> None:
         for one in self.why:
             speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} {takes}/s"
             memory = "" if one.gain is None or not one.more_gib else f", {one.more_gib:+.2f} GiB"

@@ -21,9 +21,9 @@ from pydantic import Field
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.rates import host_link, rates_for
-from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.time import full_micro_batches, micro_batch_terms
+from upshift.planning.cost.rates import host_link, predict_rates
+from upshift.planning.cost.segments import plan_trace
+from upshift.planning.cost.time import micro_batch_terms, num_full_micro_batches
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, changes_of_mathematics
 from upshift.planning.search.feasibility import WholeLife
@@ -60,12 +60,12 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
     Return an empty dictionary if the head is on one pipeline stage of several.
     """
-    trace = trace_for(profile, plan, workload)
-    rates = rates_for(host, profile, plan)
+    trace = plan_trace(profile, plan, workload)
+    rates = predict_rates(host, profile, plan)
     if trace is None or rates is None or plan.layout.pipeline_parallel > 1:
         return {}
     of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host), head_alone=True)
-    count = full_micro_batches(plan, workload)
+    count = num_full_micro_batches(plan, workload)
     found = by_kind({term: count * seconds for term, seconds in of_one.items() if term != "dispatch"})
     return {kind: seconds for kind, seconds in found.items() if kind in (PRODUCTS, ATTENTION, ELEMENTWISE) and seconds > 0}
 

@@ -13,7 +13,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import GpuFacts, describe
 from upshift.hardware.catalog.lookup import find
 from upshift.hardware.spec import Host
-from upshift.planning.cost.time import Takes, takes, tokens_per_step
+from upshift.planning.cost.time import SampleUnit, sample_unit, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.workload import Workload
@@ -49,7 +49,7 @@ class Compared(Value):
 
 class Comparison(Value):
     tokens: int = Field(description="or images, where the model takes these")
-    takes: Takes = Field("tokens", description="what the model is given")
+    sample_unit: SampleUnit = Field("tokens", description="what the model is given")
     deadline_seconds: float | None
     sorted_by: str = Field(description="money, where every host that has a plan has a price; else time")
     hosts: tuple[Compared, ...]
@@ -176,7 +176,7 @@ def compare(
             problems.append(problem)
             rows.append(Compared(host=host.name, num_devices=host.num_devices, why=str(problem)))
             continue
-        given = takes(planning.profile)
+        given = sample_unit(planning.profile)
         if given == "images" and terms.tokens is not None:
             raise RequestError(f"--tokens counts tokens, and {planning.profile.architecture} takes images; use --steps")
         tokens = tokens or round(workload.total_steps * tokens_per_step(planning.profile, workload))

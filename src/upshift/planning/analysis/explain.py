@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from upshift.hardware.spec import Host
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig, limit_of
 from upshift.planning.workload import Workload
@@ -104,7 +104,7 @@ def with_more_memory(host: Host, more: int) -> Host | None:
     return host.changed(**{"gpu" if host.gpu else "cpu": larger})
 
 
-def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes = "tokens") -> str | None:
+def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: SampleUnit = "tokens") -> str | None:
     """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
     bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if not ranking.candidates or unknown_memory(host) is not None or bigger is None:

@@ -18,7 +18,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import PHASES
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Rejected, cost_plan, limit_of
@@ -238,7 +238,7 @@ def _changes(before: dict[str, float], now: dict[str, float], *, least: float | 
 def _digests(profile: ModelProfile, plan: Plan, workload: Workload) -> dict[str, str]:
     """Return digests of the parameters and of each segment that the plan runs, by the segment's place in the model."""
     found = {"parameters": _digest(profile.parameters)}
-    trace = trace_for(profile, plan, workload)
+    trace = plan_trace(profile, plan, workload)
     if trace is None:
         return found
     recomputes = plan.activation_checkpointing > 0

@@ -25,7 +25,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host, stated_memory
 from upshift.models.profile import ModelProfile, Parameters, ParameterShape, Polynomial, Stack
 from upshift.planning.analysis.what_if import Trace, too_big
-from upshift.planning.cost.time import Takes, takes
+from upshift.planning.cost.time import SampleUnit, sample_unit
 from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
 from upshift.planning.planner import as_here
@@ -408,7 +408,7 @@ class Depth(Way):
 
 class Largest(Value):
     what: What
-    takes: Takes = Field("tokens", description="what the model is given: predicted.tokens_per_second counts these")
+    sample_unit: SampleUnit = Field("tokens", description="what the model is given: predicted.tokens_per_second counts these")
     value: int = Field(description="tokens of a sequence, sequences of a micro-batch, or layers of the deepest stack")
     parameters: int = Field(description="of the model; of the deepened one where that was asked for")
     plan: Plan
@@ -440,7 +440,7 @@ def find_largest(
     if what == "sequence" and lengths_at is None:
         workload = workload.changed(lengths=None)
     profile = trace(workload.sequence_length, variants_for(host, workload, fixed))
-    if what == "sequence" and takes(profile) == "images":
+    if what == "sequence" and sample_unit(profile) == "images":
         raise RequestError(
             f"--largest sequence asks for tokens, and {profile.architecture} takes images; use --largest batch or --largest model"
         )
@@ -466,7 +466,7 @@ def _answer(way: Way, size: int, sharing: int | None) -> Largest:
     flops = profile.train_flops(1, workload.sequence_length) * workload.global_batch * mean
     return Largest(
         what=way.what,
-        takes=takes(profile),
+        takes=sample_unit(profile),
         value=size,
         parameters=profile.parameters.total,
         plan=best.plan,

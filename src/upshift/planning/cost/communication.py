@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 from upshift.hardware.spec import Collective, Host
 from upshift.hardware.spec import Exchange as Operation
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.memo import Known
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.partition import (
     MASTERED_BYTES,
@@ -33,23 +33,23 @@ from upshift.planning.cost.partition import (
     Stage,
     compute_bytes,
     elements,
-    experts_of,
+    expert_elements,
     layer_elements,
-    mixtures,
+    layers_with_experts,
     residual_bytes,
 )
 from upshift.planning.plan import Plan
 
-Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
+GroupName = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
 GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head with which each rank gets all logits
 STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
 
 
-class Moved(NamedTuple):
+class Transfer(NamedTuple):
     """An exchange of ``num_bytes``: of the tensor that the ranks have together, or of a rank's own for all_to_all and send."""
 
-    among: Among
+    among: GroupName
     operation: Operation
     num_bytes: float
     times: float = 1.0  # of a micro-batch; of a step, for weights and gradients
@@ -63,9 +63,9 @@ class Volumes:
     profile: ModelProfile
     plan: Plan
     stage: Stage
-    known: Known
+    memo: Memo
 
-    def of_a_step(self) -> Iterator[Moved]:
+    def of_a_step(self) -> Iterator[Transfer]:
         layout = self.plan.layout
         count = self.plan.gradient_accumulation_steps
         for moved in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
@@ -131,7 +131,7 @@ class Volumes:
         """Return the bytes of the hidden states between layers: autocast leaves their sum, and its gradient, in fp32."""
         return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
-    def tensor(self) -> Iterator[Moved]:
+    def tensor(self) -> Iterator[Transfer]:
         """Yield the exchanges of tensor parallelism.
 
         Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers repeat
@@ -144,66 +144,70 @@ class Volumes:
             return
         pairs = PAIRS_A_LAYER * self.layers
         sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        yield Moved("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.repeated)
+        yield Transfer("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.repeated)
         if layout.sequence_parallel:
-            yield Moved("tensor", "all_gather", hidden, pairs * (2.0 + self.repeated + layout.gather_again))
-            yield Moved("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
+            yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.repeated + layout.gather_again))
+            yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
         yield from self._at_the_ends()
 
-    def _at_the_ends(self) -> Iterator[Moved]:
+    def _at_the_ends(self) -> Iterator[Transfer]:
         """Yield the exchanges of embedding and head, where ranks have their own words of them."""
         layout = self.plan.layout
         styles = set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
-            yield Moved("tensor", "all_reduce", self.residual_bytes)
+            yield Transfer("tensor", "all_reduce", self.residual_bytes)
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
-            yield Moved("tensor", "all_reduce", self.residual_bytes)  # of the gradient
+            yield Transfer("tensor", "all_reduce", self.residual_bytes)  # of the gradient
             if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
-                yield Moved("tensor", "all_reduce", self.tokens * STATISTICS)
+                yield Transfer("tensor", "all_reduce", self.tokens * STATISTICS)
             else:
                 logits = self.tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
-                yield Moved("tensor", "all_gather", logits)
+                yield Transfer("tensor", "all_gather", logits)
 
-    def context(self) -> Iterator[Moved]:
+    def context(self) -> Iterator[Transfer]:
         layout = self.plan.layout
         if layout.context_parallel == 1:
             return
         queries, keys = self.profile.heads or (1, 1)
         own = self.hidden_bytes / layout.tensor_parallel
         if layout.context_kind == "ulysses":  # queries, keys, values there, the result back; and their gradients
-            keys_and_values = 2.0 * own * whole_keys(queries, keys, layout.tensor_parallel * layout.context_parallel) / queries
-            yield Moved("context", "all_to_all", 2.0 * own + keys_and_values, (2.0 + self.repeated) * self.layers)
+            keys_and_values = (
+                2.0 * own * exchanged_key_heads(queries, keys, layout.tensor_parallel * layout.context_parallel) / queries
+            )
+            yield Transfer("context", "all_to_all", 2.0 * own + keys_and_values, (2.0 + self.repeated) * self.layers)
             return
         around = (layout.context_parallel - 1) * self.layers  # backward: keys and values, and their gradients
-        yield Moved("context", "send", 2.0 * own * keys / queries, (3.0 + self.repeated) * around)
+        yield Transfer("context", "send", 2.0 * own * keys / queries, (3.0 + self.repeated) * around)
 
-    def experts(self) -> Iterator[Moved]:
+    def experts(self) -> Iterator[Transfer]:
         """Yield the exchanges of experts. Tokens go to their experts and come back, and so do gradients."""
         if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
             return
-        layers = sum(self.known.get("mixtures", lambda: mixtures(self.profile))[self.stage.first : self.stage.last])
+        layers = sum(
+            self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))[self.stage.first : self.stage.last]
+        )
         sent = self.hidden_bytes * self.profile.experts.per_token
-        yield Moved("experts", "all_to_all", sent, (4.0 + 2.0 * self.repeated) * layers)
+        yield Transfer("experts", "all_to_all", sent, (4.0 + 2.0 * self.repeated) * layers)
 
-    def pipeline(self) -> Iterator[Moved]:
+    def pipeline(self) -> Iterator[Transfer]:
         """Yield the transfers of hidden states to the next stage and of gradients to the one before."""
         layout = self.plan.layout
         if layout.pipeline_parallel > 1:
             ends = self.stage.has_embedding + self.stage.has_head
-            yield Moved("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
+            yield Transfer("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
 
     @property
     def elements(self) -> float:
         """Return the number of weights that the rank computes with."""
         layout = self.plan.layout
         key = ("elements", layout.tensor_parallel, layout.expert_parallel, self.stage.first, self.stage.last)
-        return self.known.get(key, lambda: elements(self.profile, self.plan, self.stage))
+        return self.memo.get_or_compute(key, lambda: elements(self.profile, self.plan, self.stage))
 
     @property
     def layer_elements(self) -> float:
         layout = self.plan.layout
         key = ("layer elements", layout.tensor_parallel, layout.expert_parallel)
-        return self.known.get(key, lambda: layer_elements(self.profile, self.plan))
+        return self.memo.get_or_compute(key, lambda: layer_elements(self.profile, self.plan))
 
     @property
     def outside_elements(self) -> float:
@@ -216,23 +220,25 @@ class Volumes:
         stage = self.stage
         if layout.expert_parallel == 1:
             return 0.0
-        found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
+        found = self.memo.get_or_compute(
+            ("experts", stage.first, stage.last), lambda: expert_elements(self.profile, stage.first, stage.last)
+        )
         return found / layout.tensor_parallel / layout.expert_parallel
 
-    def gathered(self) -> tuple[Moved, ...]:
+    def gathered(self) -> tuple[Transfer, ...]:
         """Return the gather of the layers' weights, once for each layer."""
         return self._of_layers("all_gather", compute_bytes(self.plan))
 
-    def reduced(self) -> tuple[Moved, ...]:
+    def reduced(self) -> tuple[Transfer, ...]:
         return self._of_layers("reduce_scatter", REDUCED_BYTES)
 
-    def gathered_outside(self) -> tuple[Moved, ...]:
-        return (Moved("shard", "all_gather", self.outside_elements * compute_bytes(self.plan)),)
+    def gathered_outside(self) -> tuple[Transfer, ...]:
+        return (Transfer("shard", "all_gather", self.outside_elements * compute_bytes(self.plan)),)
 
-    def reduced_outside(self) -> tuple[Moved, ...]:
-        return (Moved("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
+    def reduced_outside(self) -> tuple[Transfer, ...]:
+        return (Transfer("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
 
-    def gradients(self) -> tuple[Moved, ...]:
+    def gradients(self) -> tuple[Transfer, ...]:
         """Return the exchanges of gradients once a step.
 
         They are the sums over replicas that fully_shard leaves, or over all gradients where it divides none, and the weights
@@ -243,39 +249,41 @@ class Volumes:
         size = self.elements * trained
         experts = self.expert_elements * trained
         if layout.fully_shard == "no":
-            return _of_weights("replicas", "all_reduce", size, experts, plan.parameter_bytes)
-        between = Moved("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
+            return _weight_transfers("replicas", "all_reduce", size, experts, plan.parameter_bytes)
+        between = Transfer("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
         if layout.fully_shard != "optimizer":
             return (between,)
         sent = MASTERED_BYTES if layout.master_weights else plan.parameter_bytes
-        there = _of_weights("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
-        return (*there, *_of_weights("shard", "all_gather", size, experts, sent), between)
+        there = _weight_transfers("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
+        return (*there, *_weight_transfers("shard", "all_gather", size, experts, sent), between)
 
-    def _of_layers(self, operation: Operation, size: float) -> tuple[Moved, ...]:
+    def _of_layers(self, operation: Operation, size: float) -> tuple[Transfer, ...]:
         experts = self.expert_elements / max(self.layers, 1)
-        found = _of_weights("shard", operation, self.layer_elements, experts, size)
+        found = _weight_transfers("shard", operation, self.layer_elements, experts, size)
         return tuple(moved._replace(times=self.layers) for moved in found)
 
 
-def whole_keys(queries: int, keys: int, ranks: int) -> int:
+def exchanged_key_heads(queries: int, keys: int, ranks: int) -> int:
     """Return the number of key heads as they are exchanged: repeated until each rank has whole ones
     (training/distributed/context_parallel.py)."""
     repeated = lcm(keys, ranks)
     return queries if queries % repeated else repeated
 
 
-def _of_weights(among: Among, operation: Operation, elements: float, experts: float, size: float) -> tuple[Moved, ...]:
+def _weight_transfers(
+    among: GroupName, operation: Operation, elements: float, experts: float, size: float
+) -> tuple[Transfer, ...]:
     """Return the exchange of ``elements`` of ``size`` bytes. Only ranks with the same experts exchange ``experts`` of these
     elements."""
-    others = Moved(among, operation, (elements - experts) * size)
-    return (others, Moved(among, operation, experts * size, same_experts=True)) if experts else (others,)
+    others = Transfer(among, operation, (elements - experts) * size)
+    return (others, Transfer(among, operation, experts * size, same_experts=True)) if experts else (others,)
 
 
 BACKWARD_SHARE = 2.0 / 3.0  # of a micro-batch's computation
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputeSeconds:
     """Seconds for which a rank computes one micro-batch: in all, and in attention."""
 
     total: float
@@ -283,7 +291,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Groups:
+class RankGroups:
     """The groups in which a rank exchanges. Ranks are numbered tensor first, then context, data and pipeline."""
 
     tensor: Group
@@ -298,14 +306,14 @@ class UnknownLink(Exception):
     """Raised if the host does not say how fast a link is that the layout needs."""
 
 
-def groups_of(host: Host, plan: Plan) -> Groups:
+def rank_groups(host: Host, plan: Plan) -> RankGroups:
     layout = plan.layout
     node = host.ranks_per_node(plan.num_processes)
     tensor = layout.tensor_parallel
     context = layout.context_parallel
     sharing = plan.data_parallel * context  # gradients are summed over these
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
-    return Groups(
+    return RankGroups(
         tensor=Group(tensor, 1, node),
         context=Group(context, tensor, node),
         shard=Group(sharded, tensor, node),
@@ -316,15 +324,15 @@ def groups_of(host: Host, plan: Plan) -> Groups:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """All exchanges of one rank in an optimizer step. ``seconds`` raises UnknownLink."""
 
     host: Host
     profile: ModelProfile
     plan: Plan
     stage: Stage
-    computed: Computed
-    known: Known
+    computed: ComputeSeconds
+    memo: Memo
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of all micro-batches that are not hidden, by kind of parallelism."""
@@ -333,7 +341,7 @@ class Exchange:
     def _terms(self) -> Iterator[tuple[str, float]]:
         layout = self.plan.layout
         count = self.plan.gradient_accumulation_steps
-        groups = self.known.get(("groups", layout, self.plan.num_processes), lambda: groups_of(self.host, self.plan))
+        groups = self.memo.get_or_compute(("groups", layout, self.plan.num_processes), lambda: rank_groups(self.host, self.plan))
         if layout.tensor_parallel > 1:
             yield "tensor parallel", count * self._seconds(self._volumes.tensor(), groups.tensor)
         if layout.context_parallel > 1:
@@ -348,7 +356,7 @@ class Exchange:
 
     @property
     def _volumes(self) -> Volumes:
-        return Volumes(self.profile, self.plan, self.stage, self.known)
+        return Volumes(self.profile, self.plan, self.stage, self.memo)
 
     @property
     def _hides(self) -> float:
@@ -357,12 +365,12 @@ class Exchange:
 
     def _collective(self, operation: Collective, num_bytes: float, group: Group) -> float:
         key = (operation, num_bytes, group)
-        found = self.known.get(key, lambda: collective_seconds(self.host, operation, num_bytes, group))
+        found = self.memo.get_or_compute(key, lambda: collective_seconds(self.host, operation, num_bytes, group))
         if found is None:
             raise UnknownLink(f"the rate {'between' if group.num_nodes > 1 else 'inside'} nodes is unknown")
         return found
 
-    def _seconds(self, moved: Iterable[Moved], group: Group) -> float:
+    def _seconds(self, moved: Iterable[Transfer], group: Group) -> float:
         """Return the seconds of collectives that follow each other."""
         shared = self.plan.layout.expert_parallel
         same = Group(max(group.size // shared, 1), group.stride * shared, group.node_ranks)
@@ -398,7 +406,7 @@ class Exchange:
         waited += max((volumes.gathers - in_forward) * gather + volumes.reductions * reduce - backward, 0.0)
         return waited + volumes.gathers_outside * gather_outside + volumes.reductions * reduce_outside
 
-    def _gradients(self, groups: Groups) -> float:
+    def _gradients(self, groups: RankGroups) -> float:
         """Return the seconds of the gradient exchange that the last backward pass does not hide.
 
         It never hides the weights that ZeRO 1 sends back.
@@ -414,7 +422,7 @@ class Exchange:
         )
         return max(reduce - hidden, 0.0) + back + between
 
-    def _pipeline(self, groups: Groups) -> float:
+    def _pipeline(self, groups: RankGroups) -> float:
         """Return the seconds for which a pipeline rank waits for transfers while the pipeline fills and drains.
 
         1F1B also waits in between: a stage has no more micro-batches under way than there are stages from it to the last, and

@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
-from upshift.planning.cost.memo import Known
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes
 from upshift.planning.cost.partition import (
+    InFlight,
     Share,
     Stage,
-    Waiting,
     compute_bytes,
-    gradients_exist,
+    deciding_stages,
+    gradients_preexist,
     outside_part,
     residual_bytes,
     share_of,
-    stages,
 )
-from upshift.planning.cost.segments import Placed, place_segments
+from upshift.planning.cost.segments import PlacedSegment, place_segments
 from upshift.planning.plan import ALONE, Plan
 
 
@@ -72,10 +72,10 @@ class Peaks:
         self.found.setdefault(moment if self.apart else PHASE_OF_MOMENT[moment], Peak()).offer(parts)
 
 
-def walk_forward(
+def offer_forward_peaks(
     peaks: Peaks,
     resident: dict[str, float],
-    placed: list[Placed],
+    placed: list[PlacedSegment],
     gradients: float,
     plan: Plan,
     batch: int,
@@ -122,7 +122,7 @@ class Backward:
         micro-batch."""
         return self.plan.layout.gathers and self.plan.layout.pipeline_parallel == 1
 
-    def of(self, item: Placed) -> tuple[float, float]:
+    def of(self, item: PlacedSegment) -> tuple[float, float]:
         """Return (bytes above the entry at the highest moment, bytes that stay)."""
         segment = item.segment
         at = (self.batch, self.sequence)
@@ -142,10 +142,10 @@ class Backward:
         return max(highest_rise, 0.0), left
 
 
-def walk_backward(
+def offer_backward_peaks(
     peaks: Peaks,
     resident: dict[str, float],
-    placed: list[Placed],
+    placed: list[PlacedSegment],
     live: float,
     gradients: float,
     backward: Backward,
@@ -182,13 +182,13 @@ def walk_backward(
         born += item.count * own
 
 
-def _moment(item: Placed, *, is_last: bool, is_end: bool) -> str:
+def _moment(item: PlacedSegment, *, is_last: bool, is_end: bool) -> str:
     if item.is_layer:
         return "last_layer" if is_last else "end" if is_end else "layers"
     return "head" if item.is_loss else "outside"
 
 
-PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace")
 LASTING_PARTS = ("weights", "gradients", "optimizer", "communication", "batch")
 PHASES = ("forward", "backward", "optimizer")
 
@@ -214,7 +214,7 @@ class StepMemory:
         return max(self.phases, key=lambda name: self.phases[name].total)
 
 
-def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
+def scale_to_peak(memory: StepMemory, peak_bytes: float) -> StepMemory:
     """Return ``memory`` with its passing parts scaled so that the peak is the measured one (compiled layers save less)."""
     highest = memory.phases[memory.peak_phase]
     lasting = sum(highest.parts.get(part, 0.0) for part in LASTING_PARTS)
@@ -234,24 +234,24 @@ def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape
     """
     shape = shape or (plan.per_device_train_batch_size, plan.sequence_length)
     of_ranks = []
-    for stage in stages(profile, plan):
+    for stage in deciding_stages(profile, plan):
         share = share_of(profile, plan, stage)
-        if accumulates(plan):
-            walk = walk_stage(profile, trace, plan, stage, shape=shape)
-            of_ranks.append(add_share(walk, profile, plan, stage, share))
+        if has_earlier_gradients(plan):
+            walk = micro_batch_memory(profile, trace, plan, stage, shape=shape)
+            of_ranks.append(step_memory(walk, profile, plan, stage, share))
         else:
             of_ranks.append(_predict_first_backward(profile, trace, plan, stage, share, shape))
     return max(of_ranks, key=lambda memory: memory.peak)
 
 
-def accumulates(plan: Plan) -> bool:
+def has_earlier_gradients(plan: Plan) -> bool:
     """Return whether gradients exist before a backward pass: of an earlier micro-batch, or as the buckets that ranks exchange."""
     buckets = plan.device != "cpu" and plan.num_processes > 1
     return plan.gradient_accumulation_steps > 1 or buckets or plan.layout != ALONE
 
 
 @dataclass(frozen=True)
-class Walk:
+class MicroBatchMemory:
     """The memory that comes and goes while one micro-batch runs on a rank, and that it leaves there while another one runs."""
 
     first: Peaks | None  # gradients are born in the backward pass; None where they always exist
@@ -265,49 +265,49 @@ class Walk:
     half_logits: float
 
 
-def walk_stage(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int], known: Known | None = None
-) -> Walk:
+def micro_batch_memory(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int], memo: Memo | None = None
+) -> MicroBatchMemory:
     """Walk through one micro-batch on a rank. The result is the same for all plans that share the same layers and tokens."""
     batch = shape[0]
     sequence = -(-shape[1] // plan.layout.context_parallel)
-    placed = place_segments(profile, trace, plan, stage, known=known)
+    placed = place_segments(profile, trace, plan, stage, memo=memo)
     piped = plan.layout.pipeline_parallel > 1
     hidden = float(batch * sequence * (profile.hidden_size or 0) * residual_bytes(plan))
     hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
     beside = 0.0 if stage.has_embedding else max(trace.gaps[0].forward.left.at(batch, sequence) - hidden, 0.0)
-    logits = _logits(profile, plan, batch * sequence)
+    logits = _logits_bytes(profile, plan, batch * sequence)
     received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
 
     def peaks(*, accumulating: bool) -> Peaks:
         found = Peaks(apart=plan.layout.gathers)
-        live = walk_forward(found, {}, placed, 0.0, plan, batch, sequence, beside=beside)
+        live = offer_forward_peaks(found, {}, placed, 0.0, plan, batch, sequence, beside=beside)
         born = 0.0 if accumulating else share_of(profile, plan, stage).gradients
-        backward = _backward_of(profile, plan, batch, sequence, accumulating=accumulating)
-        walk_backward(found, {}, placed, live, born, backward, received=received)
+        backward = _backward_pass(profile, plan, batch, sequence, accumulating=accumulating)
+        offer_backward_peaks(found, {}, placed, live, born, backward, received=received)
         return found
 
     loss = sum(item.segment.forward.left.at(batch, sequence) for item in placed if item.is_loss)
-    return Walk(
-        peaks(accumulating=False) if not gradients_exist(plan) else None, peaks(accumulating=True),
+    return MicroBatchMemory(
+        peaks(accumulating=False) if not gradients_preexist(plan) else None, peaks(accumulating=True),
         beside + sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss),
-        loss, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
-        hidden, _outputs_of_weights(profile, plan, stage, batch * sequence), _half_logits(logits, plan, stage),
+        loss, _recomputed_bytes(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
+        hidden, _weight_output_bytes(profile, plan, stage, batch * sequence), _half_logits_bytes(logits, plan, stage),
     )  # fmt: skip
 
 
-def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
+def step_memory(walk: MicroBatchMemory, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
     """Return the memory of the step on a rank that has ``share`` of the model. Its micro-batches wait as the pipeline says."""
     waiting = stage.waiting
-    resident = _resident(share, profile, walk.batch * waiting.batches)
+    resident = _resident_parts(share, profile, walk.batch * waiting.batches)
     phases = {name: Peak() for name in PHASES}
     in_transit = walk.hidden * waiting.hidden
     if waiting.first and walk.first is not None:
-        _add(phases, walk, walk.first, waiting, share, resident, (waiting.first, 0.0, in_transit))
+        _offer_peaks(phases, walk, walk.first, waiting, share, resident, (waiting.first, 0.0, in_transit))
     if waiting.later:
         in_transit += walk.hidden * waiting.sent
-        _add(phases, walk, walk.later, waiting, share, resident, (waiting.later, share.gradients_between, in_transit))
+        _offer_peaks(phases, walk, walk.later, waiting, share, resident, (waiting.later, share.gradients_between, in_transit))
         if waiting.splits:
             micro_batches = waiting.later + waiting.pending
             activations = micro_batches * walk.left + (waiting.pending + 1) * (walk.outputs + walk.left_of_loss)
@@ -318,11 +318,11 @@ def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share
     return StepMemory(phases, walk.recomputed, walk.half_logits)
 
 
-def _add(
+def _offer_peaks(
     phases: dict[str, Peak],
-    walk: Walk,
+    walk: MicroBatchMemory,
     peaks: Peaks,
-    waiting: Waiting,
+    waiting: InFlight,
     share: Share,
     resident: dict[str, float],
     now: tuple[float, float, float],
@@ -342,7 +342,7 @@ def _add(
         phases[PHASE_OF_MOMENT.get(moment, moment)].offer(parts)
 
 
-def _outputs_of_weights(profile: ModelProfile, plan: Plan, stage: Stage, tokens: int) -> float:
+def _weight_output_bytes(profile: ModelProfile, plan: Plan, stage: Stage, tokens: int) -> float:
     """Return the bytes of the gradients of every product with a weight of the stage: a row of outputs for each token."""
     width = 0.0
     vocabulary = profile.vocab_size or 0
@@ -357,7 +357,7 @@ def _outputs_of_weights(profile: ModelProfile, plan: Plan, stage: Stage, tokens:
     return tokens * compute_bytes(plan) * (width + vocabulary * stage.has_head)
 
 
-def _resident(share: Share, profile: ModelProfile, batch: float) -> dict[str, float]:
+def _resident_parts(share: Share, profile: ModelProfile, batch: float) -> dict[str, float]:
     return {"weights": share.weights + profile.parameters.buffers_bytes, "optimizer": share.optimizer, "batch": batch}
 
 
@@ -367,17 +367,19 @@ def _predict_first_backward(
     """Return the memory of one process whose gradients are born in the only backward pass of the step."""
     placed = place_segments(profile, trace, plan, stage)
     peaks = Peaks(apart=False)
-    resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
-    live = walk_forward(peaks, resident, placed, 0.0, plan, *shape)
-    walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape, accumulating=False))
+    resident = _resident_parts(share, profile, batch_bytes(profile, plan, *shape))
+    live = offer_forward_peaks(peaks, resident, placed, 0.0, plan, *shape)
+    offer_backward_peaks(
+        peaks, resident, placed, live, share.gradients, _backward_pass(profile, plan, *shape, accumulating=False)
+    )
     phases = {name: peaks.found.get(name, Peak()) for name in PHASES}
     if not plan.optimizer_in_backward:
         phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": share.workspace})
-    half_logits = _half_logits(_logits(profile, plan, shape[0] * shape[1]), plan, stage)
-    return StepMemory(phases, _recomputed(placed, *shape), half_logits)
+    half_logits = _half_logits_bytes(_logits_bytes(profile, plan, shape[0] * shape[1]), plan, stage)
+    return StepMemory(phases, _recomputed_bytes(placed, *shape), half_logits)
 
 
-def _logits(profile: ModelProfile, plan: Plan, tokens: int) -> float:
+def _logits_bytes(profile: ModelProfile, plan: Plan, tokens: int) -> float:
     """Return the bytes of a rank's logits, without what the loss makes of them.
 
     They are 0 where the loss is computed in chunks or by a kernel of its own.
@@ -388,15 +390,15 @@ def _logits(profile: ModelProfile, plan: Plan, tokens: int) -> float:
     return float(tokens * (profile.vocab_size or 0) * compute_bytes(plan)) / ranks
 
 
-def _half_logits(logits: float, plan: Plan, stage: Stage) -> float:
+def _half_logits_bytes(logits: float, plan: Plan, stage: Stage) -> float:
     return logits if stage.has_head and compute_bytes(plan) < 4 else 0.0
 
 
-def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *, accumulating: bool) -> Backward:
+def _backward_pass(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *, accumulating: bool) -> Backward:
     return Backward(plan, profile, batch, sequence, accumulating)
 
 
-def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
+def _recomputed_bytes(placed: list[PlacedSegment], batch: int, sequence: int) -> float:
     rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
     return max(rises, default=0.0)
 
@@ -415,39 +417,41 @@ def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) ->
 WITH_LOGITS = "evaluation with logits"  # for a user's own metrics; upshift train needs only the loss
 
 
-def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]) -> dict[str, Peak]:
+def phase_memory(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]
+) -> dict[str, Peak]:
     """Return the peak of every phase, in order. On a CUDA device saving takes host memory, so it is no phase here.
 
     ``memory``: of a steady step. ``shape``: rows and tokens a row of the largest micro-batch.
     """
-    stage = stages(profile, plan)[-1]
+    stage = deciding_stages(profile, plan)[-1]
     share = share_of(profile, plan, stage)
     largest = float(profile.parameters.largest * plan.parameter_bytes)
     model = {"weights": share.weights + profile.parameters.buffers_bytes}
     lasting = {**model, "optimizer": share.optimizer}
-    found = {"load": _peak({**model, "workspace": largest}), "first step": _first_step(memory), **memory.phases}
-    found["evaluation"] = _peak(_evaluation(profile, trace, plan, shape) | lasting)
+    found = {"load": _peak_of({**model, "workspace": largest}), "first step": _first_step_peak(memory), **memory.phases}
+    found["evaluation"] = _peak_of(_evaluation_parts(profile, trace, plan, shape) | lasting)
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
         whole = plan.model_copy(update={"loss_chunk_tokens": 0})
-        found[WITH_LOGITS] = _peak(_evaluation(profile, trace, whole, shape) | lasting)
+        found[WITH_LOGITS] = _peak_of(_evaluation_parts(profile, trace, whole, shape) | lasting)
     if plan.device == "cpu":
-        found["save"] = _peak({**lasting, "communication": share.weights + share.optimizer})
-    found["resume"] = _peak({**lasting, "workspace": largest})
+        found["save"] = _peak_of({**lasting, "communication": share.weights + share.optimizer})
+    found["resume"] = _peak_of({**lasting, "workspace": largest})
     return found
 
 
-def needed(phase: str, peak: Peak) -> float:
+def required_bytes(phase: str, peak: Peak) -> float:
     """Return the bytes without which the phase fails. A save that has no room for copies writes without them."""
     return peak.total - (peak.parts.get("communication", 0.0) if phase == "save" else 0.0)
 
 
-def _peak(parts: dict[str, float]) -> Peak:
+def _peak_of(parts: dict[str, float]) -> Peak:
     peak = Peak()
     peak.offer(parts)
     return peak
 
 
-def _first_step(memory: StepMemory) -> Peak:
+def _first_step_peak(memory: StepMemory) -> Peak:
     """Return the peak of the first step: the optimizer state does not exist before the first update."""
     peak = Peak()
     for name, phase in memory.phases.items():
@@ -455,14 +459,14 @@ def _first_step(memory: StepMemory) -> Peak:
     return peak
 
 
-def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> dict[str, float]:
+def _evaluation_parts(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> dict[str, float]:
     """Return the bytes of a micro-batch without gradients, by part.
 
     A layer leaves only its result. Beside it is the highest moment of one layer, or of the head.
     """
     batch = shape[0]
     sequence = -(-shape[1] // plan.layout.context_parallel)
-    stage = stages(profile, plan)[-1]
+    stage = deciding_stages(profile, plan)[-1]
     placed = place_segments(profile, trace, plan.model_copy(update={"activation_checkpointing": 0}), stage)
     hidden = batch * sequence * (profile.hidden_size or 0) * float(plan.parameter_bytes)
     rises = {"activations": 0.0, "loss": 0.0}

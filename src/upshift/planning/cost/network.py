@@ -87,7 +87,7 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
     return HOP_SECONDS + num_bytes / share
 
 
-def _volume(operation: Collective, ranks: int) -> float:
+def _ring_volume(operation: Collective, ranks: int) -> float:
     """Return the part of the tensor that one rank sends (or receives) over its own link."""
     return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
@@ -97,12 +97,12 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
         return 0.0
     fit = collective(host.gpu.table_key or "", operation) if host.gpu else None
     if fit is not None:
-        wire = fit.bytes_per_second * _volume(operation, FITTED_RANKS) * _link_share(host)
-        return (fit.latency_seconds or 0.0) + num_bytes * _volume(operation, ranks) / wire
+        wire = fit.bytes_per_second * _ring_volume(operation, FITTED_RANKS) * _link_share(host)
+        return (fit.latency_seconds or 0.0) + num_bytes * _ring_volume(operation, ranks) / wire
     rate = _node_rate(host)
     if rate is None:
         return None
-    return NODE_LATENCY["other"] + num_bytes * _volume(operation, ranks) / rate
+    return NODE_LATENCY["other"] + num_bytes * _ring_volume(operation, ranks) / rate
 
 
 def _link_share(host: Host) -> float:

@@ -56,7 +56,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
 
 def outside_allocator(plan: Plan) -> float:
     """Return the bytes of a GPU that a process holds beside what torch's allocator has: CUDA's context and NCCL's buffers."""
-    return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan)
+    return CUDA_CONTEXT_BYTES + NCCL_BYTES * _num_communicators(plan)
 
 
 def base_bytes(host: Host) -> float:
@@ -74,7 +74,7 @@ def predict_reserved(memory: StepMemory) -> float:
     return CUDA_SLACK * memory.peak + memory.half_logits * at_loss
 
 
-def _communicators(plan: Plan) -> int:
+def _num_communicators(plan: Plan) -> int:
     """Return the number of kinds of groups that a rank exchanges with: each has buffers of its own."""
     layout = plan.layout
     sharing = plan.data_parallel * layout.context_parallel
@@ -104,7 +104,7 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
     free = free_memory(plan, host)
     if free is None:
         return None
-    return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
+    return free * USABLE_SHARE if risk is None else free / _held_distribution(plan, spread).inv_cdf(1.0 - risk)
 
 
 def unknown_memory(host: Host) -> str | None:
@@ -125,9 +125,9 @@ def free_memory(plan: Plan, host: Host) -> float | None:
 def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:
     """Return the probability that the plan holds more than is free; None where the host does not say how much is free."""
     free = free_memory(plan, host)
-    return None if free is None else 1.0 - _truth(plan, spread).cdf(free / resident)
+    return None if free is None else 1.0 - _held_distribution(plan, spread).cdf(free / resident)
 
 
-def _truth(plan: Plan, spread: float | None) -> NormalDist:
+def _held_distribution(plan: Plan, spread: float | None) -> NormalDist:
     """Return the distribution of held memory, measured over predicted."""
     return NormalDist(1.0, spread or HELD_SPREAD[plan.device])

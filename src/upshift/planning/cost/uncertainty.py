@@ -21,14 +21,14 @@ MIN_RECORDS = 3  # plans measured here before their median is trusted whole; wit
 INTERVAL_SIGMAS = 2.0  # half an interval, in standard deviations
 SIGMAS_OF_MEDIAN = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
-STEP = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
+STEP_INTERVAL = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
 # Live tensors of an eager step: 0.1 % (docs/accuracy.md), 5.6 % too much for adamw_torch (docs/log.md), 3.5 % among ranks
 # (tests/cpu). Temporaries of compiled layers are predicted as if nothing were fused: 25 % too much for GPT-2 (tests/cpu).
-ALLOCATED = (0.94, 1.04)
-ALLOCATED_COMPILED = (0.75, 1.04)
+ALLOCATED_INTERVAL = (0.94, 1.04)
+COMPILED_ALLOCATED_INTERVAL = (0.75, 1.04)
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: holes that later steps leave in
 # the heap, up to what the run gives back (training/held_memory.py), and one step on top of that.
-AGAIN: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
+AGAIN_INTERVALS: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Correction:
 def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
     """Return the interval of measured over predicted before anything ran on the host."""
     if number == "step":
-        return STEP
+        return STEP_INTERVAL
     if number == "allocated":
-        return ALLOCATED_COMPILED if plan.torch_compile != "off" else ALLOCATED
+        return COMPILED_ALLOCATED_INTERVAL if plan.torch_compile != "off" else ALLOCATED_INTERVAL
     half = INTERVAL_SIGMAS * HELD_SPREAD[plan.device]
     return math.exp(-half), math.exp(half)
 
 
-def by_formula(number: Number, plan: Plan) -> Basis:
+def formula_basis(number: Number, plan: Plan) -> Basis:
     return Basis(tier="formula", interval=formula_interval(number, plan))
 
 
-def measured_again(number: Number, ratios: Sequence[float]) -> Correction:
+def remeasured(number: Number, ratios: Sequence[float]) -> Correction:
     """Return the correction of a plan that ran before, with the same model on the same host.
 
     ``ratios``: measured over formula, at least one.
     """
     middle = median(sorted(math.log(ratio) for ratio in ratios))
-    interval = _interval(AGAIN[number], [math.log(ratio) - middle for ratio in ratios], own=1)
+    interval = _interval(AGAIN_INTERVALS[number], [math.log(ratio) - middle for ratio in ratios], own=1)
     return Correction(math.exp(middle), Basis(tier="measured", interval=interval, num_records=len(ratios)))
 
 
-def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
+def transfer(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
     """Return the correction that other plans or models on the host suggest.
 
     ``ratios``: measured over formula, one for each plan. ``interval``: the formula's own.
@@ -74,7 +74,7 @@ def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Corre
     return Correction(math.exp(moved), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
 
 
-def held_spread(basis: Basis) -> float:
+def held_memory_spread(basis: Basis) -> float:
     """Return the standard deviation of held memory, measured over predicted, that an interval stands for."""
     low, high = basis.interval or (1.0, 1.0)
     return max(-math.log(low), math.log(high)) / INTERVAL_SIGMAS

@@ -24,7 +24,7 @@ from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
 from upshift.planning.analysis.explain import MAX_REJECTED, Reason, differences, reasons_among
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.space import (
@@ -363,7 +363,7 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
             f"{what} {workload.longest} is longer than the model's {profile.max_positions} positions; "
             f"use at most {profile.max_positions}"
         )
-    if takes(profile) == "images":
+    if sample_unit(profile) == "images":
         asked = f"--{workload.task}"
         raise RequestError(f"{profile.architecture} takes images, and {asked} plans for tokens; leave {asked} out")
     if workload.task == "encode":

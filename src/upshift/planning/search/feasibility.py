@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.memo import Known
-from upshift.planning.cost.memory import WITH_LOGITS, Peak, life, needed
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.memory import WITH_LOGITS, Peak, phase_memory, required_bytes
 from upshift.planning.cost.process_memory import CUDA_SLACK, base_bytes, predict_reserved
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.search.ranking import FITS_BUT, Candidate, Ranking, Rejected, limit_of
 from upshift.planning.workload import Workload
@@ -28,17 +28,17 @@ class WholeLife:
     host: Host
     profile: ModelProfile
     workload: Workload
-    _known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
+    _memo: Memo = field(default_factory=Memo, init=False, compare=False, repr=False)
 
     def phases(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
         """Return the allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's
         largest."""
         plan = candidate.plan
-        trace = trace_for(self.profile, plan, self.workload, known=self._known)
+        trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)
         if trace is None:
             return dict(candidate.memory.phases)
         shape = largest_micro_batch(plan, self.workload) if sequences is None else (sequences, plan.sequence_length)
-        return life(self.profile, trace, plan, candidate.memory, shape=shape)
+        return phase_memory(self.profile, trace, plan, candidate.memory, shape=shape)
 
     def limit(self, candidate: Candidate) -> float | None:
         return limit_of(candidate, self.host, self.workload)
@@ -68,7 +68,7 @@ class WholeLife:
         if limit is None:
             return None
         phases = {name: peak for name, peak in self.phases(candidate).items() if name != WITH_LOGITS}
-        needs = {name: needed(name, peak) for name, peak in phases.items()}
+        needs = {name: required_bytes(name, peak) for name, peak in phases.items()}
         phase = max(needs, key=lambda name: needs[name])
         held = self.held(candidate, needs[phase])
         if needs[phase] <= candidate.memory.peak or held <= limit:

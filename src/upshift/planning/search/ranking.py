@@ -9,13 +9,13 @@ from functools import partial
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
 from upshift.planning.cost.communication import UnknownLink
-from upshift.planning.cost.memo import Known
-from upshift.planning.cost.memory import Peak, StepMemory, accumulates, add_share, predict_memory, walk_stage
-from upshift.planning.cost.partition import shares
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.memory import Peak, StepMemory, has_earlier_gradients, micro_batch_memory, predict_memory, step_memory
+from upshift.planning.cost.partition import deciding_shares
 from upshift.planning.cost.process_memory import memory_limit, out_of_memory_probability, predict_reserved, predict_resident
-from upshift.planning.cost.segments import rank_key, trace_for
+from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
-from upshift.planning.cost.uncertainty import Number, by_formula, held_spread
+from upshift.planning.cost.uncertainty import Number, formula_basis, held_memory_spread
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.workload import Workload
@@ -44,7 +44,7 @@ class Candidate:
     bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; a number that is left out: by formula
 
     def basis(self, number: Number) -> Basis:
-        return self.bases.get(number) or by_formula(number, self.plan)
+        return self.bases.get(number) or formula_basis(number, self.plan)
 
     def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
         """Return the predicted numbers.
@@ -55,7 +55,7 @@ class Candidate:
         peaks = phases or self.memory.phases
         step = self.basis("step")
         held = self.basis("held")
-        risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
+        risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_memory_spread(held)) if host else None
         return Numbers(
             peak_gib=gib(self.memory.peak),
             reserved_gib=gib(predict_reserved(self.memory)) if self.plan.device == "cuda" else None,
@@ -80,7 +80,7 @@ def limit_of(candidate: Candidate, host: Host, workload: Workload) -> float | No
 
     They follow from the risk that the workload accepts and from how sure the candidate's held memory is.
     """
-    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_spread(candidate.basis("held")))
+    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_memory_spread(candidate.basis("held")))
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Coster:
         self.host = host
         self.profile = profile
         self.workload = workload
-        self._known = Known()
+        self._memo = Memo()
         self._tokens = tokens_per_step(profile, workload)
 
     def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
@@ -204,7 +204,7 @@ class Coster:
         mixed = why_not_isolated(self.profile.isolation, plan)
         if mixed is not None:
             return Rejected(plan, mixed)
-        trace = trace_for(self.profile, plan, self.workload, known=self._known)
+        trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)
         if trace is None:
             shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
             return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{shared}")
@@ -215,7 +215,7 @@ class Coster:
 
     def timed(self, plan: Plan, held: Held) -> Candidate | Rejected:
         try:
-            time = predict_time(self.profile, held.trace, plan, self.workload, self.host, known=self._known)
+            time = predict_time(self.profile, held.trace, plan, self.workload, self.host, memo=self._memo)
         except UnknownLink as problem:
             return Rejected(plan, f"{problem} of {self.host.name}; name the host with its link, as HOST@LINK, such as @ib-ndr")
         if time is None:
@@ -224,11 +224,12 @@ class Coster:
         return Candidate(plan, held.memory, held.resident, time, self._tokens / amortised)
 
     def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
-        if not accumulates(plan):
+        if not has_earlier_gradients(plan):
             return predict_memory(self.profile, trace, plan, shape=shape)
-        of_ranks = []
-        for stage, share in shares(self.profile, plan, self._known):
-            key = ("walk", rank_key(trace, plan, stage), shape, plan.packing)
-            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape, known=self._known))
-            of_ranks.append(add_share(walk, self.profile, plan, stage, share))
-        return max(of_ranks, key=lambda memory: memory.peak) if len(of_ranks) > 1 else of_ranks[0]
+        memory_by_rank = []
+        for stage, share in deciding_shares(self.profile, plan, self._memo):
+            key = ("walk", micro_batch_key(trace, plan, stage), shape, plan.packing)
+            compute = partial(micro_batch_memory, self.profile, trace, plan, stage, shape=shape, memo=self._memo)
+            micro_batch = self._memo.get_or_compute(key, compute)
+            memory_by_rank.append(step_memory(micro_batch, self.profile, plan, stage, share))
+        return max(memory_by_rank, key=lambda memory: memory.peak) if len(memory_by_rank) > 1 else memory_by_rank[0]

@@ -22,16 +22,16 @@ from pydantic import Field
 from upshift.atomic_file import write_whole
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.memory import scale_to_peak
 from upshift.planning.cost.process_memory import memory_limit
 from upshift.planning.cost.uncertainty import (
     MIN_RECORDS,
     Correction,
     Number,
     formula_interval,
-    held_spread,
-    measured_again,
-    transferred,
+    held_memory_spread,
+    remeasured,
+    transfer,
 )
 from upshift.planning.plan import Compile, Plan, Precision
 from upshift.planning.search.ranking import COST_KEY, Candidate, Ranking, TooBig
@@ -129,7 +129,7 @@ class Calibration:
         after = sum(terms.values()) + one_time
         return replace(
             candidate,
-            memory=scaled_to(memory, memory.peak * factor["allocated"]) if "allocated" in factor else memory,
+            memory=scale_to_peak(memory, memory.peak * factor["allocated"]) if "allocated" in factor else memory,
             resident=candidate.resident * factor.get("held", 1.0),
             time=replace(time, terms=terms),
             tokens_per_second=candidate.tokens_per_second * before / after,
@@ -142,7 +142,7 @@ class Calibration:
         numbers: tuple[Number, ...] = ("step", "allocated", "held")
         for number in numbers:
             ratios = [_ratio(sample.numbers[number]) for sample in own if number in sample.numbers]
-            correction = measured_again(number, ratios) if ratios else self._from_others(number, plan)
+            correction = remeasured(number, ratios) if ratios else self._from_others(number, plan)
             if correction is not None:
                 found[number] = correction
         return found
@@ -161,7 +161,7 @@ class Calibration:
             return None
         alike = self._ratios.get((number, plan.precision, plan.torch_compile), ())
         ratios = alike if len(alike) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
-        return transferred(formula_interval(number, plan), ratios) if ratios else None
+        return transfer(formula_interval(number, plan), ratios) if ratios else None
 
     @cached_property
     def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
@@ -197,7 +197,7 @@ class Calibration:
         lengths = _lengths_key(workload)
         for one in (*ranking.candidates, *ranking.too_big):
             found = self._of(one, workload, lengths)
-            limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))
+            limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_memory_spread(found.basis("held")))
             if limit is not None and found.resident > limit:
                 again.too_big.append(found)
                 again.rejected.append(TooBig(found.plan, found.memory, found.resident, limit))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
-from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.memory import scale_to_peak
 from upshift.planning.cost.time import tokens_per_step
-from upshift.planning.cost.uncertainty import AGAIN, Number, formula_interval
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, Number, formula_interval
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate, cost_plan
@@ -394,9 +394,9 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
     found = replace(found, time=time, tokens_per_second=best.tokens_per_second)
     bases = dict(found.bases)
     if best.largest_of_run:
-        memory = scaled_to(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
+        memory = scale_to_peak(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
         if best.peak_bytes and planning.workload.lengths is not None:
-            interval = (WATCHED_STEP, AGAIN["allocated"][1])
+            interval = (WATCHED_STEP, AGAIN_INTERVALS["allocated"][1])
             bases["allocated"] = Basis(tier="measured", interval=interval, num_records=1)
         return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident), bases=bases)
     for name, measured, predicted in _memory_pairs(best, found):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from upshift.planning.analysis.explain import representative
-from upshift.planning.cost.pipeline_schedule import Pass, idle_share, most_waiting
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, peak_in_flight
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
@@ -134,7 +134,7 @@ def request(planning: Planning, model: str) -> Facts:
     profile, host, workload = planning.profile, planning.host, planning.workload
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
-    size = "images" if takes(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
+    size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
     return Facts([
         ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
         ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
@@ -312,7 +312,7 @@ def ranks_table(passes: Sequence[Pass], plan: Plan) -> Table:
         steps = [step for step in passes if step.rank == rank]
         order = " ".join(f"{step.kind}{pass_name(step, stages)}" for step in steps[:MAX_PASSES_LISTED])
         more = f" and {len(steps) - MAX_PASSES_LISTED:,} more" if len(steps) > MAX_PASSES_LISTED else ""
-        rows.append([str(rank), number(most_waiting(steps, rank, virtual_stages=stages), 2), order + more])
+        rows.append([str(rank), number(peak_in_flight(steps, rank, virtual_stages=stages), 2), order + more])
     heads = [("Rank", ""), ("Micro-batches held at most", "number"), ("Order of its passes", "long")]
     return Table("Order of passes by pipeline rank", heads, rows)
 
