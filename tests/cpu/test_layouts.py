@@ -22,7 +22,7 @@ from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
 from upshift.planning.cost.communication import Transfer, Volumes, rank_groups
 from upshift.planning.cost.memo import Memo
-from upshift.planning.cost.memory import step_memory, micro_batch_memory
+from upshift.planning.cost.memory import micro_batch_memory, step_memory
 from upshift.planning.cost.partition import share_of, stage_of
 from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout
@@ -242,7 +242,7 @@ def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, 
     case = {**REAL, **EXCHANGED}[name]
     model, plan = traced[0][case.model], case.plan("")
     expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo()).of_a_step():
+    for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo()).step_transfers():
         expected[moved.operation, ranks_of(moved, plan)] += moved.num_bytes * moved.times
     found = {(operation, tuple(ranks)): size for operation, ranks, size, _ in real[f"{name} rank 0"]["moved"] if len(ranks) > 1}
     exchanged = sorted(key for key in expected.keys() | found.keys() if len(key[1]) > 1)
@@ -255,8 +255,8 @@ def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, 
 def ranks_of(moved: Transfer, plan: Plan) -> tuple[int, ...]:
     """With whom rank 0 exchanges."""
     groups = rank_groups(describe("8xh100"), plan)
-    if moved.among == "pipeline":
+    if moved.group == "pipeline":
         return (0, groups.pipeline_stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
-    group = getattr(groups, moved.among)
+    group = getattr(groups, moved.group)
     shared = plan.layout.expert_parallel if moved.same_experts else 1
     return tuple(range(0, group.stride * group.size, group.stride * shared))

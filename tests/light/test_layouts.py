@@ -14,7 +14,7 @@ from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
-from upshift.planning.cost.partition import tensor_parallel_trace, share_of, deciding_stages
+from upshift.planning.cost.partition import deciding_stages, share_of, tensor_parallel_trace
 from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import Plan
@@ -169,7 +169,9 @@ def test_stages_have_all_layers_between_them() -> None:
     assert (first.first, first.last, last.first, last.last) == (0, 6, 18, 24)
     assert first.has_embedding and last.has_head and not first.has_head and not last.has_embedding
     held = [share_of(PROFILE, plan, stage).weights for stage in (first, last)]
-    whole = share_of(PROFILE, plan_of(describe("1xh100"), Layout()), deciding_stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0])
+    whole = share_of(
+        PROFILE, plan_of(describe("1xh100"), Layout()), deciding_stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0]
+    )
     assert sum(held) < whole.weights < 2.5 * sum(held)
 
 

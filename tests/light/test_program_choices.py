@@ -11,8 +11,8 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
-from upshift.planning.cost.partition import expert_parallel_trace, share_of, deciding_stages
-from upshift.planning.cost.segments import bytes_per_word, fused_trace, saved_bytes_per_token, plan_trace, apply_loss_kernel
+from upshift.planning.cost.partition import deciding_stages, expert_parallel_trace, share_of
+from upshift.planning.cost.segments import apply_loss_kernel, bytes_per_word, fused_trace, plan_trace, saved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict
@@ -145,7 +145,9 @@ def test_fused_kernels_keep_what_is_around_matrix_products() -> None:
     shared = Layout(tensor_parallel=4, sequence_parallel=True, gather_again=True)
     assert saved_bytes_per_token(PROFILE, plan_of(shared, fused_kernels=True)) == (2 * elements + 4 * 16) / 4
     gathered = Layout(tensor_parallel=4, sequence_parallel=True)
-    more = saved_bytes_per_token(PROFILE, plan_of(gathered, fused_kernels=True)) - saved_bytes_per_token(PROFILE, plan_of(shared, fused_kernels=True))
+    more = saved_bytes_per_token(PROFILE, plan_of(gathered, fused_kernels=True)) - saved_bytes_per_token(
+        PROFILE, plan_of(shared, fused_kernels=True)
+    )
     assert more == 2 * 2 * HIDDEN * 3 / 4
     trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     assert trace is not None

@@ -10,7 +10,7 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
 from upshift.hardware import describe
 from upshift.models.profile import Experts, ModelProfile, Polynomial
 from upshift.planning.cost.rates import product_efficiency
-from upshift.planning.cost.segments import fused_trace, moved_bytes_per_token, apply_loss_kernel
+from upshift.planning.cost.segments import apply_loss_kernel, fused_trace, moved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import Candidate, Coster
@@ -64,7 +64,9 @@ def test_fused_kernels_move_what_is_around_products_once_forward_and_twice_backw
 def test_copies_for_experts_are_sorted_on_their_way_between_ranks() -> None:
     """Written and read; between ranks sorted before or after each of two exchanges, two more of either."""
     alone, shared = (
-        moved_bytes_per_token(mixture(), plan_of(Layout(fully_shard="optimizer", shard_size=8, expert_parallel=ranks), fused_kernels=True))
+        moved_bytes_per_token(
+            mixture(), plan_of(Layout(fully_shard="optimizer", shard_size=8, expert_parallel=ranks), fused_kernels=True)
+        )
         for ranks in (1, 2)
     )
     copies = 2 * CHOSEN * HIDDEN

@@ -1,7 +1,7 @@
-"""Say how sure a predicted number is: by formula alone, carried over from other runs here, or measured here.
+"""Estimate how sure a predicted number is: by formula alone, corrected by other runs here, or measured here.
 
-An interval holds measured over predicted. The interval narrows from the formula's own to the spread of the ratios that earlier
-runs left. The formula's interval counts as MIN_RECORDS records, so there is no jump at the first record.
+An interval bounds measured over predicted. It narrows from the formula's interval to the spread of the ratios that earlier runs
+left. The formula's interval counts as MIN_RECORDS records, so there is no jump at the first record.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
 
 
 def formula_basis(number: Number, plan: Plan) -> Basis:
+    """Return the basis of a number that no run has corrected."""
     return Basis(tier="formula", interval=formula_interval(number, plan))
 
 
@@ -58,9 +59,9 @@ def remeasured(number: Number, ratios: Sequence[float]) -> Correction:
 
     ``ratios``: measured over formula, at least one.
     """
-    middle = median(sorted(math.log(ratio) for ratio in ratios))
-    interval = _interval(AGAIN_INTERVALS[number], [math.log(ratio) - middle for ratio in ratios], own=1)
-    return Correction(math.exp(middle), Basis(tier="measured", interval=interval, num_records=len(ratios)))
+    log_median = median(sorted(math.log(ratio) for ratio in ratios))
+    interval = _interval(AGAIN_INTERVALS[number], [math.log(ratio) - log_median for ratio in ratios], num_fitted=1)
+    return Correction(math.exp(log_median), Basis(tier="measured", interval=interval, num_records=len(ratios)))
 
 
 def transfer(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
@@ -68,10 +69,10 @@ def transfer(interval: tuple[float, float], ratios: Sequence[float]) -> Correcti
 
     ``ratios``: measured over formula, one for each plan. ``interval``: the formula's own.
     """
-    trusted = min(len(ratios) / MIN_RECORDS, 1.0)
-    moved = trusted * median(sorted(math.log(ratio) for ratio in ratios))
-    spread = _interval(interval, [math.log(ratio) - moved for ratio in ratios], own=0)
-    return Correction(math.exp(moved), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
+    trust = min(len(ratios) / MIN_RECORDS, 1.0)
+    log_shift = trust * median(sorted(math.log(ratio) for ratio in ratios))
+    spread = _interval(interval, [math.log(ratio) - log_shift for ratio in ratios], num_fitted=0)
+    return Correction(math.exp(log_shift), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
 
 
 def held_memory_spread(basis: Basis) -> float:
@@ -80,12 +81,12 @@ def held_memory_spread(basis: Basis) -> float:
     return max(-math.log(low), math.log(high)) / INTERVAL_SIGMAS
 
 
-def _interval(prior: tuple[float, float], deviations: Sequence[float], *, own: int) -> tuple[float, float]:
+def _interval(prior: tuple[float, float], deviations: Sequence[float], *, num_fitted: int) -> tuple[float, float]:
     """Return ``prior`` narrowed by the median deviation: one run beside a busy neighbour must not widen the interval.
 
-    ``own``: the number of deviations that do not count, because the middle was taken from them.
+    ``num_fitted``: the number of deviations that do not count, because their median was fitted to them.
     """
     spread = INTERVAL_SIGMAS * SIGMAS_OF_MEDIAN * median(sorted(abs(deviation) for deviation in deviations))
-    count = len(deviations) - own
-    low, high = (math.sqrt((MIN_RECORDS * math.log(side) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for side in prior)
+    count = len(deviations) - num_fitted
+    low, high = (math.sqrt((MIN_RECORDS * math.log(bound) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for bound in prior)
     return math.exp(-low), math.exp(high)
