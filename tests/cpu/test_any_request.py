@@ -114,7 +114,7 @@ def check_planning(planning: Planning, fixed: tuple[str, ...]) -> None:
 def check_candidate(candidate: Candidate, planning: Planning) -> None:
     plan, memory = candidate.plan, candidate.memory
     assert plan.global_batch == planning.workload.global_batch
-    for name, peak in planning.life.phases(candidate).items():
+    for name, peak in planning.job_memory.phase_peaks(candidate).items():
         assert peak.total == pytest.approx(sum(peak.parts.values())), name
         assert all(size >= 0.0 for size in peak.parts.values()), (name, peak.parts)
     assert memory.peak == max(peak.total for peak in memory.phases.values()) > 0.0

@@ -19,7 +19,7 @@ from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
 from upshift.planning.plan import Plan
-from upshift.planning.search.constraints import PACKED_KERNELS, why_not
+from upshift.planning.search.constraints import PACKED_KERNELS, why_kernel_unusable
 from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosened
 from upshift.planning.workload import LengthHistogram, pack_rows
 
@@ -230,9 +230,9 @@ def test_kernels_run_on_the_devices_that_they_are_written_for(on: str, can: set[
     monkeypatch.setattr("upshift.planning.search.constraints.find_spec", lambda name: object())
     declares = PROFILE.declares.changed(attention_kernels=("sdpa", *PACKED_KERNELS))
     profile = PROFILE.changed(declares=declares)
-    assert {name for name in PACKED_KERNELS if why_not(name, describe(on), profile) is None} == can
+    assert {name for name in PACKED_KERNELS if why_kernel_unusable(name, describe(on), profile) is None} == can
     undeclared = "TestForCausalLM does not declare it, or drops attention weights"
-    assert why_not("flex_attention", describe("h100"), PROFILE) == undeclared
+    assert why_kernel_unusable("flex_attention", describe("h100"), PROFILE) == undeclared
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])

@@ -19,8 +19,8 @@ from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training
-from upshift.planning.search.enumerate import Plans
-from upshift.planning.search.layouts import layouts
+from upshift.planning.search.enumerate import PlanSpace
+from upshift.planning.search.layouts import enumerate_layouts
 from upshift.planning.search.ranking import Candidate, Coster, Rejected
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
@@ -45,7 +45,7 @@ def plan_of(host: Host, layout: Layout, *, batch: int = 1, accumulation: int = 4
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_layouts_use_every_device_and_stay_legal(name: str) -> None:
-    host, found = describe(name), list(layouts(describe(name), PROFILE, workload()))
+    host, found = describe(name), list(enumerate_layouts(describe(name), PROFILE, workload()))
     assert len(found) == len(set(found)) > 3
     for data, layout in found:
         assert data * layout.ranks_per_replica == host.num_devices
@@ -64,7 +64,7 @@ def test_experts_are_shared_by_what_divides_them() -> None:
             "declares": PROFILE.declares.changed(expert_parallel=True),
         }
     )
-    degrees = {layout.expert_parallel for _, layout in layouts(describe("2x8xh100"), mixture, workload())}
+    degrees = {layout.expert_parallel for _, layout in enumerate_layouts(describe("2x8xh100"), mixture, workload())}
     assert degrees == {1, 2, 4, 8}
 
 
@@ -188,7 +188,7 @@ def test_search_is_deterministic_and_keeps_reasons(name: str) -> None:
 def test_what_a_search_remembers_is_what_each_plan_alone_costs() -> None:
     """Plans of every way to share: what they have in common is computed once, for the first of them."""
     host, asked = describe("8xh100"), workload(batch=8)
-    plans = [plan for plan in Plans(host, PROFILE, asked).all() if plan.optim == "adamw_torch_fused"][::23]
+    plans = [plan for plan in PlanSpace(host, PROFILE, asked).all() if plan.optim == "adamw_torch_fused"][::23]
     together = Coster(host, PROFILE, asked)
     assert len({plan.layout for plan in plans}) > 40
     for plan in plans:

@@ -99,6 +99,6 @@ def test_each_number_says_how_it_is_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     planning = PLANNINGS["8xa100-40gb"]
-    monkeypatch.setattr(type(planning.life), "does_not_fit", lambda self, one: ("its step fits, load does not",))
+    monkeypatch.setattr(type(planning.job_memory), "describe_problems", lambda self, one: ("its step fits, load does not",))
     text = printed(planning, 120, monkeypatch)
     assert "The plain default: its step fits, load does not" in text

@@ -168,8 +168,8 @@ def memory_table(planning: Planning, candidate: Candidate) -> Table:
     room = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
     for phase, row in numbers.memory.items():
         total = sum(row.values())
-        held = planning.life.held(candidate, total * GIB) / GIB
-        sizes = [total, *([planning.life.reserved(candidate, total * GIB) / GIB] if on_gpu else []), held]
+        held = planning.job_memory.held_bytes(candidate, total * GIB) / GIB
+        sizes = [total, *([planning.job_memory.reserved_bytes(candidate, total * GIB) / GIB] if on_gpu else []), held]
         parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
         table.add_row(phase, *(gib(size) for size in sizes), wrapped([f"{part} {gib(size)}" for part, size in parts], room))
     return table

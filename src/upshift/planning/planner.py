@@ -19,17 +19,17 @@ from upshift.planning.analysis.explain import Reason, reasons, representative, s
 from upshift.planning.analysis.tpu_programs import compiled_so_far
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
-from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
-    asks_where_weights_wait,
+    automatic_weight_places,
     check_allow,
+    fixes_weight_offload,
     has_frozen_layers,
     parse_fixed,
     read_fixed,
-    unasked,
     with_disk_rate,
 )
 from upshift.planning.search.variants import variants_for
@@ -78,11 +78,11 @@ class Planning:
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
         flops = per_sequence * workload.global_batch * share
-        return candidate.numbers(model_flops_per_step=flops, phases=self.life.phases(candidate), host=self.host)
+        return candidate.numbers(model_flops_per_step=flops, phases=self.job_memory.phase_peaks(candidate), host=self.host)
 
     @cached_property
-    def life(self) -> WholeLife:
-        return WholeLife(self.host, self.profile, self.workload)
+    def job_memory(self) -> JobMemory:
+        return JobMemory(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --json``."""
@@ -108,7 +108,7 @@ class Planning:
         return {
             "plan": candidate.plan.model_dump(mode="json"),
             "predicted": self.numbers(candidate).model_dump(mode="json"),
-            "does_not_fit": self.life.does_not_fit(candidate),
+            "does_not_fit": self.job_memory.describe_problems(candidate),
         }
 
 
@@ -143,7 +143,7 @@ def plan_training(
     NothingFits with the nearest plan if nothing fits.
     """
     check_device(host, source)
-    host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
+    host = with_disk_rate(host, source) if fixes_weight_offload(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
@@ -156,9 +156,9 @@ def plan_training(
         return profile, ranking
 
     profile, ranking = searched(fixed)
-    if not ranking.candidates and not asks_where_weights_wait(fixed) and has_frozen_layers(profile) and source.directory:
+    if not ranking.candidates and not fixes_weight_offload(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
-        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in unasked(host))
+        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in automatic_weight_places(host))
         ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
         _refuse(ranking, host, profile, workload)
@@ -198,7 +198,7 @@ def as_here(
 
     The first ``enough`` of them fit in every phase of the job.
     """
-    return WholeLife(host, profile, workload).fitting(calibration.ranked(ranking, host, workload), enough=enough)
+    return JobMemory(host, profile, workload).drop_unfitting(calibration.ranked(ranking, host, workload), num_plans=enough)
 
 
 def _search(
@@ -217,7 +217,7 @@ def _search(
 
 def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
     roomier = "a shorter --sequence-length or a larger device" if sample_unit(profile) == "tokens" else "a larger device"
-    if (phase := ranking.in_another_phase) is not None:
+    if (phase := ranking.phase_problem) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"

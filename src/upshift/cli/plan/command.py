@@ -192,7 +192,7 @@ def _print(planning: Planning, *, rows: int) -> None:
     for line in tables.sureness(numbers):
         tables.out.print(f"[dim]{line}[/dim]", highlight=False)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
-        for reason in planning.life.does_not_fit(candidate):
+        for reason in planning.job_memory.describe_problems(candidate):
             tables.out.print(f"{name}: {reason}", highlight=False)
 
 

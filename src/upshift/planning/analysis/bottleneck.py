@@ -26,7 +26,7 @@ from upshift.planning.cost.segments import plan_trace
 from upshift.planning.cost.time import micro_batch_terms, num_full_micro_batches
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, changes_of_mathematics
-from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.search import search
 from upshift.planning.search.space import ONLY_WHEN_ASKED, choices
@@ -173,12 +173,12 @@ def _best(
         ranking = search(measured.host, measured.profile, workload, fixed=_kept(measured, plan, fields, workload))
     except RequestError:
         return None  # no other value is legal here
-    life = WholeLife(measured.host, measured.profile, workload)
+    life = JobMemory(measured.host, measured.profile, workload)
     for candidate in sorted(ranking.candidates, key=measured.total):
         gain = before / measured.total(candidate) - 1
         if gain < WORTH_SAYING:
             return None
-        if _values(plan, candidate.plan) and life.too_big(candidate) is None and legal(candidate.plan):
+        if _values(plan, candidate.plan) and life.describe_excess(candidate) is None and legal(candidate.plan):
             return _change(measured, choice, candidate, gain)
     return None
 

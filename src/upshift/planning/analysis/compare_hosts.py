@@ -49,7 +49,7 @@ class Compared(Value):
 
 class Comparison(Value):
     tokens: int = Field(description="or images, where the model takes these")
-    sample_unit: SampleUnit = Field("tokens", description="what the model is given")
+    takes: SampleUnit = Field("tokens", description="what the model is given")
     deadline_seconds: float | None
     sorted_by: str = Field(description="money, where every host that has a plan has a price; else time")
     hosts: tuple[Compared, ...]

@@ -30,8 +30,8 @@ from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
 from upshift.planning.planner import as_here
 from upshift.planning.search.enumerate import enumerate_plans
-from upshift.planning.search.feasibility import WholeLife
-from upshift.planning.search.layouts import DEEPEST_PIPELINE, rank_counts, shares_work
+from upshift.planning.search.feasibility import JobMemory
+from upshift.planning.search.layouts import MAX_PIPELINE, rank_counts, shares_work
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, TooBig
 from upshift.planning.search.search import search
 from upshift.planning.search.space import BATCH_FACTORS, parse_fixed
@@ -170,7 +170,7 @@ THRIFTY = 32  # plans that are costed first, those that need least memory
 
 def why_none(ranking: Ranking, host: Host, workload: Workload) -> str:
     """Return why a ranking has no plan that fits."""
-    if (phase := ranking.in_another_phase) is not None:
+    if (phase := ranking.phase_problem) is not None:
         return f"of the best plan {phase}"
     if ranking.too_big:
         return f"the smallest plan {too_big(ranking.too_big[0], host, workload)}"
@@ -284,9 +284,9 @@ class Way:
         if isinstance(candidate, Rejected | TooBig):
             return False
         found = self.calibration.of(candidate, workload)
-        life = WholeLife(self.host, profile, workload)
+        life = JobMemory(self.host, profile, workload)
         limit = life.limit(found)
-        return limit is None or (found.resident <= limit and life.too_big(found) is None)
+        return limit is None or (found.resident <= limit and life.describe_excess(found) is None)
 
     def beyond(self, size: int, sharing: int | None) -> str:
         if size > self.ceiling:
@@ -392,7 +392,7 @@ class Depth(Way):
 
     def degrees(self) -> list[int]:
         declared = self.profile.declares.pipeline_parallel_plan and len(self.profile.stacks) == 1
-        return [degree for degree in super().degrees() if degree == 1 or (declared and degree <= DEEPEST_PIPELINE)]
+        return [degree for degree in super().degrees() if degree == 1 or (declared and degree <= MAX_PIPELINE)]
 
     def posed(self, size: int) -> tuple[ModelProfile, Workload]:
         return with_layers(self.profile, size), self.workload
@@ -408,7 +408,7 @@ class Depth(Way):
 
 class Largest(Value):
     what: What
-    sample_unit: SampleUnit = Field("tokens", description="what the model is given: predicted.tokens_per_second counts these")
+    takes: SampleUnit = Field("tokens", description="what the model is given: predicted.tokens_per_second counts these")
     value: int = Field(description="tokens of a sequence, sequences of a micro-batch, or layers of the deepest stack")
     parameters: int = Field(description="of the model; of the deepened one where that was asked for")
     plan: Plan

@@ -18,7 +18,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import Plan, Precision, changes_of_mathematics
 from upshift.planning.planner import Planning, as_here
-from upshift.planning.search.layouts import ASKED_LAYOUTS
+from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value, split_assignment
@@ -166,7 +166,7 @@ def _compared(
     if moved:
         words.append(f"with {', '.join(moved[:MAX_WORDS])}")
     if outcome == "faster" and not allow:
-        unasked = name in (*ONLY_WHEN_ASKED, *ASKED_LAYOUTS)
+        unasked = name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS)
         words.append("no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {asked}")
     return Counterfactual(
         asked=asked, outcome=outcome, allow=allow, plan=other.plan, predicted=planning.numbers(other), gain=gain,

@@ -20,7 +20,7 @@ from upshift.planning.inference.plan import (
 )
 from upshift.planning.inference.time import beside_rounded
 from upshift.planning.layout import divisors
-from upshift.planning.search.space import check_allowed_names, check_legal, one_of, parse_field, read_assignments
+from upshift.planning.search.space import check_allowed_names, check_legal, list_valid_values, parse_field, read_assignments
 
 CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
 MOST_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more
@@ -134,7 +134,7 @@ def _parse_value(name: str, text: str) -> Any:
         "prefill_chunk_tokens": 1, "execution": "eager",
     }  # fmt: skip
     options = get_args(get_type_hints(InferencePlan)[name])
-    return parse_field(InferencePlan, plain, name, text, valid=one_of(options, "; use a whole number from 1"))
+    return parse_field(InferencePlan, plain, name, text, valid=list_valid_values(options, "; use a whole number from 1"))
 
 
 def _why_degree(name: str, profile: ModelProfile) -> str:

@@ -193,7 +193,7 @@ class Calibration:
         """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
         if not self.samples:
             return ranking
-        again = Ranking(unseen=ranking.unseen)
+        again = Ranking(num_unseen=ranking.num_unseen)
         lengths = _lengths_key(workload)
         for one in (*ranking.candidates, *ranking.too_big):
             found = self._of(one, workload, lengths)

@@ -233,13 +233,13 @@ def step(planning: Planning, listed: Selectable) -> list[Block]:
 
 def step_words(planning: Planning, candidate: Candidate) -> str:
     once = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
-    short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
+    short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.job_memory.describe_problems(candidate))
     memory = full_memory_words(planning, candidate)
     return f"{costs(planning, candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
 
 
 def memory_table(planning: Planning) -> Table:
-    best, life = planning.ranking.candidates[0], planning.life
+    best, life = planning.ranking.candidates[0], planning.job_memory
     memory = memory_by_phase(planning, best)
     parts = list(part_colours(parts_of(memory)))
     sums = ["Allocated", "Reserved", "Held"] if best.plan.device == "cuda" else ["Allocated", "Held"]
@@ -248,8 +248,8 @@ def memory_table(planning: Planning) -> Table:
         total = sum(row.values())
         gib_of = {
             "Allocated": total,
-            "Reserved": gib(life.reserved(best, total * GIB)),
-            "Held": gib(life.held(best, total * GIB)),
+            "Reserved": gib(life.reserved_bytes(best, total * GIB)),
+            "Held": gib(life.held_bytes(best, total * GIB)),
         }
         rows.append([phase, *(number(row.get(part, 0.0), 3) for part in parts), *(number(gib_of[name], 3) for name in sums)])
     heads = [("Phase", ""), *((name, "number") for name in (*parts, *sums))]
