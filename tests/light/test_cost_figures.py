@@ -10,9 +10,9 @@ from upshift.errors import RequestError
 from upshift.hardware import describe, gemm_efficiency
 from upshift.hardware.spec import Link
 from upshift.models.profile import ParameterShape
-from upshift.planning.analysis.bottleneck import by_kind
+from upshift.planning.analysis.bottleneck import sum_by_kind
 from upshift.planning.analysis.compare_hosts import DURATIONS
-from upshift.planning.analysis.lock_file import _changes
+from upshift.planning.analysis.lock_file import _moved_numbers
 from upshift.planning.cost import memory, optimizer, process_memory, rates
 from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds
 from upshift.planning.cost.time import idle_micro_batches
@@ -20,7 +20,7 @@ from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS, why_kernel_unusable
-from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosened
+from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosen_tolerance
 from upshift.planning.workload import LengthHistogram, pack_rows
 
 PROFILE = make_profile()
@@ -267,10 +267,10 @@ def test_waste_of_padding_by_hand() -> None:
 
 def test_what_moved_is_told_from_the_most() -> None:
     """Of a whole of 100: less than 0.2 is not worth saying, what is new or gone counts whole."""
-    found = _changes({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, least=100.0)
+    found = _moved_numbers({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, whole=100.0)
     told = [(change.name, change.before, change.now) for change in found]
     assert told == [("b", 5.0, 8.0), ("new", None, 2.0), ("gone", 1.0, None)]
-    assert [change.name for change in _changes({"a": 1.0}, {"a": 1.1}, least=None)] == ["a"]
+    assert [change.name for change in _moved_numbers({"a": 1.0}, {"a": 1.1}, whole=None)] == ["a"]
 
 
 def test_terms_of_a_step_by_kind() -> None:
@@ -278,10 +278,10 @@ def test_terms_of_a_step_by_kind() -> None:
         "matrix products": 1.0, "attention": 2.0, "memory traffic": 4.0, "page faults": 8.0, "dispatch": 16.0,
         "pipeline idle": 32.0, "update": 64.0, "gradient exchange": 128.0, "waiting for the slowest node": 256.0,
     }  # fmt: skip
-    assert sorted(by_kind(terms).values()) == [1.0, 2.0, 12.0, 48.0, 64.0, 384.0]
+    assert sorted(sum_by_kind(terms).values()) == [1.0, 2.0, 12.0, 48.0, 64.0, 384.0]
 
 
 def test_a_loss_of_few_labels_may_differ_more() -> None:
-    assert loosened(0.1, LABELS_OF_A_LOSS) == loosened(0.1, 4 * LABELS_OF_A_LOSS) == 0.1
-    assert loosened(0.1, LABELS_OF_A_LOSS // 4) == pytest.approx(0.2)
-    assert loosened(0.1, 0) == pytest.approx(0.1 * LABELS_OF_A_LOSS**0.5)
+    assert loosen_tolerance(0.1, LABELS_OF_A_LOSS) == loosen_tolerance(0.1, 4 * LABELS_OF_A_LOSS) == 0.1
+    assert loosen_tolerance(0.1, LABELS_OF_A_LOSS // 4) == pytest.approx(0.2)
+    assert loosen_tolerance(0.1, 0) == pytest.approx(0.1 * LABELS_OF_A_LOSS**0.5)

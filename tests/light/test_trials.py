@@ -17,9 +17,9 @@ from upshift.planning.cost.memory import LASTING_PARTS
 from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.trials.runner import TrialResult, unfinished
+from upshift.planning.trials.runner import TrialResult, unfinished_result
 from upshift.planning.trials.select import FIRST_SHARE, Proof, Tried, after_trial, prove
-from upshift.planning.trials.store import recall_proof, store_proof
+from upshift.planning.trials.store import read_proof, store_proof
 from upshift.record import Spread
 from upshift.training import held_memory
 
@@ -49,7 +49,7 @@ class Machine:
         seconds = min(self.takes(plan), limit_seconds)
         self.now += seconds
         if self.takes(plan) > limit_seconds:
-            return unfinished(check_loss=2.0).changed(wall_seconds=seconds)
+            return unfinished_result(check_loss=2.0).changed(wall_seconds=seconds)
         found = self.result(plan, before) if self.result else measured(predicted(plan))
         return found.changed(wall_seconds=seconds)
 
@@ -150,7 +150,7 @@ def test_a_machine_that_stays_busy_is_said_and_not_remembered(tmp_path: Path) ->
     assert not (tmp_path / "busy.json").exists()
     quiet = proof(Machine())
     store_proof(tmp_path / "quiet.json", quiet)
-    again = recall_proof(tmp_path / "quiet.json", planning())
+    again = read_proof(tmp_path / "quiet.json", planning())
     assert again is not None and again.notes == quiet.notes
 
 

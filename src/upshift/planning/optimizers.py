@@ -26,7 +26,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.value import first_problem
 
 FOLDER = Path(__file__).parents[1] / "training" / "optimizers"
-MARK = "\nOPTIMIZER = {"
+DECLARATION_START = "\nOPTIMIZER = {"
 
 
 class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
@@ -56,18 +56,18 @@ class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
 def added_optimizers() -> dict[str, AddedOptimizer]:
     """Return the added optimizers by name. Raises RequestError for a file that does not say what it must."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
-    found = [_read_declaration(path, text) for path, text in texts.items() if MARK in text]
-    return {one.name: one for one in found}
+    declarations = [_read_declaration(path, text) for path, text in texts.items() if DECLARATION_START in text]
+    return {declaration.name: declaration for declaration in declarations}
 
 
 def _read_declaration(path: Path, text: str) -> AddedOptimizer:
-    (said,) = (
+    (declaration,) = (
         node.value for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPTIMIZER"
     )  # fmt: skip
-    literal: dict[str, Any] = ast.literal_eval(said)
+    fields: dict[str, Any] = ast.literal_eval(declaration)
     try:
-        return AddedOptimizer.model_validate({**literal, "module": path.stem})
+        return AddedOptimizer.model_validate({**fields, "module": path.stem})
     except ValidationError as error:
         raise RequestError(f"OPTIMIZER of {path.name} is not understood: {first_problem(AddedOptimizer, error)}") from None
 
@@ -129,8 +129,8 @@ REFUSED: dict[str, str] = {
 def optimizers() -> Mapping[str, OptimizerFacts]:
     """Return every optimizer that is planned, by name. Those in a file of their own come last."""
     added = {
-        name: OptimizerFacts(allow=name, options=dict.fromkeys(one.options, float), added=one)
-        for name, one in added_optimizers().items()
+        name: OptimizerFacts(allow=name, options=dict.fromkeys(declaration.options, float), added=declaration)
+        for name, declaration in added_optimizers().items()
     }
     return {**_NAMED_BY_TRANSFORMERS, **added}
 
@@ -152,27 +152,27 @@ def read_optim_args(optim: str, text: str) -> dict[str, Option]:
 
     Raises RequestError for an option that this optimizer does not take, or for a value of another type.
     """
-    known = optimizers()[optim].options
-    read: dict[str, Option] = {}
+    options = optimizers()[optim].options
+    values: dict[str, Option] = {}
     for assignment in filter(None, text.replace(" ", "").split(",")):
         name, _, value = assignment.partition("=")
-        if name not in known:
-            takes = f"takes {', '.join(known)}" if known else "takes none"
-            raise RequestError(f"optim_args {assignment!r}: optim={optim} {takes}")
+        if name not in options:
+            allowed = f"takes {', '.join(options)}" if options else "takes none"
+            raise RequestError(f"optim_args {assignment!r}: optim={optim} {allowed}")
         try:
-            read[name] = _read(known[name], value)
+            values[name] = _read(options[name], value)
         except ValueError:
-            raise RequestError(f"optim_args {assignment!r}: give {name} a {known[name].__name__}") from None
-    return read
+            raise RequestError(f"optim_args {assignment!r}: give {name} a {options[name].__name__}") from None
+    return values
 
 
 def _read(kind: type, text: str) -> Option:
     if kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_known_truth(text)]
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_check_boolean(text)]
     return int(text) if kind is int else float(text)
 
 
-def _known_truth(text: str) -> str:
+def _check_boolean(text: str) -> str:
     if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
         raise ValueError(text)
     return text.lower()

@@ -201,15 +201,17 @@ def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan
     """
     splits = profile.isolation.loss_splits
     ranks = gcd(host.num_devices, workload.global_batch) if splits else 1
-    mine = workload.global_batch // ranks
-    micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0) if splits else mine
+    sequences_per_rank = workload.global_batch // ranks
+    micro_batch = (
+        max(size for size in range(1, TRAINER_BATCH + 1) if sequences_per_rank % size == 0) if splits else sequences_per_rank
+    )
     return Plan(
         device=host.device,
         host=host.fingerprint,
         model=profile.model_hash,
         sequence_length=workload.sequence_length,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=mine // micro_batch,
+        gradient_accumulation_steps=sequences_per_rank // micro_batch,
         num_processes=ranks,
         threads_per_process=host.cpu.usable_cores if host.cpu else 1,
         attention="sdpa" if "sdpa" in profile.declares.attention_kernels else "eager",

@@ -15,8 +15,8 @@ from upshift.hardware.torch_build import check_gpus_are_used
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_to_train
-from upshift.planning.analysis.explain import Reason, reasons, representative, shadow_price
-from upshift.planning.analysis.tpu_programs import compiled_so_far
+from upshift.planning.analysis.explain import Reason, reasons, sample_rejections, shadow_price
+from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
 from upshift.planning.search.feasibility import JobMemory
@@ -87,7 +87,7 @@ class Planning:
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
-        plans: list[dict[str, Any]] = [{**self._row(c), "reasons": []} for c in shown]
+        plans: list[dict[str, Any]] = [{**self._row(candidate), "reasons": []} for candidate in shown]
         if plans:
             plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -97,7 +97,8 @@ class Planning:
             "plans": plans,
             "default": self._row(self.default),
             "rejected": [
-                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
+                {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
+                for rejection in sample_rejections(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": self.ranking.num_rejected,
@@ -112,16 +113,16 @@ class Planning:
         }
 
 
-def find_host(on: str | None, *, probe: bool = True) -> Host:
+def find_host(name: str | None, *, probe: bool = True) -> Host:
     """Return the described host, else this machine. It is probed (and the probe cached) where its rates are needed."""
-    host = detect() if on is None else describe(on)
-    if on is None:
+    host = detect() if name is None else describe(name)
+    if name is None:
         check_gpus_are_used(host)
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
-        one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if on is None else "plan for one kind of them"
-        raise RequestError(f"{'this machine' if on is None else host.name} has different devices ({names}); {one_kind}")
-    if on is not None or not probe:
+        one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if name is None else "plan for one kind of them"
+        raise RequestError(f"{'this machine' if name is None else host.name} has different devices ({names}); {one_kind}")
+    if name is not None or not probe:
         return host
     from upshift.hardware.probe_cache import measure
 
@@ -147,21 +148,23 @@ def plan_training(
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
-    def searched(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
+    def search_with(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
         profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
-        free = not any(f.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for f in fixed)
-        short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-        if short and free and profile.declares.gradient_checkpointing:
+        is_recomputation_free = not any(
+            assignment.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for assignment in fixed
+        )
+        is_memory_short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
+        if is_memory_short and is_recomputation_free and profile.declares.gradient_checkpointing:
             return _search(source, host, workload, fixed, progress, calibration, selective=True)
         return profile, ranking
 
-    profile, ranking = searched(fixed)
+    profile, ranking = search_with(fixed)
     if not ranking.candidates and not fixes_weight_offload(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
-        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in automatic_weight_places(host))
-        ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
+        rankings = (search_with((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in automatic_weight_places(host))
+        ranking = next((candidate_ranking for candidate_ranking in rankings if candidate_ranking.candidates), ranking)
     if not ranking.candidates:
-        _refuse(ranking, host, profile, workload)
+        _raise_nothing_fits(ranking, host, profile, workload)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
@@ -173,9 +176,9 @@ def plan_training(
 def check_device(host: Host, source: ModelSource) -> None:
     """Raise RequestError for a host whose devices no training plan is for."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
-        known = compiled_so_far(source, host)
+        programs = describe_programs(source, host)
         raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{programs}"
         )
 
 
@@ -185,20 +188,20 @@ def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workloa
     read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
 
-def as_here(
+def calibrate_and_filter(
     ranking: Ranking,
     host: Host,
     profile: ModelProfile,
     workload: Workload,
     calibration: Calibration,
     *,
-    enough: int = MAX_SHOWN_PLANS,
+    num_plans: int = MAX_SHOWN_PLANS,
 ) -> Ranking:
     """Rank the plans by what they are expected to do on this machine.
 
-    The first ``enough`` of them fit in every phase of the job.
+    The first ``num_plans`` of them fit in every phase of the job.
     """
-    return JobMemory(host, profile, workload).drop_unfitting(calibration.ranked(ranking, host, workload), num_plans=enough)
+    return JobMemory(host, profile, workload).drop_unfitting(calibration.ranked(ranking, host, workload), num_plans=num_plans)
 
 
 def _search(
@@ -212,10 +215,10 @@ def _search(
         progress=progress,
     )
     ranking = search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
-    return profile, as_here(ranking, host, profile, workload, calibration)
+    return profile, calibrate_and_filter(ranking, host, profile, workload, calibration)
 
 
-def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
+def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
     roomier = "a shorter --sequence-length or a larger device" if sample_unit(profile) == "tokens" else "a larger device"
     if (phase := ranking.phase_problem) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
@@ -274,11 +277,11 @@ def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
         ) from None
     if isinstance(document, dict) and isinstance(document.get("plans"), list) and document["plans"]:
         document = document["plans"][0]["plan"]
-    found = Plan.from_json(json.dumps(document), origin=str(path))
-    if found.host != host.fingerprint:
-        raise RequestError(f"plan {path} was made for other hardware ({found.host}; this is {host.fingerprint}); plan again here")
-    if found.model != source.model_hash:
+    plan = Plan.from_json(json.dumps(document), origin=str(path))
+    if plan.host != host.fingerprint:
+        raise RequestError(f"plan {path} was made for other hardware ({plan.host}; this is {host.fingerprint}); plan again here")
+    if plan.model != source.model_hash:
         raise RequestError(
-            f"plan {path} was made for another model ({found.model}; this is {source.model_hash}); plan again for it"
+            f"plan {path} was made for another model ({plan.model}; this is {source.model_hash}); plan again for it"
         )
-    return found
+    return plan

@@ -26,7 +26,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
-    Terms,
+    ComparisonTerms,
     compare,
     read_duration,
     read_hosts,
@@ -34,18 +34,18 @@ from upshift.planning.analysis.compare_hosts import (
     read_tokens,
 )
 from upshift.planning.analysis.lock_file import (
-    MOVED,
+    MOVED_SHARE,
     Change,
     Check,
+    check_identity,
     check_lock,
-    check_same,
     lock_plan,
     needed_variants,
     read_lock,
     write_lock,
 )
-from upshift.planning.analysis.max_size import Largest, find_largest
-from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
+from upshift.planning.analysis.max_size import LargestResult, find_largest
+from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, explain_choice, read_choice, shadow_prices
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
@@ -181,7 +181,7 @@ class Questions:
             described = request.on is not None
             write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
             tables.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
-        asked = tuple(why(planning, one, fixed=request.fixed, trace=request.trace) for one in self.why)
+        asked = tuple(explain_choice(planning, one, fixed=request.fixed, trace=request.trace) for one in self.why)
         prices = None
         if self.shadow_prices:
             with tables.step("Searching again for each shadow price"):
@@ -228,7 +228,7 @@ def _answer_largest(request: Request, what: str) -> None:
     request.print(document, lambda: _print_largest(found, host))
 
 
-def _print_largest(found: Largest, host: Host) -> None:
+def _print_largest(found: LargestResult, host: Host) -> None:
     batch = "images at once" if found.takes == "images" else "sequences at once"
     units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(found.parameters)} parameters"}
     tables.out.print(f"[bold]{found.value:,} {units[found.what]}[/bold] fit {host.name}: {found.plan.label()}", highlight=False)
@@ -240,7 +240,7 @@ def _print_largest(found: Largest, host: Host) -> None:
 
 def _answer_compare(request: Request, asked: Questions) -> None:
     hosts = read_hosts(asked.compare or "")
-    terms = Terms(
+    terms = ComparisonTerms(
         prices=read_prices(asked.price) if asked.price is not None else {},
         tokens=read_tokens(asked.tokens) if asked.tokens is not None else None,
         deadline_seconds=read_duration(asked.deadline) if asked.deadline is not None else None,
@@ -284,7 +284,7 @@ def _answer_check(request: Request, path: Path) -> None:
     locked = read_lock(path)
     lock = locked.lock
     here = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
-    check_same(locked, request.source, here)
+    check_identity(locked, request.source, here)
     found = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
     request.print({"check": found.model_dump(mode="json")}, lambda: _print_check(found, locked.plans[0].plan.label()))
     if found.moved:
@@ -292,7 +292,7 @@ def _answer_check(request: Request, path: Path) -> None:
 
 
 def _print_check(found: Check, plan: str) -> None:
-    verdict = "moved" if found.moved else f"nothing moved beyond {MOVED:.0%}"
+    verdict = "moved" if found.moved else f"nothing moved beyond {MOVED_SHARE:.0%}"
     tables.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
     if found.problem is not None:
         tables.out.print(f"It cannot run any more: {escape(found.problem)}", highlight=False)

@@ -15,7 +15,7 @@ from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 from upshift.value import Value
 
-BECAUSE = {
+REASON_BY_CHOICE = {
     "precision": "rate of matrix products and bytes moved",
     "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
     "activation_checkpointing": "layers computed twice to hold fewer activations",
@@ -51,10 +51,10 @@ Choosable = TypeVar("Choosable", bound=HasPlan)
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
-    because = dict(BECAUSE)
+    because = dict(REASON_BY_CHOICE)
     if not best.plan.activation_checkpointing:
         del because["recompute_granularity"]
-    cost = partial(_cost, best)
+    cost = partial(_describe_cost, best)
     return reasons_among(ranking.candidates, ranking.too_big, because, cost=cost, blocked_cost="does not fit")
 
 
@@ -75,36 +75,42 @@ def reasons_among(
     rows = []
     for name, why in because.items():
         value = getattr(best, name)
-        other = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
-        shown = other if other is not None else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+        alternative = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
+        shown = (
+            alternative
+            if alternative is not None
+            else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+        )
         if shown is None:
             continue
-        words = cost(other) if other is not None else blocked_cost
+        cost_text = cost(alternative) if alternative is not None else blocked_cost
         runner_up = str(getattr(shown.plan, name))
-        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=words))
+        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=cost_text))
     return tuple(rows)
 
 
-def _cost(best: Candidate, other: Candidate) -> str:
-    return differences(other.tokens_per_second / best.tokens_per_second, other.memory.peak - best.memory.peak)
+def _describe_cost(best: Candidate, alternative: Candidate) -> str:
+    return describe_difference(alternative.tokens_per_second / best.tokens_per_second, alternative.memory.peak - best.memory.peak)
 
 
-def differences(speed: float, more_bytes: float) -> str:
+def describe_difference(speed: float, more_bytes: float) -> str:
     """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
     return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
 
 
-def with_more_memory(host: Host, more: int) -> Host | None:
-    """Return the host with ``more`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
-    part = host.gpu or host.cpu
-    if part is None or part.memory_bytes is None:
+def with_more_memory(host: Host, extra_bytes: int) -> Host | None:
+    """Return the host with ``extra_bytes`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
+    device = host.gpu or host.cpu
+    if device is None or device.memory_bytes is None:
         return None
-    free = part.free_memory_bytes
-    larger = part.changed(memory_bytes=part.memory_bytes + more, free_memory_bytes=None if free is None else free + more)
+    free = device.free_memory_bytes
+    larger = device.changed(
+        memory_bytes=device.memory_bytes + extra_bytes, free_memory_bytes=None if free is None else free + extra_bytes
+    )
     return host.changed(**{"gpu" if host.gpu else "cpu": larger})
 
 
-def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: SampleUnit = "tokens") -> str | None:
+def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleUnit = "tokens") -> str | None:
     """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
     bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if not ranking.candidates or unknown_memory(host) is not None or bigger is None:
@@ -119,16 +125,16 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Sample
     if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
         return "8 GiB more memory would not make it faster"
     gain = fastest.tokens_per_second / best.tokens_per_second - 1
-    return f"8 GiB more memory would give {gain:+.1%} {takes}/s ({fastest.plan.label()})"
+    return f"8 GiB more memory would give {gain:+.1%} {unit}/s ({fastest.plan.label()})"
 
 
-def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
+def sample_rejections(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
     """Return at most 200 rejections, with every kind of reason among them."""
     by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
     for entry in rejected:
         by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)
     chosen = list(by_kind.values())[:MAX_REJECTED]
-    known = {id(entry) for entry in chosen}
+    chosen_ids = {id(entry) for entry in chosen}
     step = max(len(rejected) // MAX_REJECTED, 1)
-    chosen += [entry for entry in rejected[::step] if id(entry) not in known]
+    chosen += [entry for entry in rejected[::step] if id(entry) not in chosen_ids]
     return chosen[:MAX_REJECTED]

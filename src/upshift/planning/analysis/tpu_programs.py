@@ -15,28 +15,28 @@ from upshift.settings import read_settings
 
 FILE_NAME = "tpu_programs.jsonl"
 MAX_ROWS = 500  # the oldest rows beyond this number are dropped
-SHOWN = 3
+MAX_SHOWN = 3
 
 
-def keep_program(record: Record) -> None:
+def store_program(record: Record) -> None:
     """Keep the newest row for each model, slice, kind and shape."""
     path = _path()
-    others = [row for row in _read(path) if row.plan != record.plan]
-    keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:]))
+    other_rows = [row for row in _read(path) if row.plan != record.plan]
+    keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*other_rows, record][-MAX_ROWS:]))
 
 
-def known_programs(source: ModelSource, table_key: str) -> list[Record]:
+def stored_programs(source: ModelSource, table_key: str) -> list[Record]:
     """Return the rows of this model on slices of this TPU, newest first."""
     rows = [row for row in _read(_path()) if (row.plan["model"], row.plan["device"]) == (source.model_hash, table_key)]
     return rows[::-1]
 
 
-def compiled_so_far(source: ModelSource, host: Host) -> str:
+def describe_programs(source: ModelSource, host: Host) -> str:
     """Return the end of a refusal's message; empty for a host without TPUs."""
     key = None if host.gpu is None else host.gpu.table_key
     if host.device != "xla" or key is None:
         return ""
-    rows = known_programs(source, key)[:SHOWN]
+    rows = stored_programs(source, key)[:MAX_SHOWN]
     if not rows:
         slice_ = key.removeprefix("tpu-") + "-4"
         return f"; what Google's compiler makes of it: upshift xla compile {source.reference} --topology {slice_}"

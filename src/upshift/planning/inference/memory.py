@@ -32,13 +32,17 @@ from upshift.units import GIB, MIB
 
 def cached_bytes(profile: ModelProfile, precision: CachePrecision, tokens: int, *, ranks: int = 1) -> float:
     """Return the bytes of a sequence of ``tokens`` in all layers, on one of ``ranks`` tensor-parallel devices."""
-    return sum(layers.count * _bytes(layers, precision, min(tokens, layers.window or tokens), ranks) for layers in profile.cache)
+    return sum(
+        layers.count * _layer_cache_bytes(layers, precision, min(tokens, layers.window or tokens), ranks)
+        for layers in profile.cache
+    )
 
 
 def mean_read_bytes(profile: ModelProfile, precision: CachePrecision, start: int, steps: int, *, ranks: int = 1) -> float:
     """Return the ``cached_bytes`` that a decode step reads, in the mean of ``steps`` steps that begin with ``start`` tokens."""
     return sum(
-        layers.count * _bytes(layers, precision, mean_visible(layers.window, start, steps), ranks) for layers in profile.cache
+        layers.count * _layer_cache_bytes(layers, precision, mean_visible(layers.window, start, steps), ranks)
+        for layers in profile.cache
     )
 
 
@@ -85,7 +89,7 @@ def _pair_flops(profile: ModelProfile, layers: CachedLayers) -> float:
     return 2.0 * layers.per_token * queries / layers.heads
 
 
-def _bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks: int) -> float:
+def _layer_cache_bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks: int) -> float:
     """Return the bytes of one layer's cache on a rank.
 
     Ranks share heads. A single head, such as the compressed keys and values of latent attention, is on each of them.
@@ -131,17 +135,17 @@ class Product(NamedTuple):
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
     """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
     parameters = profile.parameters
-    found = []
+    products = []
     outside = {parameters.embedding, parameters.head} - {0}
     for entry in parameters.product_shapes:
         shape = entry.shape
         if entry.elements in outside:
             continue
         if len(shape) == 3 and profile.experts is not None and shape[0] == profile.experts.count:
-            found.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))
+            products.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))
         else:
-            found.append(Product(shape[0], prod(shape[1:]), entry.count))
-    return tuple(found)
+            products.append(Product(shape[0], prod(shape[1:]), entry.count))
+    return tuple(products)
 
 
 COMMUNICATOR_BYTES = 370 * MIB  # NCCL's buffers: 342 to 392 MB in AIConfigurator's table (COSTS.md D2)
@@ -176,11 +180,11 @@ class ReplicaMemory:
         return self.sequence_cache + self.sequence_activations
 
     def parts(self, sequences: int) -> dict[str, float]:
-        found = (
+        sizes = (
             self.weights, self.sequence_cache * sequences, self.step_activations + self.sequence_activations * sequences,
             self.workspace, self.communication, self.context,
         )  # fmt: skip
-        return dict(zip(PARTS, found, strict=True))
+        return dict(zip(PARTS, sizes, strict=True))
 
     def total(self, sequences: int) -> float:
         return self.fixed + self.sequence * sequences
@@ -190,8 +194,8 @@ class ReplicaMemory:
         """Return the sequences at their full length that fit at once; None: the host does not say how much memory it has."""
         if self.limit is None:
             return None
-        left = self.limit - self.fixed
-        return max(int(left // self.sequence), 0) if self.sequence > 0 else int(left >= 0) * 2**31
+        free_bytes = self.limit - self.fixed
+        return max(int(free_bytes // self.sequence), 0) if self.sequence > 0 else int(free_bytes >= 0) * 2**31
 
 
 def replica_memory(
@@ -203,16 +207,16 @@ def replica_memory(
     generates = workload.task == "generate"
     cache = cached_bytes(profile, shape.kv_cache, workload.longest, ranks=degree) if generates else 0.0
     vocabulary = profile.vocab_size or 0
-    gpu = host.device != "cpu"
+    is_gpu = host.device != "cpu"
     of_token = activation_bytes(profile, size=size, tensor_parallel=degree)
     return ReplicaMemory(
         weights=weight_bytes(profile, shape.weights, shape.group_size, tensor_parallel=degree, pipeline_parallel=stages),
         sequence_cache=cache / stages,
         sequence_activations=float(LOGITS_BYTES * vocabulary) / stages if generates else of_token * workload.prompt_length,
         step_activations=of_token * chunk_tokens if generates else 0.0,
-        workspace=(LIBRARY_BYTES if gpu else 0.0) + (GRAPH_BYTES if gpu and shape.execution == "graphs" else 0.0),
-        communication=float(COMMUNICATOR_BYTES * ((degree > 1) + (stages > 1))) if gpu else 0.0,
-        context=CUDA_CONTEXT_BYTES if gpu else _base_bytes(host),
+        workspace=(LIBRARY_BYTES if is_gpu else 0.0) + (GRAPH_BYTES if is_gpu and shape.execution == "graphs" else 0.0),
+        communication=float(COMMUNICATOR_BYTES * ((degree > 1) + (stages > 1))) if is_gpu else 0.0,
+        context=CUDA_CONTEXT_BYTES if is_gpu else _base_bytes(host),
         limit=memory_limit(host),
     )
 
@@ -232,9 +236,9 @@ def weight_bytes(
     in_layers = matrices + size * max(parameters.layers - sum(item.elements for item in products), 0)
     divided = outside_divided = 0.0
     if tensor_parallel > 1 and profile.tensor_parallel is not None:
-        kept = 1.0 - 1.0 / tensor_parallel
-        divided = kept * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
-        outside_divided = kept * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
+        saved_share = 1.0 - 1.0 / tensor_parallel
+        divided = saved_share * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
+        outside_divided = saved_share * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
     first = parameters.embedding
     last = parameters.head or (parameters.embedding if parameters.tied else 0)
     ends = parameters.embedding + parameters.head if pipeline_parallel == 1 else max(first, last)

@@ -23,21 +23,21 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.planning.analysis.explain import MAX_REJECTED, Reason, differences, reasons_among
+from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.space import (
     choices,
-    chunks,
+    chunk_sizes,
     concurrencies,
-    layouts,
-    occupied,
+    default_cache,
+    device_layouts,
+    occupied_share,
     parse_fixed,
-    plain_cache,
     read_fixed,
 )
-from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, serve
+from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, predict_service
 from upshift.record import Tier
 from upshift.units import format_bytes, gib
 from upshift.value import Value
@@ -95,24 +95,24 @@ class Ranking:
         return len(self.candidates) + len(self.rejected)
 
 
-def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
+def rank_plans(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
     ranking = Ranking()
     base: dict[str, Any] = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash}
     for shape, replicas in _shapes(host, profile, workload, fixed):
         engine = build_engine(host, profile, workload, shape)
-        for chunk in chunks(workload, fixed):
+        for chunk in chunk_sizes(workload, fixed):
             memory = replica_memory(host, profile, workload, shape, chunk_tokens=chunk)
             for concurrency in concurrencies(workload, replicas, memory.largest_concurrency, fixed):
                 tokens = chunk if workload.task == "generate" else concurrency * workload.prompt_length
                 plan = InferencePlan.model_construct(
                     **base, **shape._asdict(), replicas=replicas, max_concurrency=concurrency, prefill_chunk_tokens=tokens
                 )
-                _add(ranking, plan, engine, memory, workload)
+                _add_plan(ranking, plan, engine, memory, workload)
             if workload.task == "encode":
                 break  # a batch is one step, whatever the chunks
-    ranking.candidates.sort(key=_best_first)
-    ranking.too_big.sort(key=lambda c: (c.resident, *_best_first(c)))
-    ranking.too_slow.sort(key=lambda c: (_excess(c, workload), *_best_first(c)))
+    ranking.candidates.sort(key=_sort_key)
+    ranking.too_big.sort(key=lambda candidate: (candidate.resident, *_sort_key(candidate)))
+    ranking.too_slow.sort(key=lambda candidate: (_latency_excess(candidate, workload), *_sort_key(candidate)))
     return ranking
 
 
@@ -123,47 +123,47 @@ def _shapes(
     values = choices(host, profile, workload)
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
-    ways = layouts(host, values)
+    device_degrees = device_layouts(host, values)
     group_size = fixed.get("group_size", DEFAULT_GROUP)
     for weights in values["weights"]:
-        plain = plain_cache(weights, host)
-        for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [plain, *quantized]:
-            for tensor, pipeline, replicas in ways:
+        default_precision = default_cache(weights, host)
+        for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [default_precision, *quantized]:
+            for tensor, pipeline, replicas in device_degrees:
                 for execution in values["execution"]:
                     yield ReplicaShape(weights, cache, tensor, pipeline, execution, group_size), replicas
 
 
-def _add(
+def _add_plan(
     ranking: Ranking, plan: InferencePlan, engine: Engine | None, memory: ReplicaMemory, workload: InferenceWorkload
 ) -> None:
     if engine is None:
         ranking.rejected.append(Rejected(plan, f"this host's rate with {plan.weights} weights is unknown"))
         return
-    service = serve(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
+    service = predict_service(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
     if service is None:
-        unknown = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
-        ranking.rejected.append(Rejected(plan, unknown))
+        reason = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
+        ranking.rejected.append(Rejected(plan, reason))
         return
-    candidate = Candidate(plan, memory, service, occupied(workload, plan.replicas, plan.max_concurrency))
-    slow = too_slow(candidate, workload)
+    candidate = Candidate(plan, memory, service, occupied_share(workload, plan.replicas, plan.max_concurrency))
+    latency_problem = describe_latency(candidate, workload)
     if not candidate.fits:
         ranking.too_big.append(candidate)
-        ranking.rejected.append(Rejected(plan, too_big(candidate)))
-    elif slow is not None:
+        ranking.rejected.append(Rejected(plan, describe_excess(candidate)))
+    elif latency_problem is not None:
         ranking.too_slow.append(candidate)
-        ranking.rejected.append(Rejected(plan, slow))
+        ranking.rejected.append(Rejected(plan, latency_problem))
     else:
         ranking.candidates.append(candidate)
 
 
-def too_big(candidate: Candidate) -> str:
+def describe_excess(candidate: Candidate) -> str:
     memory = candidate.memory
     needs = f"needs {format_bytes(candidate.resident)} of the {format_bytes(memory.limit or 0.0)} that a process may use"
     largest = memory.largest_concurrency or 0
     return f"{needs}; at most {largest:,} fit at once" if largest else f"{needs}; not one sequence fits beside the weights"
 
 
-def too_slow(candidate: Candidate, workload: InferenceWorkload) -> str | None:
+def describe_latency(candidate: Candidate, workload: InferenceWorkload) -> str | None:
     """Return in words which limit of the request the plan exceeds; None: none."""
     for name, milliseconds, limit in _latencies(candidate, workload):
         if limit is not None and milliseconds > limit:
@@ -179,12 +179,12 @@ def _latencies(candidate: Candidate, workload: InferenceWorkload) -> list[tuple[
     ]
 
 
-def _excess(candidate: Candidate, workload: InferenceWorkload) -> float:
+def _latency_excess(candidate: Candidate, workload: InferenceWorkload) -> float:
     """Return how many times over its limits the plan is, at the worst of them."""
     return max(milliseconds / limit for _, milliseconds, limit in _latencies(candidate, workload) if limit is not None)
 
 
-def _best_first(candidate: Candidate) -> tuple[Any, ...]:
+def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
     """Return the sort key: throughput, then latency, memory and name, so that the order never depends on the order
     of the space.
     """
@@ -233,18 +233,18 @@ def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
         largest_concurrency=None if largest is None else largest * plan.replicas,
         step_ms=dict(zip(TERM_NAMES, (MILLISECONDS * seconds for seconds in service.step), strict=True)),
         binding_term=service.step.binding_term,
-        interval=_interval(host, plan.tensor_parallel),
+        interval=_formula_interval(host, plan.tensor_parallel),
     )
 
 
-def _interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
+def _formula_interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
     key = host.gpu.table_key if host.gpu is not None else None
     if key is None or key not in GEMM_EFFICIENCY:
         return None
     return FORMULA_INTERVAL if tensor_parallel == 1 or collective(key, "all_reduce") else UNMEASURED_LINK_INTERVAL
 
 
-BECAUSE = {
+REASON_BY_CHOICE = {
     "weights": "bytes read for every step, and the rate of matrix products",
     "kv_cache": "sequences that fit, and bytes read for each of them",
     "tensor_parallel": "weights and cache shared in a step, against exchanges in every layer",
@@ -253,26 +253,26 @@ BECAUSE = {
     "prefill_chunk_tokens": "efficient products for prompts, against longer steps for those that decode",
     "execution": "kernels replayed without a gap, against none recorded",
 }
-OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
+GENERATION_CHOICES = ("kv_cache", "prefill_chunk_tokens")
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
     encodes = best.service.tpot is None
-    because = {name: why for name, why in BECAUSE.items() if not (encodes and name in OF_GENERATION)}
-    cost = partial(_cost, best)
+    because = {name: why for name, why in REASON_BY_CHOICE.items() if not (encodes and name in GENERATION_CHOICES)}
+    cost = partial(_describe_cost, best)
     return reasons_among(ranking.candidates, ranking.rejected, because, cost=cost, blocked_cost="does not fit, or is too slow")
 
 
-def _cost(best: Candidate, other: Candidate) -> str:
-    return differences(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
+def _describe_cost(best: Candidate, other: Candidate) -> str:
+    return describe_difference(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
 
 
-def representative(rejected: list[Rejected]) -> list[Rejected]:
+def sample_rejections(rejected: list[Rejected]) -> list[Rejected]:
     """Return at most 200 rejections, evenly drawn in the order of the space."""
-    step = -(-len(rejected) // MAX_REJECTED) if rejected else 1
-    return rejected[::step]
+    stride = -(-len(rejected) // MAX_REJECTED) if rejected else 1
+    return rejected[::stride]
 
 
 PROFILE_LENGTH = 128  # tokens; nothing that inference plans take from a profile depends on it
@@ -313,7 +313,7 @@ class InferencePlanning:
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
             "rejected": [
-                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
+                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in sample_rejections(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": len(self.ranking.rejected),
@@ -344,7 +344,7 @@ def plan_profile(
 ) -> InferencePlanning:
     """Rank the plan space of a model that has a profile already. Raises the same errors as ``plan_inference``."""
     _check(profile, host, workload, fixed)
-    ranking = rank(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
+    ranking = rank_plans(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if not ranking.candidates:
         _refuse(ranking, host, workload)
     return InferencePlanning(host, profile, workload, ranking)
@@ -380,7 +380,7 @@ def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
     if ranking.too_slow:
         nearest = ranking.too_slow[0]
         raise NothingFits(
-            f"no plan for {host.name} answers fast enough; the nearest has {too_slow(nearest, workload)}: "
+            f"no plan for {host.name} answers fast enough; the nearest has {describe_latency(nearest, workload)}: "
             f"{nearest.plan.label()}; use looser limits, a lower --concurrency, "
             "--allow fp8-weights,int8-weights,int4-weights, or faster devices"
         )
@@ -388,7 +388,7 @@ def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
         nearest = ranking.too_big[0]
         shorter = "--prompt-length and --output-length" if workload.task == "generate" else "--sequence-length"
         raise NothingFits(
-            f"nothing fits on {host.name}; the nearest plan {too_big(nearest)}: {nearest.plan.label()}; use a shorter {shorter}, "
+            f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; use a shorter {shorter}, "
             "fewer requests at once, --allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
         )
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"

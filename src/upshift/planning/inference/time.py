@@ -80,43 +80,49 @@ class DeviceRates:
         shares = self.efficiencies
         if not shares:
             return 1.0
-        place = log(flops) if flops > 1.0 else 0.0
-        if place <= LOG_CENTRES[0]:
+        log_flops = log(flops) if flops > 1.0 else 0.0
+        if log_flops <= LOG_CENTRES[0]:
             return shares[0]
-        if place >= LOG_CENTRES[-1]:
+        if log_flops >= LOG_CENTRES[-1]:
             return shares[-1]
-        above = bisect(LOG_CENTRES, place)
+        above = bisect(LOG_CENTRES, log_flops)
         low = LOG_CENTRES[above - 1]
         high = LOG_CENTRES[above]
-        return shares[above - 1] + (shares[above] - shares[above - 1]) * (place - low) / (high - low)
+        return shares[above - 1] + (shares[above] - shares[above - 1]) * (log_flops - low) / (high - low)
 
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
     """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
-    beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
+    outside_precision: MatrixPrecision = weights if weights in ("fp32", "fp16") else activation_precision(host)
     if computes == "bf16":
-        computes = beside
-    return _cpu(host, computes, beside, execution) if host.device == "cpu" else _accelerator(host, computes, beside, execution)
+        computes = outside_precision
+    return (
+        _cpu_rates(host, computes, outside_precision, execution)
+        if host.device == "cpu"
+        else _gpu_rates(host, computes, outside_precision, execution)
+    )
 
 
-def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
+def activation_precision(host: Host) -> Literal["bf16", "fp16", "fp32"]:
     """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"
 
 
-def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
+def _gpu_rates(
+    host: Host, computes: MatrixPrecision, outside_precision: MatrixPrecision, execution: Execution
+) -> DeviceRates | None:
     gpu, measured = host.gpu, host.measured_gpu
     if gpu is None or (gpu.peak is None and measured is None):
         return None
     key = gpu.table_key or ""
     rates = measured or gpu.peak
     assert rates is not None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(outside_precision), rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
         return None
-    shares = _shares(key)
+    shares = _efficiencies_by_class(key)
     if measured is not None:  # large products were measured, so only the loss of smaller ones counts
         shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
         memory = bandwidth
@@ -135,29 +141,31 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
     )
 
 
-def _shares(key: str) -> tuple[float, ...]:
+def _efficiencies_by_class(key: str) -> tuple[float, ...]:
     """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
-    known = GEMM_EFFICIENCY.get(key, ())
+    measured = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
-    for share in known:
+    for share in measured:
         shares.append(share if share is not None else shares[-1])
     return tuple(shares)
 
 
-def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
+def _cpu_rates(
+    host: Host, computes: MatrixPrecision, outside_precision: MatrixPrecision, execution: Execution
+) -> DeviceRates | None:
     measured = host.measured
     cpu = host.cpu
     rates: Rates | None = measured.cpu if measured else cpu.peak if cpu else None
     if rates is None:
         return None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(outside_precision), rates.memory_bytes_per_second
     fp32 = rates.matrix("fp32")
     if matrix is None or outside is None or bandwidth is None or fp32 is None:
         return None
     share = 1.0 if measured else DEFAULT_GEMM_EFFICIENCY
     memory = bandwidth * (1.0 if measured else DEFAULT_MEMORY_EFFICIENCY)
     dispatch = measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS
-    left = CPU_GRAPH_SHARE if execution == "graphs" else 1.0
+    dispatch_share = CPU_GRAPH_SHARE if execution == "graphs" else 1.0
     return DeviceRates(
         matrix=matrix * share,
         outside=outside * share,
@@ -165,7 +173,7 @@ def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, executi
         memory=memory,
         weights=memory,
         cache=memory,
-        layer_seconds=dispatch * CPU_DISPATCHES_PER_LAYER * left,
+        layer_seconds=dispatch * CPU_DISPATCHES_PER_LAYER * dispatch_share,
     )
 
 
@@ -204,7 +212,7 @@ TERM_NAMES = (
 )  # fmt: skip
 
 
-class _Cost(NamedTuple):
+class _ProductCost(NamedTuple):
     """The cost of one shape of matrices, on one of the tensor-parallel devices."""
 
     product: Product
@@ -219,7 +227,7 @@ class _Cost(NamedTuple):
 class Engine:
     host: Host
     rates: DeviceRates
-    costs: tuple[_Cost, ...]
+    costs: tuple[_ProductCost, ...]
     product_share: float
     head_flops: float  # for one row of logits
     head_seconds: float  # to read the head
@@ -244,7 +252,7 @@ class Engine:
         decode = max(decoding / stages, min(decoding, 1.0))
         tokens = prompt + decode
         rows = decode if logits is None else logits / stages
-        weights, products, moved = self._products(tokens)
+        weights, products, activation_seconds = self._products(tokens)
         head_compute = self.head_flops * rows / (self.rates.outside * self.rates.efficiency(self.head_flops * rows))
         if rows and head_compute >= self.head_seconds:
             products += stages * head_compute
@@ -253,15 +261,15 @@ class Engine:
         communication = self._communication(tokens)
         if communication is None:
             return None
-        found = StepTime(
+        time = StepTime(
             weights=weights,
             products=products,
             cache=max(decode * self.cache_seconds, decode * self.decode_flops / self.rates.attention),
             attention=prompt * self.prompt_flops / self.rates.attention,
-            activations=moved,
+            activations=activation_seconds,
             communication=communication,
         )
-        return found._replace(launches=self._launches(found.total, decoding))
+        return time._replace(launches=self._launches(time.total, decoding))
 
     def _products(self, tokens: float) -> tuple[float, float, float]:
         weights = products = 0.0
@@ -282,16 +290,16 @@ class Engine:
     def _communication(self, tokens: float) -> float | None:
         degree = self.tensor_parallel
         stages = self.pipeline_parallel
-        node = max(self.host.gpus_per_node, 1)
-        size = tokens * self.reduced_bytes
+        node_devices = max(self.host.gpus_per_node, 1)
+        num_bytes = tokens * self.reduced_bytes
         seconds = 0.0
         if degree > 1:
-            one = collective_seconds(self.host, "all_reduce", size, Group(degree, 1, node))
-            if one is None:
+            all_reduce_seconds = collective_seconds(self.host, "all_reduce", num_bytes, Group(degree, 1, node_devices))
+            if all_reduce_seconds is None:
                 return None
-            seconds += one * self.num_reduced
+            seconds += all_reduce_seconds * self.num_reduced
         if stages > 1:
-            hop = point_to_point_seconds(self.host, size, stride=degree, node_ranks=node)
+            hop = point_to_point_seconds(self.host, num_bytes, stride=degree, node_ranks=node_devices)
             if hop is None:
                 return None
             seconds += hop * stages
@@ -302,9 +310,9 @@ class Engine:
 
         Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts.
         """
-        between = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
+        host_seconds = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
         hidden = device if self.eager and self.host.device != "cpu" else 0.0
-        return between + max(self.launch_seconds - hidden, 0.0)
+        return host_seconds + max(self.launch_seconds - hidden, 0.0)
 
 
 def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
@@ -342,13 +350,13 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     )
 
 
-def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
+def _cost(item: Product, seconds: float, moved: float, degree: int) -> _ProductCost:
     """Return the cost of a product. ``seconds``: to read all its matrices.
 
     What stands between products (norms, rotation, activation, residuals) reads one product's result and writes the next one's
     operand, ``moved`` bytes an element.
     """
-    return _Cost(
+    return _ProductCost(
         product=item,
         flops=2.0 * item.outputs * item.inputs / degree,
         matrices=float(item.per_token),
@@ -358,7 +366,7 @@ def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
     )
 
 
-MOST_LOADED = 0.9  # share of steps with prompts up to which arrivals are taken as independent of each other
+MAX_LOAD = 0.9  # share of steps with prompts up to which arrivals are taken as independent of each other
 # From a request's arrival to its first step, and back: text to tokens, queues between processes. Fitted as STEP_SECONDS is.
 REQUEST_SECONDS = 7e-3
 
@@ -374,37 +382,37 @@ class Service:
     step: StepTime  # the mean step's
 
 
-def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+def predict_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
     """Return the service with ``concurrency`` requests inside at any time; None where a link is unknown."""
     if workload.task == "encode":
-        return _encode(engine, workload, concurrency)
+        return _encode_service(engine, workload, concurrency)
     if workload.decode_steps == 0:
-        return _prefill_only(engine, workload, concurrency, chunk_tokens)
+        return _prefill_service(engine, workload, concurrency, chunk_tokens)
     prompt = workload.prompt_length
     steps = workload.decode_steps
     block = min(chunk_tokens, prompt)  # prompt tokens that one step takes, as long as there is no more to do
     chunks = ceil(prompt / chunk_tokens)
     decoding = concurrency * steps / (steps + chunks)
-    needed = decoding * prompt / steps
-    if needed > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
+    prompt_tokens = decoding * prompt / steps
+    if prompt_tokens > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
         decoding = chunk_tokens * steps / prompt
-        needed = float(chunk_tokens)
-    busy = engine.step(max(block, needed), decoding)
-    idle = engine.step(0.0, decoding)
-    if busy is None or idle is None:
+        prompt_tokens = float(chunk_tokens)
+    prompt_step = engine.step(max(block, prompt_tokens), decoding)
+    decode_step = engine.step(0.0, decoding)
+    if prompt_step is None or decode_step is None:
         return None
-    share = min(needed / block, 1.0)  # share of the steps that have prompt tokens
-    mean = share * busy.total + (1.0 - share) * idle.total
-    rate = decoding / steps / mean
-    load = min(share, MOST_LOADED)
-    waits = load / (2.0 * (1.0 - load)) * busy.total * chunks  # M/D/1
-    alone = REQUEST_SECONDS + mean / 2.0 + chunks * busy.total
-    ttft = max(min(alone + waits, alone * concurrency), concurrency / rate - steps * mean)
-    step = busy if share * busy.total >= (1.0 - share) * idle.total else idle
-    return Service(ttft, mean, rate, rate * workload.output_length, step)
+    prompt_share = min(prompt_tokens / block, 1.0)  # share of the steps that have prompt tokens
+    mean_step = prompt_share * prompt_step.total + (1.0 - prompt_share) * decode_step.total
+    rate = decoding / steps / mean_step
+    load = min(prompt_share, MAX_LOAD)
+    queue_seconds = load / (2.0 * (1.0 - load)) * prompt_step.total * chunks  # M/D/1
+    unloaded_ttft = REQUEST_SECONDS + mean_step / 2.0 + chunks * prompt_step.total
+    ttft = max(min(unloaded_ttft + queue_seconds, unloaded_ttft * concurrency), concurrency / rate - steps * mean_step)
+    step = prompt_step if prompt_share * prompt_step.total >= (1.0 - prompt_share) * decode_step.total else decode_step
+    return Service(ttft, mean_step, rate, rate * workload.output_length, step)
 
 
-def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+def _prefill_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
     """Return the service of one token for each request: prompts fill steps, one behind the other."""
     tokens = concurrency * workload.prompt_length
     steps = ceil(tokens / chunk_tokens)
@@ -415,7 +423,7 @@ def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int,
     return Service(REQUEST_SECONDS + seconds, None, concurrency / seconds, concurrency / seconds, step)
 
 
-def _encode(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
+def _encode_service(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
     """Return the service of encoding, one batch at a time."""
     step = engine.step(float(concurrency * workload.prompt_length), 0.0, logits=0.0)
     if step is None:

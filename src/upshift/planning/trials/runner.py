@@ -71,7 +71,7 @@ class TrialResult(Value):
     wall_seconds: float = 0.0
 
 
-def loosened(tolerance: float, num_labels: int) -> float:
+def loosen_tolerance(tolerance: float, num_labels: int) -> float:
     """Return the tolerance for a mean over few labels: the effect of rounding and dropout falls with the root of their number."""
     return tolerance * math.sqrt(max(LABELS_OF_A_LOSS / max(num_labels, 1), 1.0))
 
@@ -89,19 +89,19 @@ class TrialServer:
         assert isinstance(ending, Ending)
         wall_seconds = time.monotonic() - start
         if ending.timed_out:
-            partial = results[-1] if results else unfinished()
+            partial = results[-1] if results else unfinished_result()
             return partial.changed(timed_out=True, wall_seconds=wall_seconds)
         if results and not results[-1].timed_out:
             return results[-1]
-        return _died(ending).changed(wall_seconds=wall_seconds)
+        return _failure_of(ending).changed(wall_seconds=wall_seconds)
 
 
-def unfinished(**measured: Any) -> TrialResult:
+def unfinished_result(**measured: Any) -> TrialResult:
     """Return the result of a trial that is ended now: ``measured`` without a speed is a failure."""
     return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
 
 
-def _died(ending: Ending) -> TrialResult:
+def _failure_of(ending: Ending) -> TrialResult:
     if ending.signal == signal.SIGKILL:
         return TrialResult(failure="killed by the system: out of memory", out_of_memory=True)
     return TrialResult(failure=f"the process died (exit {ending.exit}, signal {ending.signal}): {ending.last_words}")

@@ -58,13 +58,15 @@ def store_proof(path: Path, proof: Proof) -> None:
     if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_look:
         return
     tried = tuple(
-        StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
-        for t in proof.tried
+        StoredTrial(
+            plan=Plan.model_validate(entry.candidate.plan.model_dump()), results=tuple(entry.results), wrong_loss=entry.wrong_loss
+        )
+        for entry in proof.tried
     )
     _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen), notes=proof.notes))
 
 
-def recall_proof(path: Path, planning: Planning) -> Proof | None:
+def read_proof(path: Path, planning: Planning) -> Proof | None:
     """Return the stored proof. None: nothing is stored, or the stored plan no longer fits the memory that is free now."""
     if not path.is_file():
         return None
@@ -84,7 +86,7 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
     return Proof(tried[0], tried, chosen, stored.notes) if fits or stored.chosen == 0 else None
 
 
-def forget_plan(path: Path, plan: Plan) -> None:
+def remove_plan(path: Path, plan: Plan) -> None:
     """Remove a plan that ran out of memory in a real run, so that it is chosen no more.
 
     Another of the tried plans is chosen, or trials are made anew.
@@ -92,12 +94,12 @@ def forget_plan(path: Path, plan: Plan) -> None:
     if not path.is_file():
         return
     stored = StoredProof.from_file(path)
-    kept = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
-    speeds = [max(r.tokens_per_second or 0.0 for r in trial.results) * (not trial.wrong_loss) for trial in kept]
-    if len(kept) < MIN_TRIALS or max(speeds) == 0.0 or kept[0] != stored.tried[0]:
+    remaining = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
+    speeds = [max(result.tokens_per_second or 0.0 for result in trial.results) * (not trial.wrong_loss) for trial in remaining]
+    if len(remaining) < MIN_TRIALS or max(speeds) == 0.0 or remaining[0] != stored.tried[0]:
         path.unlink()
         return
-    _write(path, StoredProof(tried=tuple(kept), chosen=speeds.index(max(speeds))))
+    _write(path, StoredProof(tried=tuple(remaining), chosen=speeds.index(max(speeds))))
 
 
 def _write(path: Path, proof: StoredProof) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from upshift.planning.analysis.explain import representative
+from upshift.planning.analysis.explain import sample_rejections
 from upshift.planning.cost.pipeline_schedule import Pass, idle_share, peak_in_flight
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
@@ -332,7 +332,7 @@ def rejected(planning: Planning) -> list[Block]:
     too_big = {id(candidate.plan) for candidate in ranking.too_big}
     counts = Counter(f"too big, highest in the {candidate.memory.peak_phase} phase" for candidate in ranking.too_big)
     counts += Counter(rejection.reason for rejection in ranking.rejected if id(rejection.plan) not in too_big)
-    few = representative(ranking.rejected)
+    few = sample_rejections(ranking.rejected)
     few = few[:: max(len(few) // NUM_REJECTED, 1)][:NUM_REJECTED]
     count_rows = [[reason, number(count)] for reason, count in counts.most_common(NUM_REJECTED)]
     return [
