@@ -124,7 +124,7 @@ def test_those_alike_come_first_and_often_run_jobs_count_once() -> None:
 def test_ranking_follows_what_ran() -> None:
     first = best()
     slow = Calibration((sample(0, 3.0, of=first),))
-    ranking = slow.ranked(planning().ranking, HOST, planning().workload)
+    ranking = slow.rerank(planning().ranking, HOST, planning().workload)
     speeds = [one.tokens_per_second for one in ranking.candidates]
     assert speeds == sorted(speeds, reverse=True)
     assert ranking.candidates[0].plan != first.plan
@@ -136,7 +136,7 @@ def test_what_holds_more_here_no_longer_fits() -> None:
     held = max(one.resident for one in ranking.candidates)
     small = HOST.changed(cpu=HOST.cpu.changed(free_memory_bytes=int(1.1 * held)))  # type: ignore[union-attr]
     twice = Calibration(tuple(sample(number, 2.0) for number in range(MIN_RECORDS)))
-    again = twice.ranked(ranking, small, workload)
+    again = twice.rerank(ranking, small, workload)
     assert again.too_big and all("needs" in entry.reason for entry in again.rejected[: len(again.too_big)])
     assert all(one.resident <= 1.1 * held for one in again.candidates)
 

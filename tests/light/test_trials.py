@@ -157,7 +157,7 @@ def test_a_machine_that_stays_busy_is_said_and_not_remembered(tmp_path: Path) ->
 def test_a_rough_speed_counts_less_than_a_steady_one() -> None:
     tried = Tried(planning().default, [measured(200.0, rough=True), measured(100.0, busy=True), measured(50.0)])
     assert tried.best.tokens_per_second == 50.0
-    assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_look
+    assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_trial
 
 
 def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_not_to_be_where_it_did_not() -> None:

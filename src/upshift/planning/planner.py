@@ -201,7 +201,7 @@ def calibrate_and_filter(
 
     The first ``num_plans`` of them fit in every phase of the job.
     """
-    return JobMemory(host, profile, workload).drop_unfitting(calibration.ranked(ranking, host, workload), num_plans=num_plans)
+    return JobMemory(host, profile, workload).drop_unfitting(calibration.rerank(ranking, host, workload), num_plans=num_plans)
 
 
 def _search(

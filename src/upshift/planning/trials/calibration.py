@@ -1,8 +1,8 @@
-"""Correct predictions with what ran on this machine: the same plan by its own numbers, others by the median ratio.
+"""Correct predictions with earlier runs on this machine: the same plan by its own numbers, others by the median ratio.
 
-Every run and trial leaves one line with what the formulas said and what was measured, in a file of the cache folder that is safe
-to delete. A line counts only for the host, the libraries and the formulas that it was made with, so a new version of any of them
-starts anew. A described host has no lines: nothing ran on it.
+Every run and trial appends one line with predicted and measured numbers to a file of the cache folder, which is safe to delete.
+A line counts only for the host, the libraries and the formulas that it was made with. So a new version of any of them starts
+without lines. A described host has no lines, because nothing ran on it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from upshift.value import Value
 from upshift.versions import installed_version
 
 FILE_NAME = "calibration.jsonl"
-FILES_WITHOUT_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that only say how sure numbers are
+FILES_WITHOUT_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that do not change a predicted number
 MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
 TRANSFERRED_NUMBERS: tuple[Number, ...] = (
     "step",
     "held",
-)  # allocated memory follows from the trace: other models say nothing of it
+)  # allocated memory follows from a model's own trace
 
 logger = logging.getLogger(__name__)
 
 
 class MeasuredPair(Value):
+    """A number as the formulas predict it, and as it was measured."""
+
     predicted: float = Field(gt=0)
     measured: float = Field(gt=0)
 
@@ -72,10 +74,17 @@ def sample_of(
     plan: Plan, workload: Workload, kind: Literal["run", "trial"], numbers: dict[Number, tuple[float, float | None]]
 ) -> Sample:
     """Return a sample of a plan that ran. ``numbers``: (by formula, measured); None: not measured."""
+    pairs = {
+        name: MeasuredPair(predicted=predicted, measured=measured) for name, (predicted, measured) in numbers.items() if measured
+    }
     return Sample(
-        made_with=provenance(plan.host), job=job_key(plan, workload), precision=plan.precision, torch_compile=plan.torch_compile,
-        kind=kind, numbers={name: MeasuredPair(predicted=first, measured=second) for name, (first, second) in numbers.items() if second},
-    )  # fmt: skip
+        made_with=provenance(plan.host),
+        job=job_key(plan, workload),
+        precision=plan.precision,
+        torch_compile=plan.torch_compile,
+        kind=kind,
+        numbers=pairs,
+    )
 
 
 def job_key(plan: Plan, workload: Workload) -> str:
@@ -93,6 +102,7 @@ def _lengths_key(workload: Workload) -> str:
 
 
 def provenance(fingerprint: str) -> str:
+    """Return a key of the host, the libraries and the formulas."""
     return f"{fingerprint}-{_software()}"
 
 
@@ -100,7 +110,7 @@ def provenance(fingerprint: str) -> str:
 def _software() -> str:
     """Return a hash of the cost formulas' source and of the versions of torch and transformers.
 
-    Predictions and steps of other formulas or libraries say nothing about these.
+    Samples of other formulas or libraries do not count for these.
     """
     sources = sorted(
         path for path in (Path(__file__).parents[1] / "cost").glob("*.py") if path.name not in FILES_WITHOUT_FORMULAS
@@ -115,13 +125,15 @@ def _short_hash(text: str) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
+    """The samples of earlier runs on a host, from which corrections follow."""
+
     samples: tuple[Sample, ...] = ()
 
     def of(self, candidate: Candidate, workload: Workload) -> Candidate:
-        """Return the candidate, which comes from the formulas, corrected by what ran here."""
-        return self._of(candidate, workload, _lengths_key(workload)) if self.samples else candidate
+        """Return the candidate, which the formulas predicted, corrected by the samples."""
+        return self._correct(candidate, workload, _lengths_key(workload)) if self.samples else candidate
 
-    def _of(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
+    def _correct(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
         assert not candidate.bases, "it was calibrated before"
         corrections = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
         factors = {number: correction.factor for number, correction in corrections.items()}
@@ -153,13 +165,11 @@ class Calibration:
         return corrections
 
     def _from_others(self, number: Number, plan: Plan) -> Correction | None:
-        """Return the correction by plans of the same precision and compile mode if there are enough of them, else by
-        all plans.
-        """
+        """Return the correction by other plans: those of the same precision and compile mode, or all if they are too few."""
         key = (number, plan.precision, plan.torch_compile, plan.device)
-        if key not in self._known:
-            self._known[key] = self._median_of_others(number, plan)
-        return self._known[key]
+        if key not in self._cached_corrections:
+            self._cached_corrections[key] = self._median_of_others(number, plan)
+        return self._cached_corrections[key]
 
     def _median_of_others(self, number: Number, plan: Plan) -> Correction | None:
         if number not in TRANSFERRED_NUMBERS:
@@ -169,8 +179,8 @@ class Calibration:
         return transfer(formula_interval(number, plan), ratios) if ratios else None
 
     @cached_property
-    def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
-        """Return the cache of corrections: thousands of plans ask for the same few."""
+    def _cached_corrections(self) -> dict[tuple[Number, str, str, str], Correction | None]:
+        """Return the cache of corrections. Thousands of plans need the same few."""
         return {}
 
     @cached_property
@@ -182,9 +192,7 @@ class Calibration:
 
     @cached_property
     def _ratios(self) -> dict[tuple[Number, str, str], tuple[float, ...]]:
-        """Return one ratio for each job, however often it ran, by number, precision and compile mode; ("", "") has
-        those of all.
-        """
+        """Return one ratio for each job, by number, precision and compile mode. The key ("", "") has those of all jobs."""
         ratios_by_kind: dict[tuple[Number, str, str], list[float]] = defaultdict(list)
         for samples in self._by_job.values():
             for number in TRANSFERRED_NUMBERS:
@@ -194,14 +202,14 @@ class Calibration:
                     ratios_by_kind[number, "", ""].append(median(ratios))
         return {key: tuple(sorted(ratios)) for key, ratios in ratios_by_kind.items()}
 
-    def ranked(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
-        """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
+    def rerank(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
+        """Return the plans ranked by their corrected numbers. Which of them fit is decided again."""
         if not self.samples:
             return ranking
         corrected = Ranking(num_unseen=ranking.num_unseen)
         lengths = _lengths_key(workload)
         for candidate in (*ranking.candidates, *ranking.too_big):
-            calibrated = self._of(candidate, workload, lengths)
+            calibrated = self._correct(candidate, workload, lengths)
             limit = memory_limit(calibrated.plan, host, risk=workload.risk, spread=held_memory_spread(calibrated.basis("held")))
             if limit is not None and calibrated.resident > limit:
                 corrected.too_big.append(calibrated)
@@ -223,9 +231,9 @@ def _ratio(pair: MeasuredPair) -> float:
 
 
 def read_calibration(host: Host) -> Calibration:
-    """Return what ran on this host with these libraries and formulas.
+    """Return the samples of this host with these libraries and formulas.
 
-    A line that cannot be read is skipped: a crash cut it short, or another version wrote it.
+    A line that cannot be read is skipped. A crash cut it short, or another version wrote it.
     """
     try:
         lines = _path().read_bytes().splitlines()
@@ -244,9 +252,9 @@ def read_calibration(host: Host) -> Calibration:
 
 
 def append_samples(samples: Iterable[Sample]) -> None:
-    """Append each sample to the file as one write, so that processes that write at once leave whole lines.
+    """Append the samples to the file in one write, so that processes that write at the same time leave whole lines.
 
-    The line before may be cut short, so a new line begins with a line break. A cache that cannot be written fails no job.
+    The line before may be cut short, so a new line begins with a line break. If the cache cannot be written, no job fails.
     """
     path = _path()
     text = "".join(f"\n{sample.to_json()}\n" for sample in samples if sample.numbers)

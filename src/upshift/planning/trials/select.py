@@ -1,4 +1,4 @@
-"""Choose which plans to try, learn from each trial, and keep the fastest that computes the same loss."""
+"""Choose which plans to try, correct predictions after each trial, and choose the fastest plan that computes the same loss."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Record, Spread
 from upshift.units import format_bytes, gib
 
-LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
-# How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
+LOSS_TOLERANCE = 0.005  # relative, of the untrained model's loss and the plain default's on the same tokens
+# How much two plans that differ in a field may differ in speed. The more, the less the correction of one counts for the other.
 FIELD_WEIGHTS = {
     "precision": 4.0,
     "torch_compile": 3.0,
@@ -37,7 +37,7 @@ FIELD_WEIGHTS = {
     "per_device_train_batch_size": 0.5,
     "host_memory": 0.5,
 }
-CLOSE_SPEED = 0.93  # of the best speed; one trial on a shared machine cannot tell such plans apart
+CLOSE_SPEED = 0.93  # of the best speed: one trial on a shared machine cannot tell such plans apart
 WATCHED_STEP_SHARE = (
     0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
 )
@@ -46,11 +46,13 @@ FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for 
 LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
 BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs
 MAX_SHOWN_UNTRIED = 3  # the most untried plans that are listed
-NUM_REMEASURED = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
+NUM_REMEASURED = 2  # the best plans are measured again at the end, because one sample on a busy machine proves little
 
 
 @dataclass
 class Tried:
+    """A plan that was tried, with the results of its trials."""
+
     candidate: Candidate
     results: list[TrialResult] = field(default_factory=list)
     wrong_loss: bool = False
@@ -61,8 +63,9 @@ class Tried:
 
     @property
     def best(self) -> TrialResult:
-        """Return the fastest trial, of those on a quiet machine where there are any: the plan is not what slowed
-        another trial.
+        """Return the fastest trial, among those on a quiet machine if there are any.
+
+        A slower trial of the same plan was slowed by something else.
         """
         measured = [result for result in self.results if result.tokens_per_second]
         return max(measured, key=_trust_key) if measured else self.results[-1]
@@ -72,10 +75,10 @@ class Tried:
         return "its loss differs from the plain default's" if self.wrong_loss else self.best.failure
 
     @property
-    def needs_another_look(self) -> bool:
+    def needs_another_trial(self) -> bool:
         return self.ok and (self.best.busy or self.best.rough)
 
-    def holds_more_than(self, limit_bytes: float | None) -> bool:
+    def exceeds(self, limit_bytes: float | None) -> bool:
         return limit_bytes is not None and (self.best.resident_bytes or 0) > limit_bytes
 
     def whole_run_speed(self, workload: Workload) -> float:
@@ -87,6 +90,7 @@ class Tried:
         return best.tokens_per_second * best.step_seconds.p50 / (best.step_seconds.p50 + one_time_per_step)
 
     def numbers(self) -> Numbers:
+        """Return the measured numbers."""
         best = self.best
         return Numbers(
             peak_gib=gib(best.peak_bytes) if best.peak_bytes else None,
@@ -110,6 +114,8 @@ def _in_ms(seconds: Spread | None) -> Spread | None:
 
 @dataclass
 class Proof:
+    """The plans that were tried and the one that was chosen."""
+
     default: Tried
     tried: list[Tried]
     chosen: Tried
@@ -128,18 +134,21 @@ def prove(
     obeys: Callable[[Plan], bool] = lambda plan: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Proof:
-    """Try the plain default, then what looks best after each correction, until the budget is spent.
+    """Try the plain default, then the plan with the best corrected prediction, until the budget is spent.
 
-    The default and the best predicted plan may take half of the budget each, so that both are tried however slow the other is.
+    The default and the best predicted plan may take half of the budget each, so that both are tried even if one is slow. Raise
+    JobFailed if no plan runs.
 
-    ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
-    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when none runs.
+    Args:
+        run: measures one plan: ``run(plan, limit_seconds)``.
+        limit_bytes: the most that the chosen plan may hold, if it is less than the free memory.
+        obeys: returns whether a plan has the fields that the user fixed. The plain default may not have them.
     """
     trials = _Trials(candidates, workload, run, budget_seconds, on_trial, limit_bytes, obeys, clock)
-    trials.look(default)
-    while (best := trials.next()) is not None:
-        trials.look(best)
-    trials.look_again()
+    trials.measure(default)
+    while (best := trials.choose_next()) is not None:
+        trials.measure(best)
+    trials.measure_again()
     return trials.proof()
 
 
@@ -163,10 +172,11 @@ class _Trials:
 
     @property
     def allowed(self) -> list[Tried]:
+        """Return the tried plans that have the fields the user fixed."""
         return [entry for entry in self.tried if self.obeys(entry.candidate.plan)]
 
-    def look(self, candidate: Candidate) -> None:
-        """Measure one plan, for the first time or once more."""
+    def measure(self, candidate: Candidate) -> None:
+        """Measure a plan, for the first time or again."""
         previous = next((entry for entry in self.tried if _key(entry.candidate.plan) == _key(candidate.plan)), None)
         entry = previous or Tried(candidate)
         if not self.tried:
@@ -180,8 +190,8 @@ class _Trials:
         entry.wrong_loss = _has_wrong_loss(entry, self.tried[0])
         self.on_trial(entry)
 
-    def next(self) -> Candidate | None:
-        """Return the plan to try now; None where no time is left for one or none is worth a trial."""
+    def choose_next(self) -> Candidate | None:
+        """Return the plan to try now; None where no time is left or no plan is worth a trial."""
         only_default = len(self.tried) == 1
         expected = 0.5 * self.tried[0].best.wall_seconds if only_default else self.tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * self.budget) if len(self.tried) > 2 else 0.0
@@ -190,35 +200,35 @@ class _Trials:
             self.left = max(self.left, FIRST_SHARE * self.budget)
             expected = 0.0
         if not self.allowed:
-            self.left = math.inf  # a plan that may be chosen is tried, however late it is
-        elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
+            self.left = math.inf  # at least one plan that may be chosen is tried, even after the deadline
+        elif all(entry.exceeds(self.limit_bytes) for entry in self.allowed):
             self.left += self.budget
         if not self.candidates or self.left <= 0.5 * expected:
             return None
         return _choose_next(self.candidates, self.tried, seconds=self.left, limit_bytes=self.limit_bytes)
 
-    def look_again(self) -> None:
-        """Measure again the best few where one trial does not tell them apart, and plans that were measured on a busy machine."""
+    def measure_again(self) -> None:
+        """Measure again the best plans if one trial each cannot tell them apart, and plans measured on a busy machine."""
         while (doubtful := self._doubtful()) is not None:
-            self.look(doubtful.candidate)
+            self.measure(doubtful.candidate)
         for entry in _close_plans(self.tried, self.workload):
             if self.deadline - self.clock() > 0.5 * entry.best.wall_seconds:
-                self.look(entry.candidate)
+                self.measure(entry.candidate)
 
     def _doubtful(self) -> Tried | None:
-        """Return a plan to measure again, among the chosen one, the plain default and the best few; None where all are sure."""
+        """Return a plan with a doubtful result among the chosen one, the plain default and the best ones, or None."""
         working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
         if not working:
             return None
         seconds_left = self.deadline - self.clock() + BUSY_SHARE * self.budget
         for entry in _unique_entries(self._fastest(working), self.tried[0], *working[:NUM_REMEASURED]):
-            if entry.needs_another_look and len(entry.results) == 1 and seconds_left > entry.best.wall_seconds:
+            if entry.needs_another_trial and len(entry.results) == 1 and seconds_left > entry.best.wall_seconds:
                 return entry
         return None
 
     def proof(self) -> Proof:
         """Return the proof of the trials. Raises JobFailed where no plan ran."""
-        working = [entry for entry in self.allowed if entry.ok and not entry.holds_more_than(self.limit_bytes)]
+        working = [entry for entry in self.allowed if entry.ok and not entry.exceeds(self.limit_bytes)]
         if working:
             chosen = self._fastest(working)
         else:
@@ -232,9 +242,9 @@ class _Trials:
         """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
         best = max(working, key=self._speed)
         quiet = [
-            entry for entry in working if not entry.needs_another_look and self._speed(entry) > CLOSE_SPEED * self._speed(best)
+            entry for entry in working if not entry.needs_another_trial and self._speed(entry) > CLOSE_SPEED * self._speed(best)
         ]
-        return max(quiet, key=self._speed) if best.needs_another_look and quiet else best
+        return max(quiet, key=self._speed) if best.needs_another_trial and quiet else best
 
     def _speed(self, entry: Tried) -> float:
         return entry.whole_run_speed(self.workload)
@@ -251,7 +261,7 @@ class _Trials:
         return lines
 
     def _untried(self, chosen: Tried) -> list[str]:
-        """Return a line for each of the best plans that were not tried though they may be faster than the chosen one."""
+        """Return a line for each of the best untried plans that may be faster than the chosen one."""
         tried_keys = {_key(entry.candidate.plan) for entry in self.tried}
         speed = self._speed(chosen)
         expected = (
@@ -300,7 +310,7 @@ def _job_failure(entry: Tried, default: Tried, limit_bytes: float | None) -> Job
 
 
 def _close_plans(tried: list[Tried], workload: Workload) -> list[Tried]:
-    """Return the best few, where they are too close to tell apart by one trial each."""
+    """Return the best plans if one trial each cannot tell them apart, else no plan."""
     ordered = sorted((entry for entry in tried if entry.ok), key=lambda entry: -entry.whole_run_speed(workload))
     best = ordered[0].whole_run_speed(workload) if ordered else 0.0
     close_entries = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE_SPEED * best]
@@ -323,15 +333,15 @@ def _choose_next(
 ) -> Candidate | None:
     """Return the untried plan with the best corrected speed.
 
-    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none tried
-    was, return the leanest. A plan like one whose trial failed counts as failing.
+    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none of the
+    tried ones was, return the plan that needs least memory. A plan that is like a failed one is expected to be slow.
     """
     tried_keys = {_key(entry.candidate.plan) for entry in tried}
     untried = [one for one in candidates if _key(one.plan) not in tried_keys and one.time.one_time <= seconds]
     if limit_bytes is not None:
         expected_bytes = {id(one): one.resident * memory_correction(one, tried) for one in untried}
         within_limit = [one for one in untried if expected_bytes[id(one)] <= limit_bytes]
-        if untried and not within_limit and all(entry.holds_more_than(limit_bytes) for entry in tried):
+        if untried and not within_limit and all(entry.exceeds(limit_bytes) for entry in tried):
             within_limit = [min(untried, key=lambda one: expected_bytes[id(one)])]
         untried = within_limit
     best = None
@@ -345,9 +355,9 @@ def _choose_next(
 
 
 def speed_correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Return measured over predicted speed of the plans tried so far.
+    """Return measured over predicted speed, as the plans tried so far suggest it for the candidate.
 
-    A failed trial counts as no speed at all. A trial that its limit ended before it had a speed says nothing.
+    A failed trial counts as speed 0. A trial that reached its time limit before it had a speed is left out.
     """
     ratios = []
     for entry in tried:
@@ -360,7 +370,7 @@ def speed_correction(candidate: Candidate, tried: list[Tried]) -> float:
 
 
 def memory_correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Return measured over predicted memory of the plans tried so far."""
+    """Return measured over predicted memory, as the plans tried so far suggest it for the candidate."""
     measured_bytes = ((entry, entry.best.resident_bytes) for entry in tried)
     return _weighted_mean(
         candidate, [(entry, measured / entry.candidate.resident) for entry, measured in measured_bytes if measured]
@@ -368,7 +378,7 @@ def memory_correction(candidate: Candidate, tried: list[Tried]) -> float:
 
 
 def _weighted_mean(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
-    """Return the mean of the ratios, the nearest plans counting most (COSTS.md D8: residual correction)."""
+    """Return the mean of the ratios, in which plans like the candidate count most (COSTS.md D8: residual correction)."""
     weighted_sum = weight_sum = 0.0
     for entry, ratio in ratios:
         weight = 1.0 / (0.25 + _distance(candidate, entry)) ** 2
@@ -378,7 +388,7 @@ def _weighted_mean(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> f
 
 
 def _distance(candidate: Candidate, entry: Tried) -> float:
-    """Return how differently two plans may run, by the fields in which they differ."""
+    """Return a measure of how differently two plans may run, from the fields in which they differ."""
     plan = candidate.plan
     other_plan = entry.candidate.plan
     return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(plan, name) != getattr(other_plan, name))
@@ -389,11 +399,11 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def after_trial(entry: Tried, planning: Planning) -> Candidate:
-    """Return the candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
+    """Return the candidate with the trial's numbers in place of the predicted ones. Its speed is without one-time costs.
 
-    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one, it is the
-    formula's for the longest possible, corrected by the trial. Its interval then says that the run may need as little as the
-    trial.
+    Its memory is that of the trial if the trial had the longest micro-batch of the run. If a later batch may have a longer one,
+    the memory is the formula's for the longest possible one, corrected by the trial. Its interval then begins at what the trial
+    needed.
     """
     sample = _trial_sample(entry, planning)
     best = entry.best
@@ -416,7 +426,7 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
 
 
 def _memory_pairs(best: TrialResult, candidate: Candidate) -> list[tuple[Number, float, float]]:
-    """Return (which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)."""
+    """Return (number, its measured value, its prediction for the largest micro-batch that the run may have)."""
     pairs: list[tuple[Number, int | None, float]] = [
         ("allocated", best.peak_bytes, candidate.memory.peak), ("held", best.resident_bytes, candidate.resident),
     ]  # fmt: skip
@@ -424,14 +434,14 @@ def _memory_pairs(best: TrialResult, candidate: Candidate) -> list[tuple[Number,
 
 
 def remember_trials(tried: list[Tried], planning: Planning) -> None:
-    """Keep the trials for the predictions of later plans on this machine.
+    """Store the trials for the predictions of later plans on this machine.
 
     Speeds that were measured beside other programs are left out.
     """
     samples = []
     for entry in tried:
         sample = _trial_sample(entry, planning) if entry.ok else None
-        if sample is not None and entry.needs_another_look:
+        if sample is not None and entry.needs_another_trial:
             sample = sample.changed(numbers={name: pair for name, pair in sample.numbers.items() if name != "step"})
         if sample is not None and sample.numbers:
             samples.append(sample)
@@ -441,27 +451,30 @@ def remember_trials(tried: list[Tried], planning: Planning) -> None:
 def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
     """Return the sample of a trial, or None if it measured no speed.
 
-    A trial runs one global batch, which may be larger or smaller than the average and short of the largest. Its speed holds for
-    all batches. Its memory is compared at its own shape.
+    A trial runs one global batch, which need not be an average or the largest one. Its speed holds for all batches. Its memory is
+    compared with the prediction for its own micro-batch.
     """
     plan = entry.candidate.plan
     best = entry.best
     if best.step_seconds is None or not best.tokens_per_second:
         return None
-    average_shape, trial_shape = (_formula_candidate(plan, planning, shape) for shape in (None, best.largest_micro_batch))
+    predicted = _formula_candidate(plan, planning)
+    predicted_memory = _formula_candidate(plan, planning, best.largest_micro_batch)
     step_seconds = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
     return sample_of(plan, planning.workload, "trial", {
-        "step": (average_shape.time.total, step_seconds), "allocated": (trial_shape.memory.peak, best.peak_bytes),
-        "held": (trial_shape.resident, best.resident_bytes),
+        "step": (predicted.time.total, step_seconds), "allocated": (predicted_memory.memory.peak, best.peak_bytes),
+        "held": (predicted_memory.resident, best.resident_bytes),
     })  # fmt: skip
 
 
 def remember_run(record: Record, planning: Planning) -> None:
-    """Keep a run for the predictions of later plans on this machine.
+    """Store a run for the predictions of later plans on this machine.
 
-    With sequences of many lengths nobody knows whether the largest micro-batch came by. Then only its time is kept.
+    With sequences of many lengths it is unknown whether the largest micro-batch ran. Then only the time is stored.
     """
-    plan, measured, workload = Plan.model_validate(record.plan), record.measured, planning.workload
+    plan = Plan.model_validate(record.plan)
+    measured = record.measured
+    workload = planning.workload
     num_steps = measured.step_ms.num_samples if measured and measured.step_ms else 0
     if measured is None or not measured.tokens_per_second or num_steps < MIN_STEADY_STEPS:
         return
