@@ -1,12 +1,12 @@
 """Find the one choice of a plan whose change would help most, from the measured time of each kind of work in its step.
 
-Each answer is a search with one choice left free and all others kept. The search costs plans with the planner's terms. Each term
-is multiplied by measured over predicted time of this step. Work that takes many times its roofline is not bound by a rate: the
-time beyond is scaled with the number of operators. A kind without a term, such as waiting for data, stays as it is.
+Each answer is a search with one choice left free and all others kept. The search predicts plans with the planner's terms. Each
+term is multiplied by measured over predicted time of this step. Work that takes many times its roofline is not bound by a rate:
+the time above the roofline is scaled with the number of operators. A kind without a term, such as waiting for data, stays as it
+is.
 
-Predict a plan's step by kind of work, at the rates that this host reaches: the roofline that a profile is compared with.
-
-The formulas alone make it: what runs here have taught the planner is in the measured side.
+The roofline is the predicted step by kind of work, at the rates that this host reaches. It follows from the formulas alone,
+without corrections from earlier runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KIND_OF_TERM = {
 def sum_by_kind(terms: dict[str, float]) -> dict[str, float]:
     """Return the seconds of the planner's terms by kind.
 
-    Terms that are not named are exchanges. The head is among the products.
+    Terms without an entry in KIND_OF_TERM are exchanges. The head is counted among the matrix products.
     """
     seconds_by_kind: dict[str, float] = defaultdict(float)
     for term, seconds in terms.items():
@@ -79,11 +79,11 @@ def roofline(candidate: Candidate, *, host: Host, profile: ModelProfile, workloa
     return by_kind | ({HEAD: sum(head.values())} if head else {})
 
 
-WORTH_SAYING = 0.01  # a smaller share of the step is no reason for a change
-BOUND_BY_RATE = 3.0  # times its roofline: kernels of a usual size stay below
+MIN_GAIN = 0.01  # a smaller gain is no reason for a change
+BOUND_BY_RATE = 3.0  # times the roofline: kernels of a usual size take less
 LAYOUT = tuple(Layout.model_fields)
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# The fields that make up one choice are left free at once.
+# The fields of each choice, which are left free together.
 FREE_FIELDS: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "optimizer": ("optim", "optim_args"),
@@ -98,7 +98,7 @@ FREE_FIELDS: dict[str, tuple[str, ...]] = {
     "host memory": ("host_memory",),
     "optimizer in the backward pass": ("optimizer_in_backward",),
 }
-DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # from the others
+DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # they follow from other fields
 
 
 class Change(Value):
@@ -116,7 +116,7 @@ class Change(Value):
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan's step by kind of work, predicted by formula and measured; seconds."""
+    """The seconds of a plan's step by kind of work, predicted by formula and measured."""
 
     host: Host
     profile: ModelProfile
@@ -124,7 +124,7 @@ class Measured:
     candidate: Candidate
     seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
 
-    def of(self, candidate: Candidate) -> dict[str, float]:
+    def scaled_seconds(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds that another plan's step would take, by kind."""
         predicted_here = sum_by_kind(self.candidate.time.terms)
         predicted_there = sum_by_kind(candidate.time.terms)
@@ -142,7 +142,7 @@ class Measured:
 
     def total(self, candidate: Candidate) -> float:
         """Return the seconds of a step, with one-time costs spread over the run."""
-        return sum(self.of(candidate).values()) + candidate.time.one_time / self.workload.total_steps
+        return sum(self.scaled_seconds(candidate).values()) + candidate.time.one_time / self.workload.total_steps
 
 
 def find_changes(
@@ -178,7 +178,7 @@ def _best_change(
     job_memory = JobMemory(measured.host, measured.profile, workload)
     for candidate in sorted(ranking.candidates, key=measured.total):
         gain = seconds_before / measured.total(candidate) - 1
-        if gain < WORTH_SAYING:
+        if gain < MIN_GAIN:
             return None
         if _changed_values(plan, candidate.plan) and job_memory.describe_excess(candidate) is None and legal(candidate.plan):
             return _describe_change(measured, choice, candidate, gain)
@@ -195,17 +195,16 @@ def _fixed_fields(measured: Measured, plan: Plan, free_fields: tuple[str, ...], 
 
 
 def _changed_values(old_plan: Plan, new_plan: Plan) -> dict[str, str]:
-    """Return the fields that differ, without those that follow from others."""
-    old_values, new_values = (
-        {**plan.model_dump(exclude={"layout"}), **plan.layout.model_dump()} for plan in (old_plan, new_plan)
-    )
+    """Return the fields that differ, without those that follow from other fields."""
+    old_values = old_plan.model_dump(exclude={"layout"}) | old_plan.layout.model_dump()
+    new_values = new_plan.model_dump(exclude={"layout"}) | new_plan.layout.model_dump()
     changed = {name: str(value) for name, value in new_values.items() if value != old_values[name]}
     return {name: value for name, value in changed.items() if name not in DERIVED} or changed
 
 
 def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
-    seconds_now = measured.of(measured.candidate)
-    seconds_then = measured.of(candidate)
+    seconds_now = measured.scaled_seconds(measured.candidate)
+    seconds_then = measured.scaled_seconds(candidate)
     differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in {*seconds_now, *seconds_then}}
     large_differences = sorted(
         (item for item in differences.items() if abs(item[1]) > 0.002 * sum(seconds_now.values())), key=lambda item: item[1]

@@ -1,4 +1,4 @@
-"""Compare the same training on several hosts: time, device-hours, energy and money for a number of tokens, and the deadline."""
+"""Compare the same training on several hosts by time, device-hours, energy and money for a number of tokens, and a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from upshift.record import Numbers
 from upshift.value import Value
 
 HOUR = 3600.0
-# a larger number is a typing error
+# A larger number is a typing error.
 MAX_TOKENS = 1e18
 MAX_PRICE = 1e9
 DURATIONS = {"s": 1.0, "min": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
@@ -32,7 +32,7 @@ ENERGY_NOTE = "an upper bound: every device at its thermal design power all the 
 
 
 class HostResult(Value):
-    """The result for one host. Without a plan, ``why`` says what is in the way."""
+    """The result for one host. If it has no plan, ``why`` has the reason."""
 
     host: str
     num_devices: int
@@ -57,7 +57,7 @@ class Comparison(Value):
 
 @dataclass(frozen=True)
 class ComparisonTerms:
-    """The terms of a comparison beyond speed. ``tokens``: None: those of the workload's steps."""
+    """The terms of a comparison besides speed. ``tokens``: None means the tokens of the workload's steps."""
 
     prices: dict[str, float]
     tokens: int | None = None
@@ -87,7 +87,7 @@ def read_tokens(text: str, *, option: str = "--tokens") -> int:
 
 
 def read_prices(text: str) -> dict[str, float]:
-    """Return the prices of ``h100=2.5/h,a100-80gb=1.2/h``: of one device and hour, by the device's name."""
+    """Return the prices of one device and hour by the device's name, from ``h100=2.5/h,a100-80gb=1.2/h``."""
     prices: dict[str, float] = {}
     for entry in filter(None, (text_of_price.strip().lower() for text_of_price in text.split(","))):
         match = re.fullmatch(rf"([^=]*[^=\s])\s*=\s*{NUMBER}\s*/\s*h", entry, flags=re.ASCII)
@@ -115,9 +115,9 @@ def read_hosts(text: str) -> tuple[Host, ...]:
 
 
 def price_names(host: Host) -> tuple[str, ...]:
-    """Return the names that a host's devices may be priced by.
+    """Return the names under which a price for the host's devices may be given.
 
-    They are the name that the host was written with, without counts and links, and the table's key.
+    They are the user's name of the host without counts and links, and the key of the table.
     """
     written = re.sub(r"^(?:[0-9]+x){0,2}", "", host.name.strip().lower()).partition("@")[0]
     if host.gpu is None:
@@ -128,7 +128,7 @@ def price_names(host: Host) -> tuple[str, ...]:
 
 
 def price_names_of(host: Host, prices: dict[str, float]) -> list[str]:
-    """Return the names among ``prices`` that mean this host's device, in any spelling that --on takes."""
+    """Return the names in ``prices`` that mean this host's device, in any spelling that --on accepts."""
     return [name for name in prices if name in price_names(host) or _is_product_of(name, host)]
 
 
@@ -159,12 +159,13 @@ def compare(
 ) -> Comparison:
     """Return the best plan on each host: the cheapest or fastest host first, hosts without a plan last.
 
-    If no host has a plan, raise what the first host says.
+    If no host has a plan, raise the problem of a host.
     """
     check_prices(terms.prices, hosts)
     rows: list[HostResult] = []
     problems: list[RequestError | NothingFits] = []
-    tokens, unit = terms.tokens, "tokens"
+    tokens = terms.tokens
+    unit: SampleUnit = "tokens"
     if tokens is not None:  # one-time costs are spread over the steps of this run
         mean = workload.lengths.mean if workload.lengths else workload.sequence_length
         steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)

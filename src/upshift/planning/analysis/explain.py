@@ -1,4 +1,4 @@
-"""Say why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
+"""Explain a plan: why each choice matters, what the runner-up would cost, and what more memory would give."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ MAX_REJECTED = 200
 
 
 class Reason(Value):
+    """Why the best plan has a value, and what the best plan with another value would cost."""
+
     choice: str
     value: str
     why: str
@@ -65,26 +67,26 @@ def reasons_among(
     """Return one row for each choice in which a plan differs from the best.
 
     Args:
-        candidates: what may be chosen, best first.
-        blocked: what may not be chosen. It is looked at for a choice in which no candidate differs.
+        candidates: the plans that may be chosen, best first.
+        blocked: the plans that may not be chosen. They are used for a choice in which no candidate differs.
         because: the reason why a choice matters, by the field of the plan.
-        cost: returns what a candidate would cost.
-        blocked_cost: the same for all that is blocked.
+        cost: returns the cost of a candidate as a text.
+        blocked_cost: the same for all blocked plans.
     """
     best = candidates[0].plan
     rows = []
     for name, why in because.items():
         value = getattr(best, name)
         alternative = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
-        shown = (
-            alternative
-            if alternative is not None
-            else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
-        )
-        if shown is None:
-            continue
-        cost_text = cost(alternative) if alternative is not None else blocked_cost
-        runner_up = str(getattr(shown.plan, name))
+        if alternative is not None:
+            runner_up = str(getattr(alternative.plan, name))
+            cost_text = cost(alternative)
+        else:
+            excluded = next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+            if excluded is None:
+                continue
+            runner_up = str(getattr(excluded.plan, name))
+            cost_text = blocked_cost
         rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=cost_text))
     return tuple(rows)
 
@@ -94,24 +96,23 @@ def _describe_cost(best: Candidate, alternative: Candidate) -> str:
 
 
 def describe_difference(speed: float, more_bytes: float) -> str:
-    """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
-    return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
+    """Return a text with the cost of another plan. ``speed``: its tokens a second over the best plan's."""
+    sign = "+" if more_bytes >= 0 else "-"
+    return f"{speed - 1:+.1%}, {sign}{format_bytes(abs(more_bytes))}"
 
 
 def with_more_memory(host: Host, extra_bytes: int) -> Host | None:
-    """Return the host with ``extra_bytes`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
+    """Return the host with more memory on each device, or in its CPU's memory; None where its memory is unknown."""
     device = host.gpu or host.cpu
     if device is None or device.memory_bytes is None:
         return None
-    free = device.free_memory_bytes
-    larger = device.changed(
-        memory_bytes=device.memory_bytes + extra_bytes, free_memory_bytes=None if free is None else free + extra_bytes
-    )
+    free = None if device.free_memory_bytes is None else device.free_memory_bytes + extra_bytes
+    larger = device.changed(memory_bytes=device.memory_bytes + extra_bytes, free_memory_bytes=free)
     return host.changed(**{"gpu" if host.gpu else "cpu": larger})
 
 
 def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleUnit = "tokens") -> str | None:
-    """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
+    """Return a sentence on what 8 GiB more memory would gain, from the fastest plan that would fit then."""
     bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if not ranking.candidates or unknown_memory(host) is not None or bigger is None:
         return None
@@ -121,7 +122,7 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleU
         limit = limit_of(candidate, bigger, workload)
         if limit is not None and candidate.resident <= limit:
             reachable.append(candidate)
-    fastest = max(reachable, key=lambda c: c.tokens_per_second, default=None)
+    fastest = max(reachable, key=lambda entry: entry.tokens_per_second, default=None)
     if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
         return "8 GiB more memory would not make it faster"
     gain = fastest.tokens_per_second / best.tokens_per_second - 1
@@ -129,7 +130,7 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleU
 
 
 def sample_rejections(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
-    """Return at most 200 rejections, with every kind of reason among them."""
+    """Return at most MAX_REJECTED rejections, with each kind of reason among them."""
     by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
     for entry in rejected:
         by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)

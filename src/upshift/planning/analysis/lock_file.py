@@ -1,7 +1,7 @@
-"""Keep a plan as a lock file: the prediction, its model, host and versions. Later, show what has changed since.
+"""Write a plan with its prediction, model, host and versions to a lock file. Later, check what has changed since.
 
-The file is a document of ``upshift plan --json`` with the best plan alone, and ``lock`` beside it. So anything that reads a plan
-from such a document can read a lock file.
+The file is a document of ``upshift plan --json`` with only the best plan, and an additional field ``lock``. So everything that
+reads a plan from such a document can read a lock file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LockedPlan(Value):
 
 
 class Lock(Value):
-    """All that the prediction followed from."""
+    """Everything that the prediction followed from."""
 
     versions: dict[str, str]
     architecture: str
@@ -59,7 +59,7 @@ class LockFile(Value):
 
 
 class Change(Value):
-    """A number then and now. None: the number did not exist then, or does not exist now."""
+    """A number when the lock was written, and now. None: it did not exist then, or does not exist now."""
 
     name: str
     before: float | None
@@ -67,11 +67,12 @@ class Change(Value):
 
     @property
     def share(self) -> float:
+        """Return the relative change."""
         return (self.now or 0.0) / self.before - 1 if self.before else 0.0
 
 
 class Check(Value):
-    """The predicted cost of a plan now, against what its lock says."""
+    """The predicted cost of a plan now, compared with its lock."""
 
     moved: bool
     peak_gib: Change
@@ -86,7 +87,7 @@ class Check(Value):
 def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...], described: bool) -> LockFile:
     """Return the lock of the best plan, predicted by formula alone.
 
-    A check compares versions of libraries, not what ran here in the meantime.
+    So a check compares versions of libraries, and ignores what ran on this machine in the meantime.
     """
     plan = planning.best
     best = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload)
@@ -187,17 +188,18 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
 
 
 def needed_variants(locked: LockFile) -> tuple[Variant, ...]:
-    """Return the variants of the planning that the lock came from: with the same libraries its profile is still in the cache."""
-    lock, plan = locked.lock, locked.plans[0].plan
+    """Return the variants of the lock's own planning, whose profile is in the cache as long as the libraries are the same."""
+    lock = locked.lock
+    plan = locked.plans[0].plan
     selective = plan.recompute_granularity == "selective" and plan.activation_checkpointing > 0
     return variants_for(lock.host, lock.workload, lock.fixed, selective=selective)
 
 
 def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) -> str | None:
-    """Return why the plan does not fit, in words.
+    """Return why the plan does not fit any more, or None.
 
-    ``before_gib``: what was predicted to be held when it was locked. A plan that runs here had shown to fit may have been above
-    the limit by formula then, too.
+    ``before_gib``: the predicted held memory when the plan was locked. It may have been above the limit by formula, because runs
+    had shown that the plan fits.
     """
     limit = limit_of(candidate, lock.host, lock.workload)
     if limit is None or candidate.resident <= limit or (before_gib is not None and before_gib > limit / GIB):
@@ -223,13 +225,13 @@ def _memory_gib(candidate: Candidate) -> dict[str, dict[str, float]]:
 
 
 def _parts_gib(phases: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return each part at its highest, over the phases."""
+    """Return the maximum of each part over the phases."""
     names = dict.fromkeys(part for phase_parts in phases.values() for part in phase_parts)
     return {name: max(phase_parts.get(name, 0.0) for phase_parts in phases.values()) for name in names}
 
 
 def _moved_numbers(old_numbers: dict[str, float], new_numbers: dict[str, float], *, whole: float | None) -> tuple[Change, ...]:
-    """Return the numbers that moved, the most first. ``whole``: the whole, of which a change must be a large enough share."""
+    """Return the numbers that moved, the largest change first. ``whole``: the total of which a change must be a large share."""
     names = dict.fromkeys((*old_numbers, *new_numbers))
     changes = [Change(name=name, before=old_numbers.get(name), now=new_numbers.get(name)) for name in names]
     difference_by_name = {change.name: abs((change.now or 0.0) - (change.before or 0.0)) for change in changes}
@@ -238,7 +240,7 @@ def _moved_numbers(old_numbers: dict[str, float], new_numbers: dict[str, float],
 
 
 def _digests(profile: ModelProfile, plan: Plan, workload: Workload) -> dict[str, str]:
-    """Return digests of the parameters and of each segment that the plan runs, by the segment's place in the model."""
+    """Return digests of the parameters and of each segment that the plan runs, by the name of its position in the model."""
     digests = {"parameters": _digest(profile.parameters)}
     trace = plan_trace(profile, plan, workload)
     if trace is None:

@@ -1,14 +1,11 @@
-"""Grow the sequence, the micro-batch or the depth until nothing fits.
+"""Find the longest sequence, the largest micro-batch or the deepest model that fits a host, and its plan.
 
-The border is found by bisecting with the memory model. That is exact if all sizes below one that fits also fit: for a fixed way
-to share them, memory grows with sequence, micro-batch and depth. So every way to share is looked at apart. Packed rows are as
-long as a sample of the data makes them. They may become a little shorter where they should become longer.
+The largest size is found by bisecting with as few tests as possible, because every test is a search. Bisecting is exact if all
+sizes below a fitting one also fit. This holds for a fixed way to share the job: memory grows with sequence, micro-batch and
+depth. So every way to share the job is searched separately. There is one exception: the length of packed rows follows from a
+sample of the data, and may become a little shorter for a longer sequence.
 
-Find the longest sequence, the largest micro-batch or the deepest model that fits a host, and its plan.
-
-Find the largest size that fits with as few questions as possible: every question is a search.
-
-Make a model of the same architecture deeper or shallower: a profile with another number of the traced layers.
+A model is made deeper or shallower by a profile with another number of the traced layers.
 """
 
 from __future__ import annotations
@@ -45,12 +42,11 @@ from upshift.value import Value
 def largest_multiple(fits: Callable[[int], bool], *, step: int, start: int, ceiling: int) -> int:
     """Return the largest multiple of ``step`` up to ``ceiling`` that fits, 0 where none does.
 
-    ``fits`` must hold up to some value and not beyond. Strides that double lead away from ``start`` until the border is passed.
-    Then the border is bisected. The nearer ``start`` is to the border, the fewer sizes are tested.
+    ``fits`` must be true up to some value and false above it. Doubling strides lead away from ``start`` until they pass the
+    border. Then the border is bisected. The nearer ``start`` is to the border, the fewer sizes are tested.
     """
-    # fits at low, not at high
-    low = 0
-    high = ceiling // step + 1
+    low = 0  # fits
+    high = ceiling // step + 1  # does not fit
     probe = min(max(start // step, 1), high - 1)
     stride = 1
     found_low = found_high = False
@@ -85,7 +81,7 @@ def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
             num_added = new_stack.assignment.count(index) - old_stack.assignment.count(index)
             attention = segment.forward.attention_flops
             forward = _add_layers(forward, num_added, segment.forward.matmul_flops, attention)
-            # A fused backward pass computes the scores again, which the convention leaves out: it is twice the forward pass.
+            # A fused backward pass computes the scores again. The convention does not count this: it is twice the forward pass.
             backward = _add_layers(backward, num_added, segment.backward.matmul_flops, attention, attention)
     ratio = (_layer_weight(stacks), _layer_weight(profile.stacks))
     tensor_parallel = profile.tensor_parallel
@@ -147,9 +143,9 @@ def _scale_shapes(
 ) -> tuple[ParameterShape, ...]:
     """Return the shapes with the counts of the new number of layers.
 
-    A shape stands so many times in each of equal layers, and a few times outside. Outside are the remainder of the division by
-    the layers, and shapes as large as embedding or head. If that does not add up to the layers' parameters (``in_layers``), all
-    counts are scaled alike.
+    A shape occurs equally often in each layer, and a few times outside the layers. Outside are the remainder of the division by
+    the number of layers, and shapes as large as embedding or head. If this does not add up to the layers' parameters
+    (``in_layers``), all counts are scaled in proportion.
     """
     new_layers, old_layers = layers
     outside = {parameters.embedding, parameters.head}
@@ -163,11 +159,11 @@ def _scale_shapes(
 
 DimensionName = Literal["sequence", "batch", "model"]
 SEQUENCE_STEP = 64  # tokens
-# where the search ends if memory never does
+# Where the search ends if everything fits.
 MAX_SEQUENCE = 2**24
 MAX_BATCH = 2**20
 MAX_DEPTH = 2**12
-NUM_SMALLEST_PLANS = 32  # plans that are costed first, those that need least memory
+NUM_SMALLEST_PLANS = 32  # plans with which the border is estimated first
 
 
 def why_nothing_fits(ranking: Ranking, host: Host, workload: Workload) -> str:
@@ -181,7 +177,10 @@ def why_nothing_fits(ranking: Ranking, host: Host, workload: Workload) -> str:
 
 @dataclass
 class Dimension:
-    """The quantity that grows. A ``sharing`` is one choice of how ranks share the job, for which memory grows with the size."""
+    """The quantity that grows: sequence length, micro-batch or depth.
+
+    A ``sharing`` is a value of the layout's field ``degree``. With the same sharing memory grows with the size. None: no field.
+    """
 
     host: Host
     workload: Workload
@@ -194,17 +193,19 @@ class Dimension:
 
     unit: ClassVar[str]
     what: ClassVar[DimensionName]
-    degree: ClassVar[str | None] = None  # the field of the layout whose values are looked at apart
+    degree: ClassVar[str | None] = None  # the field of the layout whose values are searched separately
 
     def __post_init__(self) -> None:
         self.choices = parse_fixed(self.fixed, self.host, self.profile, self.workload)
 
     @property
     def ceiling(self) -> int:
+        """Return the largest size to search."""
         raise NotImplementedError
 
     @property
     def start(self) -> int:
+        """Return the size at which the search starts."""
         raise NotImplementedError
 
     def problem_at(self, size: int) -> tuple[ModelProfile, Workload]:
@@ -216,14 +217,16 @@ class Dimension:
         return self.problem_at(size)
 
     def fixed_at(self, size: int) -> dict[str, Any]:
+        """Return the fixed fields of plans of this size."""
         return self.choices
 
     def step(self, sharing: int | None) -> int:
+        """Return the number of which all sizes are multiples."""
         return 1
 
     @cached_property
     def ranks(self) -> int:
-        """Return the most ranks that the job may have."""
+        """Return the largest number of ranks that the job may have."""
         return rank_counts(self.host, self.choices)[-1] if shares_work(self.host, self.choices) else 1
 
     def degrees(self) -> list[int]:
@@ -236,7 +239,10 @@ class Dimension:
         return [*(self.degrees() if requested is None else [requested])]
 
     def fixed_for(self, size: int, sharing: int | None) -> dict[str, Any]:
-        return self.fixed_at(size) | ({} if sharing is None or self.degree is None else {self.degree: sharing})
+        fixed = self.fixed_at(size)
+        if sharing is not None and self.degree is not None:
+            fixed = fixed | {self.degree: sharing}
+        return fixed
 
     def fits(self, size: int, sharing: int | None) -> bool:
         if (size, sharing) not in self.cached_fits:
@@ -249,7 +255,7 @@ class Dimension:
     def largest(self, sharing: int | None, *, above: int) -> int:
         """Return the largest size that fits with this sharing.
 
-        The plans that need least at the start show where the border is near. The whole search then finds the border itself.
+        The plans that need least memory at the start give an estimate of the border. Whole searches then find the border.
         """
         step = self.step(sharing)
         start = min(max(self.start, above), self.ceiling) // step * step
@@ -275,7 +281,7 @@ class Dimension:
 
     def search_fits(self, size: int, sharing: int | None) -> bool:
         """Return whether any plan of this size fits. On one device the search ends with the first plan that does."""
-        (profile, workload) = self.problem_at(size)
+        profile, workload = self.problem_at(size)
         fixed = self.fixed_for(size, sharing)
         try:
             if shares_work(self.host, fixed):
@@ -284,7 +290,7 @@ class Dimension:
             plans = enumerate_plans(self.host, profile, workload, fixed=fixed)
             return any(self.candidate_fits(coster.cost(plan), profile, workload) for plan in plans)
         except RequestError:
-            return False  # no plan of this size is legal with what is fixed
+            return False  # no plan of this size is legal with the fixed fields
 
     def candidate_fits(self, candidate: Candidate | Rejected | TooBig, profile: ModelProfile, workload: Workload) -> bool:
         if isinstance(candidate, Rejected | TooBig):
@@ -301,7 +307,7 @@ class Dimension:
 
 
 class SequenceLength(Dimension):
-    """The length of a sequence. A longer sequence than what was traced is traced again, at powers of two."""
+    """The length of a sequence. For lengths that the profile does not cover the model is traced again, at powers of two."""
 
     unit = "tokens"
     what: ClassVar[DimensionName] = "sequence"
@@ -341,7 +347,7 @@ class SequenceLength(Dimension):
         return min(1 << (size - 1).bit_length(), max(self.ceiling, size))
 
     def extrapolated_at(self, size: int) -> tuple[ModelProfile, Workload]:
-        """Return the first trace's profile, whose polynomials go on beyond the lengths that they were fitted on."""
+        """Return the first trace's profile, whose polynomials extrapolate to lengths that they were not fitted on."""
         return self.profile, self.resized_workload(size)
 
     def resized_workload(self, size: int) -> Workload:
@@ -358,7 +364,7 @@ class SequenceLength(Dimension):
 
 
 class MicroBatchSize(Dimension):
-    """The sequences at once on a device, or on a group of devices that shares its sequences. Every device has one micro-batch."""
+    """The number of sequences of a micro-batch, on a device or on a group of devices that shares its sequences."""
 
     unit = "sequences"
     what: ClassVar[DimensionName] = "batch"
@@ -382,7 +388,7 @@ class MicroBatchSize(Dimension):
 
 
 class Depth(Dimension):
-    """The number of layers. A pipeline divides them evenly, so its degrees are looked at apart."""
+    """The number of layers. A pipeline divides them evenly, so its degrees are searched separately."""
 
     unit = "layers"
     what: ClassVar[DimensionName] = "model"
@@ -405,7 +411,9 @@ class Depth(Dimension):
 
     def fixed_at(self, size: int) -> dict[str, Any]:
         recomputed = self.choices.get("activation_checkpointing", 0)
-        return self.choices | ({"activation_checkpointing": min(recomputed, size)} if recomputed else {})
+        if not recomputed:
+            return self.choices
+        return self.choices | {"activation_checkpointing": min(recomputed, size)}
 
     def resize(self, plan: Plan, size: int) -> Plan:
         recomputed = -(-plan.activation_checkpointing * size // self.start)
@@ -434,14 +442,13 @@ def find_largest(
 ) -> LargestResult:
     """Return the largest size that fits.
 
-    ``lengths_at``: the lengths of the data, cut at so many tokens; None: if sequences grow, all are as long as the longest.
-    Raises RequestError for another ``dimension_name`` or a host of unknown memory, NothingFits if not even the smallest size fits.
+    ``lengths_at``: returns the lengths of the data, cut at a number of tokens; None: all sequences are as long as the longest.
+    Raise RequestError for an unknown dimension or a host of unknown memory, and NothingFits if not even the smallest size fits.
     """
     dimensions: dict[str, type[Dimension]] = {"sequence": SequenceLength, "batch": MicroBatchSize, "model": Depth}
     if dimension_name not in dimensions:
-        raise RequestError(
-            f"--largest {dimension_name!r} is not known; use one of {', '.join(get_args(DimensionName))}, such as --largest sequence"
-        )
+        names = ", ".join(get_args(DimensionName))
+        raise RequestError(f"--largest {dimension_name!r} is not known; use one of {names}, such as --largest sequence")
     if stated_memory(host.gpu or host.cpu) is None:
         example = "describe it, as in --on epyc-9654-768gb"
         raise RequestError(f"--largest {dimension_name} needs the memory of {host.name}, which is unknown; {example}")

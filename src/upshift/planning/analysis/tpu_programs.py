@@ -1,6 +1,7 @@
-"""Keep what Google's compiler says of programs for TPUs (``upshift xla compile``): memory of a chip, by model, slice and shape.
+"""Store the memory that programs for TPUs take of a chip, by model, slice and shape, as Google's compiler reports it.
 
-Training plans are not made for TPUs. A user who asks for one is told what is known, or what to type to know it.
+Programs are compiled with ``upshift xla compile``. Training plans are not made for TPUs. If a user asks for one, the message
+contains the stored numbers, or the command that gets them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_SHOWN = 3
 
 
 def store_program(record: Record) -> None:
-    """Keep the newest row for each model, slice, kind and shape."""
+    """Store a row, in place of an earlier one of the same model, slice, kind and shape."""
     path = _path()
     other_rows = [row for row in _read(path) if row.plan != record.plan]
     keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*other_rows, record][-MAX_ROWS:]))
@@ -32,7 +33,7 @@ def stored_programs(source: ModelSource, table_key: str) -> list[Record]:
 
 
 def describe_programs(source: ModelSource, host: Host) -> str:
-    """Return the end of a refusal's message; empty for a host without TPUs."""
+    """Return the end of an error message: stored programs, or the command to compile one. Empty for a host without TPUs."""
     key = None if host.gpu is None else host.gpu.table_key
     if host.device != "xla" or key is None:
         return ""

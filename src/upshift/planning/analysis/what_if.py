@@ -1,6 +1,6 @@
-"""Say why another choice was not taken, and what more memory, faster links or a choice that is not allowed would give.
+"""Explain why another choice was not taken, and what more memory, faster links or a choice that is not allowed would gain.
 
-Every answer is the search itself with one thing changed: no derivative and no rule of thumb.
+Every answer comes from a new search with one change. There are no derivatives and no rules of thumb.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Outcome = Literal["chosen", "slower", "as fast", "faster", "does not fit", "not 
 Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # traces a model for sequences of up to so many tokens
 
 SAME_SPEED = 0.0005  # of tokens/s: a smaller difference is not printed
-WORTH_SAYING = 0.005  # of the best plan's step: smaller differences are left out
-MAX_WORDS = 4  # terms, parts or choices named in one line
+MIN_SHOWN_SHARE = 0.005  # of the best plan's step: smaller differences are left out
+MAX_NAMED = 4  # terms, parts or choices that one line names
 FASTER_LINK = 2.0
 
 
 class Counterfactual(Value):
-    """The best plan with the value asked for, against the best of all plans."""
+    """The best plan with the requested value, compared with the best of all plans."""
 
     asked: str = Field(description="field=value")
     outcome: Outcome
@@ -61,9 +61,9 @@ class ShadowPrice(Value):
 
 
 def explain_choice(planning: Planning, choice: str, *, fixed: tuple[str, ...], trace: Trace) -> Counterfactual:
-    """Return the best plan with ``choice`` (field=value), in place of what ``fixed`` says of that field.
+    """Return the best plan with ``choice`` (field=value), which replaces the value of that field in ``fixed``.
 
-    Raises RequestError for an unknown field or a value of another type. A value that is not possible here is an answer.
+    Raise RequestError for an unknown field or a value of another type. For a value that is not possible here, the result says so.
     """
     field, value = read_choice(choice)
     best = planning.ranking.candidates[0]
@@ -89,7 +89,7 @@ def explain_choice(planning: Planning, choice: str, *, fixed: tuple[str, ...], t
 
 
 def _search_again(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
-    """Return the ranking of a new search, corrected and checked as the planning was."""
+    """Return the ranking of a new search, corrected and checked as the planning's own ranking."""
     ranking = search(host, profile, workload, fixed=chosen)
     return calibrate_and_filter(ranking, host, profile, workload, planning.calibration, num_plans=1)
 
@@ -108,16 +108,22 @@ def value_of(plan: Plan, name: str) -> Any:
 
 
 def _needed_allowance(name: str, value: Any, workload: Workload) -> tuple[str, ...]:
-    needed: str | None = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
-    if needed is None:
+    """Return the names that --allow needs for the value of a field, beside those it has."""
+    if name == "precision":
+        change: str | None = value
+    elif name == "optim":
+        change = optimizers()[value].allow
+    else:
+        change = None
+    if change is None or change in workload.allow or change not in changes_of_mathematics():
         return ()
-    return (needed,) if needed in changes_of_mathematics() and needed not in workload.allow else ()
+    return (change,)
 
 
 def _profile(
     planning: Planning, workload: Workload, fixed: tuple[str, ...], assignments: tuple[str, ...], trace: Trace
 ) -> ModelProfile:
-    """Return the planning's own profile if it has the traces that are needed, else trace the model again."""
+    """Return the planning's profile if it has the traces that the search needs, else trace the model again."""
     variants = variants_for(planning.host, workload, assignments)
     if {*variants} <= {*variants_for(planning.host, planning.workload, fixed)}:
         return planning.profile
@@ -125,14 +131,13 @@ def _profile(
 
 
 def _without_set_option(problem: RequestError) -> str:
-    """Return the problem's message without the option --set, which the user did not give."""
+    """Return the problem's message without the option --set, which the user did not use."""
     return str(problem).removeprefix("--set ")
 
 
 def _answer(planning: Planning, choice: str, name: str, allow: tuple[str, ...], ranking: Ranking) -> Counterfactual:
     changes = "".join(
-        f"changes the mathematics ({changes_of_mathematics()[name_of_change]}): --allow {name_of_change} lets it in; "
-        for name_of_change in allow
+        f"changes the mathematics ({changes_of_mathematics()[change]}): --allow {change} lets it in; " for change in allow
     )
     if ranking.candidates:
         return _compare_with_best(planning, choice, name, allow, ranking.candidates[0], changes)
@@ -153,7 +158,7 @@ def describe_shortage(candidate: Candidate, host: Host, workload: Workload) -> s
     phase = candidate.memory.peak_phase
     largest_parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
     named_parts = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in largest_parts[:MAX_WORDS] if size > 0.01 * candidate.memory.peak
+        f"{name} {format_bytes(size)}" for name, size in largest_parts[:MAX_NAMED] if size > 0.01 * candidate.memory.peak
     )
     return f"needs {format_bytes(candidate.resident)} of {format_bytes(limit)} in the {phase} phase: {named_parts}"
 
@@ -163,13 +168,15 @@ def _compare_with_best(
 ) -> Counterfactual:
     best = planning.ranking.candidates[0]
     gain = candidate.tokens_per_second / best.tokens_per_second - 1
-    outcome: Outcome = "as fast" if abs(gain) < SAME_SPEED else "faster" if gain > 0 else "slower"
+    outcome: Outcome = "faster" if gain > 0 else "slower"
+    if abs(gain) < SAME_SPEED:
+        outcome = "as fast"
     terms = _step_differences(best, candidate, planning.workload.total_steps)
-    term_texts = [f"{term} {ms:+,.{0 if abs(ms) >= 10 else 2}f} ms" for term, ms in list(terms.items())[:MAX_WORDS]]
+    term_texts = [f"{term} {ms:+,.{0 if abs(ms) >= 10 else 2}f} ms" for term, ms in list(terms.items())[:MAX_NAMED]]
     sentences = [", ".join(term_texts)] if term_texts else []
     other_changes = _other_differences(best.plan, candidate.plan, name)
     if other_changes:
-        sentences.append(f"with {', '.join(other_changes[:MAX_WORDS])}")
+        sentences.append(f"with {', '.join(other_changes[:MAX_NAMED])}")
     if outcome == "faster" and not allow:
         unasked = name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS)
         sentences.append(
@@ -192,7 +199,7 @@ def _step_differences(best: Candidate, other: Candidate, total_steps: int) -> di
         term: 1000 * (candidate_terms.get(term, 0.0) - best_terms.get(term, 0.0))
         for term in dict.fromkeys((*candidate_terms, *best_terms))
     }
-    large_differences = {term: ms for term, ms in differences.items() if abs(ms) > 1000 * WORTH_SAYING * best.time.total}
+    large_differences = {term: ms for term, ms in differences.items() if abs(ms) > 1000 * MIN_SHOWN_SHARE * best.time.total}
     return dict(sorted(large_differences.items(), key=lambda item: -abs(item[1])))
 
 
@@ -203,7 +210,7 @@ def _other_differences(best: Plan, other_plan: Plan, asked: str) -> list[str]:
 
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:
-    """Return one price for each change that could matter here; none for a link that the host does not have."""
+    """Return one price for each change that could matter here. Links that the host does not have are left out."""
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _better_hosts(planning.host):
@@ -216,14 +223,18 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
 
 
 def _better_hosts(host: Host) -> Iterator[tuple[str, Host]]:
-    """Yield copies of the host, each better in one thing, with the name of the change."""
+    """Yield (name of the change, host with this change): more memory, faster links."""
     with_memory = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if with_memory is not None:
         yield f"{format_bytes(EXTRA_MEMORY_BYTES)} more memory on each device", with_memory
     if host.device == "cpu":
         return
-    for place, name, link in (("inside", "intra_node", host.intra_node), ("between", "inter_node", host.inter_node)):
-        if link is not None and (host.gpus_per_node > 1 if place == "inside" else host.num_nodes > 1):
+    links = (
+        ("inside", "intra_node", host.intra_node, host.gpus_per_node > 1),
+        ("between", "inter_node", host.inter_node, host.num_nodes > 1),
+    )
+    for place, name, link, is_used in links:
+        if link is not None and is_used:
             faster = link.changed(bytes_per_second=FASTER_LINK * link.bytes_per_second)
             yield f"links twice as fast {place} nodes", host.changed(**{name: faster})
 

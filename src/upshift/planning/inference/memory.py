@@ -1,10 +1,7 @@
-"""Predict the bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights.
+"""Predict the bytes of the fullest device of a replica, by part, and the largest number of sequences that fit.
 
-Compute the bytes of a sequence's cached keys and values, and what attention computes over them.
-
-Layers with a sliding window keep and read no more than the window.
-
-Read the model's matrix products off its parameters' shapes: what each computes and reads for a number of tokens.
+They follow from a sequence's cached keys and values, and from the model's matrix products, which are read from the shapes of its
+parameters. Layers with a sliding window cache and read no more than the window.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ def cached_bytes(profile: ModelProfile, precision: CachePrecision, tokens: int, 
 
 
 def mean_read_bytes(profile: ModelProfile, precision: CachePrecision, start: int, steps: int, *, ranks: int = 1) -> float:
-    """Return the ``cached_bytes`` that a decode step reads, in the mean of ``steps`` steps that begin with ``start`` tokens."""
+    """Return the cached bytes that a decode step reads, as the mean over ``steps`` steps that begin with ``start`` tokens."""
     return sum(
         layers.count * _layer_cache_bytes(layers, precision, mean_visible(layers.window, start, steps), ranks)
         for layers in profile.cache
@@ -47,7 +44,7 @@ def mean_read_bytes(profile: ModelProfile, precision: CachePrecision, start: int
 
 
 def mean_visible(window: int | None, start: int, steps: int) -> float:
-    """Return how many tokens a new one sees, in the mean of steps over which the sequence grows from ``start`` by one each."""
+    """Return the number of tokens that a new token sees, as the mean over steps that each add a token to ``start`` tokens."""
     end = start + max(steps, 1)
     if window is None or end <= window:
         return (start + end) / 2
@@ -60,8 +57,8 @@ def mean_visible(window: int | None, start: int, steps: int) -> float:
 def prompt_attention_flops(profile: ModelProfile, tokens: int) -> float:
     """Return the FLOPs of attention over a prompt; one multiply-add = 2 FLOPs.
 
-    They are as the trace counted them, with causal attention as half. Models with windows are counted from the cached elements:
-    kernels skip what is outside a window, and a trace of few tokens does not reach that far.
+    They are those of the trace, which counts half of the scores of causal attention. For models with windows they are computed
+    from the cached elements: kernels skip tokens outside a window, and the traced sequence is shorter than a window.
     """
     if not _has_windows(profile):
         return profile.forward_flops.bss * tokens * tokens
@@ -71,7 +68,7 @@ def prompt_attention_flops(profile: ModelProfile, tokens: int) -> float:
 
 
 def decode_attention_flops(profile: ModelProfile, start: int, steps: int) -> float:
-    """Return the FLOPs of attention for one token, in the mean of ``steps``."""
+    """Return the FLOPs of attention for one token, as the mean over ``steps``."""
     if not _has_windows(profile):
         return 2.0 * profile.forward_flops.bss * mean_visible(None, start, steps)
     return sum(
@@ -84,7 +81,10 @@ def _has_windows(profile: ModelProfile) -> bool:
 
 
 def _pair_flops(profile: ModelProfile, layers: CachedLayers) -> float:
-    """Return the FLOPs for a query token and a cached one: every query head multiplies one head of keys and one of values."""
+    """Return the FLOPs for one query token and one cached token.
+
+    Every query head is multiplied with one head of keys and one of values.
+    """
     queries = profile.heads[0] if profile.heads else layers.heads
     return 2.0 * layers.per_token * queries / layers.heads
 
@@ -95,7 +95,7 @@ def _layer_cache_bytes(layers: CachedLayers, precision: CachePrecision, tokens: 
     Ranks share heads. A single head, such as the compressed keys and values of latent attention, is on each of them.
     """
     vectors = 2 * layers.heads * tokens * (CACHE_SCALE_BYTES.get(precision, 0.0) if layers.per_token else 0.0)
-    # States of recurrences are summed into at every step: they stay in 16 bits beside a quantized cache.
+    # States of recurrences are accumulated at every step, so they stay in 16 bits if the cache is quantized.
     state = layers.per_sequence * max(CACHE_BYTES[precision], 2.0)
     return (layers.per_token * tokens * CACHE_BYTES[precision] + vectors) / min(ranks, layers.heads) + state / ranks
 
@@ -103,7 +103,7 @@ def _layer_cache_bytes(layers: CachedLayers, precision: CachePrecision, tokens: 
 class Product(NamedTuple):
     """Matrices of one shape, in the layers of the whole model.
 
-    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` of which a token meets
+    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` matrices, of which each token uses
     ``per_token``. Without a mixture both are 1.
     """
 
@@ -124,8 +124,7 @@ class Product(NamedTuple):
         return self.elements * weights.weight_bytes + scales
 
     def touched(self, tokens: float) -> float:
-        """Return the expected number of a mixture's matrices that ``tokens`` meet, if each token goes to any ``per_token`` of
-        them alike."""
+        """Return the expected number of a mixture's matrices that ``tokens`` use, if all experts are equally likely."""
         if self.experts == 1:
             return 1.0
         missed: float = (1.0 - self.per_token / self.experts) ** tokens
@@ -133,7 +132,7 @@ class Product(NamedTuple):
 
 
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
-    """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
+    """Return the products of the layers, without the head and without embedding tables."""
     parameters = profile.parameters
     products = []
     outside = {parameters.embedding, parameters.head} - {0}
@@ -159,7 +158,7 @@ PARTS = ("weights", "kv cache", "activations", "workspace", "communication", "co
 class ReplicaMemory:
     """The bytes of one device.
 
-    ``sequence``: what one more sequence takes. The other parts do not depend on how many sequences there are.
+    ``sequence``: the bytes of one more sequence. The other parts do not depend on the number of sequences.
     """
 
     weights: float
@@ -180,6 +179,7 @@ class ReplicaMemory:
         return self.sequence_cache + self.sequence_activations
 
     def parts(self, sequences: int) -> dict[str, float]:
+        """Return the bytes by part with a number of sequences."""
         sizes = (
             self.weights, self.sequence_cache * sequences, self.step_activations + self.sequence_activations * sequences,
             self.workspace, self.communication, self.context,
@@ -191,7 +191,7 @@ class ReplicaMemory:
 
     @property
     def largest_concurrency(self) -> int | None:
-        """Return the sequences at their full length that fit at once; None: the host does not say how much memory it has."""
+        """Return the number of sequences of full length that fit at once; None where the host's memory is unknown."""
         if self.limit is None:
             return None
         free_bytes = self.limit - self.fixed
@@ -201,6 +201,7 @@ class ReplicaMemory:
 def replica_memory(
     host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape, *, chunk_tokens: int
 ) -> ReplicaMemory:
+    """Return the predicted memory of the fullest device of a replica."""
     degree = shape.tensor_parallel
     stages = shape.pipeline_parallel
     size = plain_bytes(shape.weights)
@@ -247,9 +248,9 @@ def weight_bytes(
 
 
 def activation_bytes(profile: ModelProfile, *, size: int, tensor_parallel: int) -> float:
-    """Return the bytes of a token at the widest moment of a layer.
+    """Return the bytes of a token at the peak of a layer.
 
-    They are the residual and its norm, the operand and the result of the widest product, and what is made of these.
+    They are the residual and its norm, the operand and the result of the widest product, and the tensors made from these.
     """
     widest = max((item.outputs + item.inputs for item in products_of(profile)), default=0)
     return float(size * (2 * (profile.hidden_size or 0) + 2 * widest / tensor_parallel))
@@ -262,4 +263,5 @@ def memory_limit(host: Host) -> float | None:
 
 
 def _base_bytes(host: Host) -> float:
-    return float((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES)
+    measured = host.measured.base_resident_bytes if host.measured else None
+    return float(measured or DEFAULT_BASE_BYTES)

@@ -1,10 +1,7 @@
 """Rank the inference plans for a host, a ModelProfile and an InferenceWorkload: the entry point of this package.
 
-Cost every plan of the space: memory first, then time. Drop what does not fit or is too slow to answer, and keep the reason.
-
-Predict the numbers of an inference plan: speed, latency and memory.
-
-Say why: what each choice of the best plan brings, and what the runner-up would cost.
+For every plan of the space the memory is predicted first, then the time. Plans that do not fit, or that answer too slowly, are
+rejected with the reason. Then come a plan's predicted numbers, the reasons for the choices of the best plan, and the result.
 """
 
 from __future__ import annotations
@@ -47,9 +44,9 @@ MILLISECONDS = 1000.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are of all replicas.
+    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are those of all replicas.
 
-    ``occupied``: the share of the replicas' room that the workload's requests fill.
+    ``occupied``: the share of the replicas' rows that the workload's requests fill.
     """
 
     plan: InferencePlan
@@ -76,14 +73,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
+    """A plan that is not offered, and why."""
+
     plan: InferencePlan
     reason: str
 
 
 @dataclass
 class Ranking:
-    """The plans of a space, best first. ``too_big`` and ``too_slow`` are kept, the nearest first, for the plan that would nearly
-    do."""
+    """The plans of a space, best first.
+
+    ``too_big`` and ``too_slow`` have the plans that miss a limit, those that miss it by least first.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Ranking:
 
 
 def rank_plans(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
+    """Return the ranking of all plans that have the ``fixed`` fields."""
     ranking = Ranking()
     base: dict[str, Any] = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash}
     for shape, replicas in _shapes(host, profile, workload, fixed):
@@ -157,6 +159,7 @@ def _add_plan(
 
 
 def describe_excess(candidate: Candidate) -> str:
+    """Return how much memory the plan needs, and how many sequences would fit."""
     memory = candidate.memory
     needs = f"needs {format_bytes(candidate.resident)} of the {format_bytes(memory.limit or 0.0)} that a process may use"
     largest = memory.largest_concurrency or 0
@@ -164,7 +167,7 @@ def describe_excess(candidate: Candidate) -> str:
 
 
 def describe_latency(candidate: Candidate, workload: InferenceWorkload) -> str | None:
-    """Return in words which limit of the request the plan exceeds; None: none."""
+    """Return the first latency limit of the request that the plan exceeds; None where it exceeds none."""
     for name, milliseconds, limit in _latencies(candidate, workload):
         if limit is not None and milliseconds > limit:
             return f"{name} {milliseconds:,.1f} ms, over --max-{name.lower()}-ms {limit:g}"
@@ -180,20 +183,21 @@ def _latencies(candidate: Candidate, workload: InferenceWorkload) -> list[tuple[
 
 
 def _latency_excess(candidate: Candidate, workload: InferenceWorkload) -> float:
-    """Return how many times over its limits the plan is, at the worst of them."""
+    """Return the largest ratio of a latency to its limit."""
     return max(milliseconds / limit for _, milliseconds, limit in _latencies(candidate, workload) if limit is not None)
 
 
 def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
-    """Return the sort key: throughput, then latency, memory and name, so that the order never depends on the order
-    of the space.
+    """Return the sort key: throughput, then latency, memory and name.
+
+    With the name the ranking never depends on the order of the space.
     """
     service = candidate.service
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
 
 
-# Measured over predicted tokens/s, 95 of 100 published rows (docs/inference_planning.md), of products whose matrix products were
-# measured; between those whose collectives were not, such as those on PCIe, predictions are far too low. None: no rows.
+# Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products were
+# measured. Between devices whose collectives were not measured, such as those on PCIe, predictions are far too low. None: no rows.
 FORMULA_INTERVAL = (0.7, 1.25)
 UNMEASURED_LINK_INTERVAL = (0.7, 3.1)
 
@@ -217,6 +221,7 @@ class InferenceNumbers(Value):
 
 
 def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
+    """Return the predicted numbers of a plan."""
     plan = candidate.plan
     memory = candidate.memory
     service = candidate.service
@@ -270,12 +275,12 @@ def _describe_cost(best: Candidate, other: Candidate) -> str:
 
 
 def sample_rejections(rejected: list[Rejected]) -> list[Rejected]:
-    """Return at most 200 rejections, evenly drawn in the order of the space."""
+    """Return at most MAX_REJECTED rejections, evenly drawn in the order of the space."""
     stride = -(-len(rejected) // MAX_REJECTED) if rejected else 1
     return rejected[::stride]
 
 
-PROFILE_LENGTH = 128  # tokens; nothing that inference plans take from a profile depends on it
+PROFILE_LENGTH = 128  # tokens; no number that inference plans use depends on it
 MAX_SHOWN_PLANS = 50
 Progress = Callable[[int, int], None]
 
@@ -388,8 +393,8 @@ def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
         nearest = ranking.too_big[0]
         shorter = "--prompt-length and --output-length" if workload.task == "generate" else "--sequence-length"
         raise NothingFits(
-            f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; use a shorter {shorter}, "
-            "fewer requests at once, --allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
+            f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; "
+            f"use a shorter {shorter}, fewer requests at once, --allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
         )
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
     raise RequestError(f"no plan for {host.name}: {reason}")

@@ -1,4 +1,4 @@
-"""Define the space of inference plans: what each field may be on a host, for a model, around what the user fixed."""
+"""Define the space of inference plans: the values of each field for a host and a model, and the values that a user fixes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from upshift.planning.inference.time import activation_precision
 from upshift.planning.layout import divisors
 from upshift.planning.search.space import check_allowed_names, check_legal, list_valid_values, parse_field, read_assignments
 
-CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
-MAX_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more
+CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: fewer favour decoding latency, more favour efficient products
+MAX_SEQUENCES = 2048  # at once in a replica, unless requested: TensorRT-LLM's default, and schedulers are built for no more
 FIXED_BY_REQUEST = ("device", "host", "model", "replicas")
 REPLAYED = ("cuda", "hpu", "xla")  # devices that replay a recorded step
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 
 
 def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
-    """Return the values that each field takes unasked; no list is empty."""
+    """Return the values of each field that are searched without a request. No list is empty."""
     legal = legal_values(host, profile, workload)
     if {"bf16", "fp16"} <= set(legal["weights"]):  # they cost the same
         legal["weights"].remove("fp16")
@@ -38,6 +38,7 @@ def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> d
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
+    """Return the legal values of each field."""
     degrees = {"tensor_parallel": _tensor_degrees(host, profile), "pipeline_parallel": _pipeline_degrees(host, profile)}
     return {**_legal_here(host, workload), **degrees}
 
@@ -52,14 +53,14 @@ def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]
 
 
 def default_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
-    """Return the precision that keys and values are computed in beside these weights."""
+    """Return the precision in which keys and values are computed with these weights."""
     if weights in ("fp32", "bf16", "fp16"):
         return weights
     return activation_precision(host)
 
 
 def chunk_sizes(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
-    """Return the numbers of prompt tokens of a step to look at. Chunks larger than all prompts together change nothing."""
+    """Return the numbers of prompt tokens of a step to search. Chunks larger than all prompts together change nothing."""
     if "prefill_chunk_tokens" in fixed:
         return [fixed["prefill_chunk_tokens"]]
     max_tokens = workload.prompt_length * (workload.concurrency or MAX_SEQUENCES)
@@ -69,8 +70,8 @@ def chunk_sizes(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]
 def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | None, fixed: dict[str, Any]) -> list[int]:
     """Return the numbers of sequences at once in one replica.
 
-    If the user asked for a number, each replica has its share. Else they are powers of two, and sizes between them, up to what
-    fits. The first that does not fit is left among them, so that its reason is shown.
+    If the user gave a number of requests, each replica has its share. Otherwise they are powers of two, and sizes between them,
+    up to the largest that fits. The first that does not fit is included, so that its reason is shown.
     """
     if "max_concurrency" in fixed:
         return [fixed["max_concurrency"]]
@@ -88,10 +89,10 @@ def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | Non
 
 
 def occupied_share(workload: InferenceWorkload, replicas: int, rows: int) -> float:
-    """Return the share of the replicas' rows that requests fill, where the workload says how many requests there are.
+    """Return the share of the replicas' rows that requests fill; 1 where the number of requests is not given.
 
-    Some replicas have one request less than the fullest, or none. When encoding, a replica takes its share of the batch in
-    several steps.
+    Some replicas have one request less than the fullest one, or none. When encoding, a replica computes its share of the batch
+    in several steps.
     """
     if workload.concurrency is None:
         return 1.0
@@ -99,7 +100,7 @@ def occupied_share(workload: InferenceWorkload, replicas: int, rows: int) -> flo
 
 
 def device_layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
-    """Return (tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
+    """Return all (tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
     degrees = []
     for tensor in values["tensor_parallel"]:
         for pipeline in values["pipeline_parallel"]:
@@ -109,6 +110,7 @@ def device_layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, 
 
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of --allow. Raise RequestError for an unknown one."""
     return check_allowed_names(names, CHANGES_MATHEMATICS, of=" of inference")
 
 
@@ -156,7 +158,11 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Inferenc
         return " (encoding keeps no cache)"
     if value in ("bf16", "fp16", "fp8") and host.supports(value) is False:
         return f" ({host.name} has no instructions for it)"
-    change = WEIGHTS[value].allow if name == "weights" else CACHE_ALLOW.get(value) if name == "kv_cache" else None
+    change: str | None = None
+    if name == "weights":
+        change = WEIGHTS[value].allow
+    elif name == "kv_cache":
+        change = CACHE_ALLOW.get(value)
     if change is not None and change not in workload.allow:
         return f" (it changes the mathematics; add --allow {change})"
     return f" (of {host.name})"
@@ -188,7 +194,7 @@ def _cache_precisions(host: Host, workload: InferenceWorkload) -> list[CachePrec
 
 
 def _tensor_degrees(host: Host, profile: ModelProfile) -> list[int]:
-    """Return the tensor-parallel degrees inside a node: two exchanges a layer hide behind nothing."""
+    """Return the tensor-parallel degrees inside a node. Two exchanges a layer are hidden by no computation."""
     divisor = profile.tensor_parallel.divisor if profile.tensor_parallel is not None else 1
     return [degree for degree in divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
 

@@ -1,18 +1,16 @@
-"""Predict the seconds of a step of one replica of a model, for a number of prompt tokens and of decoding sequences.
+"""Predict the rates of one device, the seconds of a step of one replica, and the latency and throughput under load.
 
-Each matrix product has a roofline: t = max(FLOPs / (rate x efficiency of its size), weights / bandwidth). Beside the products
-are the cache that is read, attention of prompts, activations that go through memory, exchanges between devices, and launches.
+Rates are those of matrix products by size, memory and launches. They are measured where the host was probed. Elsewhere they are
+the datasheet's, times the share that such parts reach.
 
-Compute the rates of one device: matrix products by size, memory, launches.
+A step computes a number of prompt tokens and of decoding sequences. Each matrix product has a roofline: t = max(FLOPs / (rate x
+efficiency of its size), weights / bandwidth). The time of the products is increased by cache reads, attention of prompts, memory
+traffic of activations, exchanges between devices, and launches.
 
-Rates are measured where the host was probed, else the datasheet's times the share that such parts reach.
-
-Predict a replica under load: from the time of single steps to time to first token, time per token and throughput.
-
-Batching is continuous: a request that ends makes room for the next, whose prompt is computed in chunks beside the decoding of
-the others. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences
-decode, prompts have I tokens, answers O). Little's law ties the requests that are inside to throughput and latency: concurrency
-= requests/s x (time to first token + (O - 1) x time per token).
+Batching is continuous: when a request ends, the next one takes its place, and its prompt is computed in chunks while the others
+decode. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences decode,
+prompts have I tokens, answers O). Little's law relates concurrency, throughput and latency: concurrency = requests/s x (time to
+first token + (O - 1) x time per token).
 """
 
 from __future__ import annotations
@@ -45,9 +43,10 @@ from upshift.planning.inference.memory import (
 from upshift.planning.inference.plan import WEIGHTS, Execution, InferenceWorkload, ReplicaShape, WeightPrecision, plain_bytes
 
 GPU_ATTENTION_SHARE = 0.6  # of the matrix rate: forward FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
-# Reading the cache, of the bandwidth: split over the sequence, as FlashDecoding and paged attention do, it is a plain stream.
+# Share of the bandwidth that reading the cache reaches. Split over the sequence, as in FlashDecoding and paged attention, it is a
+# plain stream.
 CACHE_READ_SHARE = 0.8
-# Reading weights for few tokens, likewise: gpt-fast's Llama-2-7B on an A100 (batch 1, bf16) and TensorRT-LLM's Llama 3.1 8B on
+# The same for reading weights for few tokens: gpt-fast's Llama-2-7B on an A100 (batch 1, bf16) and TensorRT-LLM's Llama 3.1 8B on
 # an H100 (2 requests/s, bf16) leave 7.8 and 5.3 ms for 13.2 and 15.0 GB, launches taken off: 0.83 and 0.85.
 WEIGHT_READ_SHARE = 0.84
 # Seconds a layer. Replayed, gaps between some ten kernels that the device cannot fill; eagerly, what Python takes to queue them
@@ -60,8 +59,10 @@ LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the cl
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The rates of one device. ``efficiencies``: shares of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every
-    size."""
+    """The rates of one device.
+
+    ``efficiencies``: shares of ``matrix`` at the centres of GEMM_CLASSES; empty: the same rate for every size.
+    """
 
     matrix: float
     outside: float  # of products with embedding and head, which are not quantized
@@ -92,7 +93,7 @@ class DeviceRates:
 
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
+    """Return the device's rates; None where the rate in this precision is unknown. Such a plan cannot be ranked."""
     outside_precision: MatrixPrecision = weights if weights in ("fp32", "fp16") else activation_precision(host)
     if computes == "bf16":
         computes = outside_precision
@@ -104,7 +105,7 @@ def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision
 
 
 def activation_precision(host: Host) -> Literal["bf16", "fp16", "fp32"]:
-    """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
+    """Return the precision of activations with weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"
@@ -113,7 +114,8 @@ def activation_precision(host: Host) -> Literal["bf16", "fp16", "fp32"]:
 def _gpu_rates(
     host: Host, computes: MatrixPrecision, outside_precision: MatrixPrecision, execution: Execution
 ) -> DeviceRates | None:
-    gpu, measured = host.gpu, host.measured_gpu
+    gpu = host.gpu
+    measured = host.measured_gpu
     if gpu is None or (gpu.peak is None and measured is None):
         return None
     key = gpu.table_key or ""
@@ -142,7 +144,7 @@ def _gpu_rates(
 
 
 def _efficiencies_by_class(key: str) -> tuple[float, ...]:
-    """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
+    """Return the efficiencies by class. For classes that were not measured, it is that of the class below."""
     measured = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
     for share in measured:
@@ -155,7 +157,9 @@ def _cpu_rates(
 ) -> DeviceRates | None:
     measured = host.measured
     cpu = host.cpu
-    rates: Rates | None = measured.cpu if measured else cpu.peak if cpu else None
+    rates: Rates | None = cpu.peak if cpu else None
+    if measured:
+        rates = measured.cpu
     if rates is None:
         return None
     matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(outside_precision), rates.memory_bytes_per_second
@@ -177,11 +181,11 @@ def _cpu_rates(
     )
 
 
-# Of every step, and of each sequence that decodes in it, on the host while the device waits: scheduler, sampling, tokens to
-# text. Fitted, with the next one, on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
+# Seconds of the host for every step, and for each sequence that decodes in it, while the device waits: scheduler, sampling,
+# tokens to text. Both are fitted on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
 STEP_SECONDS = 1.0e-3
 SEQUENCE_SECONDS = 4.0e-6
-MIXTURE_SHARE = 0.8  # of a product's efficiency, where experts get unequal parts of the tokens
+MIXTURE_SHARE = 0.8  # of a product's efficiency, because experts get unequal parts of the tokens
 REDUCED_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: behind attention and behind the feed-forward part
 EAGER_TRAFFIC = 1.0 / COMPILED_MOVED_SHARE  # of activations, over what fused kernels leave
 
@@ -225,6 +229,8 @@ class _ProductCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
+    """A replica, of which the time of a step can be predicted."""
+
     host: Host
     rates: DeviceRates
     costs: tuple[_ProductCost, ...]
@@ -244,12 +250,11 @@ class Engine:
     def step(self, prompt_tokens: float, decoding: float, *, logits: float | None = None) -> StepTime | None:
         """Return the time to pass all tokens of the replica once through all stages; None where a link is unknown.
 
-        A pipeline is filled with one group of sequences for each stage, so that each works on its part of the tokens.
+        A pipeline has one group of sequences for each stage, so that each stage computes its part of the tokens.
         """
         stages = self.pipeline_parallel
-        # fewer than stages: some idle
         prompt = prompt_tokens / stages
-        decode = max(decoding / stages, min(decoding, 1.0))
+        decode = max(decoding / stages, min(decoding, 1.0))  # with fewer sequences than stages some stages are idle
         tokens = prompt + decode
         rows = decode if logits is None else logits / stages
         weights, products, activation_seconds = self._products(tokens)
@@ -308,7 +313,7 @@ class Engine:
     def _launches(self, device: float, sequences: float) -> float:
         """Return the seconds of launches, and of the host's work between steps.
 
-        Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts.
+        Kernels run while the host queues the next ones. So in eager mode only launches that the device does not hide count.
         """
         host_seconds = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
         hidden = device if self.eager and self.host.device != "cpu" else 0.0
@@ -333,7 +338,8 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
         host=host,
         rates=rates,
         costs=tuple(
-            _cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree) for item in products_of(profile)
+            _product_cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree)
+            for item in products_of(profile)
         ),
         product_share=stored.product_share,
         head_flops=2.0 * head / degree,
@@ -350,10 +356,10 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     )
 
 
-def _cost(item: Product, seconds: float, moved: float, degree: int) -> _ProductCost:
+def _product_cost(item: Product, seconds: float, moved: float, degree: int) -> _ProductCost:
     """Return the cost of a product. ``seconds``: to read all its matrices.
 
-    What stands between products (norms, rotation, activation, residuals) reads one product's result and writes the next one's
+    The operators between products (norms, rotation, activation, residuals) read one product's result and write the next one's
     operand, ``moved`` bytes an element.
     """
     return _ProductCost(
@@ -383,7 +389,7 @@ class Service:
 
 
 def predict_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """Return the service with ``concurrency`` requests inside at any time; None where a link is unknown."""
+    """Return the service with ``concurrency`` requests in the replica at any time; None where a link is unknown."""
     if workload.task == "encode":
         return _encode_service(engine, workload, concurrency)
     if workload.decode_steps == 0:
@@ -413,7 +419,7 @@ def predict_service(engine: Engine, workload: InferenceWorkload, concurrency: in
 
 
 def _prefill_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """Return the service of one token for each request: prompts fill steps, one behind the other."""
+    """Return the service of requests for one token: prompts fill steps, one after the other."""
     tokens = concurrency * workload.prompt_length
     steps = ceil(tokens / chunk_tokens)
     step = engine.step(tokens / steps, 0.0, logits=concurrency / steps)
