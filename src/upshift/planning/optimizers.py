@@ -1,13 +1,13 @@
-"""List every optimizer by its name in transformers.TrainingArguments.optim: its changes, needs and options.
+"""List every optimizer by its name in transformers.TrainingArguments.optim, with its needs and options.
 
-The names that transformers knows and Upshift does not plan are refused with the reason.
-
-Read optimizers that are one file each. A file says at its top what it is and costs, and is read without being imported.
+An added optimizer is one file in training/optimizers. A declaration at the top of the file says what it is and costs. It is read
+without importing the file:
 
 OPTIMIZER = {"name": "toy", "class": "Toy", "changes": "...", "state_words": 1, "update_words": 5, "update_copies": 1}
 
-The files are in training/optimizers beside the others. They change the mathematics, so a user allows one with ``--allow`` and
-its name.
+Added optimizers change the mathematics, so a user allows one with ``--allow`` and its name.
+
+Names that transformers has and Upshift does not plan are refused with the reason.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DECLARATION_START = "\nOPTIMIZER = {"
 
 
 class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
-    """An optimizer in a file of its own. ``name`` is as in ``optim``.
+    """An optimizer in a file of its own. ``name`` is the value of ``optim``.
 
-    The three numbers are in words of a parameter's size, for each parameter. They may be measured as docs/log.md measures the
-    others'.
+    The three numbers are in words of a parameter's size, for each parameter. They may be measured as those of the other
+    optimizers are (docs/log.md).
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
@@ -47,14 +47,14 @@ class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
     module: str = ""
 
     @property
-    def door(self) -> tuple[str, str]:
+    def import_path(self) -> tuple[str, str]:
         """Return the names of the module and the class."""
         return f"upshift.training.optimizers.{self.module}", self.class_name
 
 
 @cache
 def added_optimizers() -> dict[str, AddedOptimizer]:
-    """Return the added optimizers by name. Raises RequestError for a file that does not say what it must."""
+    """Return the added optimizers by name. Raise RequestError for a file with a wrong declaration."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
     declarations = [_read_declaration(path, text) for path, text in texts.items() if DECLARATION_START in text]
     return {declaration.name: declaration for declaration in declarations}
@@ -79,6 +79,8 @@ EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of th
 
 @dataclass(frozen=True)
 class OptimizerFacts:
+    """What an optimizer needs, and which options it has."""
+
     allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None
     cuda_only: bool = False
@@ -127,7 +129,7 @@ REFUSED: dict[str, str] = {
 
 @cache
 def optimizers() -> Mapping[str, OptimizerFacts]:
-    """Return every optimizer that is planned, by name. Those in a file of their own come last."""
+    """Return every optimizer that is planned, by name. Added ones come last."""
     added = {
         name: OptimizerFacts(allow=name, options=dict.fromkeys(declaration.options, float), added=declaration)
         for name, declaration in added_optimizers().items()
@@ -148,9 +150,9 @@ def check_library(library: str, *, purpose: str) -> None:
 
 
 def read_optim_args(optim: str, text: str) -> dict[str, Option]:
-    """Return the optimizer's own arguments from ``momentum=0.9,nesterov=true``, as transformers.TrainingArguments.optim_args.
+    """Return the optimizer's arguments, read from a text such as ``momentum=0.9,nesterov=true`` (transformers' optim_args).
 
-    Raises RequestError for an option that this optimizer does not take, or for a value of another type.
+    Raise RequestError for an option that the optimizer does not have, or for a value of another type.
     """
     options = optimizers()[optim].options
     values: dict[str, Option] = {}

@@ -64,7 +64,7 @@ class Planning:
     def reasons_for(self, plan: Plan) -> tuple[Reason, ...]:
         """Return the reasons for the choices that ``plan`` shares with the best plan.
 
-        Trials may have put ``plan`` in its place.
+        Trials may have chosen ``plan`` instead of the best predicted one.
         """
         return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
 
@@ -73,7 +73,7 @@ class Planning:
         return shadow_price(self.ranking, self.host, self.workload, sample_unit(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
-        """Return a candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
+        """Return a candidate's predicted numbers. FLOPs are the model's own, without those of recomputation."""
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
@@ -82,6 +82,7 @@ class Planning:
 
     @cached_property
     def job_memory(self) -> JobMemory:
+        """Return the predictor of a job's memory by phase."""
         return JobMemory(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
@@ -114,7 +115,10 @@ class Planning:
 
 
 def find_host(name: str | None, *, probe: bool = True) -> Host:
-    """Return the described host, else this machine. It is probed (and the probe cached) where its rates are needed."""
+    """Return the described host, or this machine if ``name`` is None.
+
+    ``probe``: measure the rates of this machine, or read them from the cache.
+    """
     host = detect() if name is None else describe(name)
     if name is None:
         check_gpus_are_used(host)
@@ -140,19 +144,19 @@ def plan_training(
 ) -> Planning:
     """Rank the plan space.
 
-    ``described``: the host is not this machine, so what ran here says nothing of it. Raises RequestError for a wrong request,
+    ``described``: the host is not this machine, so earlier runs here do not count. Raise RequestError for a wrong request, and
     NothingFits with the nearest plan if nothing fits.
     """
     check_device(host, source)
-    host = with_disk_rate(host, source) if fixes_weight_offload(fixed) and not described else host
+    if fixes_weight_offload(fixed) and not described:
+        host = with_disk_rate(host, source)
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
     def search_with(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
         profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
-        is_recomputation_free = not any(
-            assignment.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for assignment in fixed
-        )
+        deciding = ("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)
+        is_recomputation_free = not any(assignment.startswith(deciding) for assignment in fixed)
         is_memory_short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
         if is_memory_short and is_recomputation_free and profile.declares.gradient_checkpointing:
             return _search(source, host, workload, fixed, progress, calibration, selective=True)
@@ -161,8 +165,11 @@ def plan_training(
     profile, ranking = search_with(fixed)
     if not ranking.candidates and not fixes_weight_offload(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
-        rankings = (search_with((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in automatic_weight_places(host))
-        ranking = next((candidate_ranking for candidate_ranking in rankings if candidate_ranking.candidates), ranking)
+        for place in automatic_weight_places(host):
+            _, with_offload = search_with((*fixed, f"{WEIGHT_OFFLOAD}={place}"))
+            if with_offload.candidates:
+                ranking = with_offload
+                break
     if not ranking.candidates:
         _raise_nothing_fits(ranking, host, profile, workload)
     best = ranking.candidates[0].plan
@@ -174,7 +181,7 @@ def plan_training(
 
 
 def check_device(host: Host, source: ModelSource) -> None:
-    """Raise RequestError for a host whose devices no training plan is for."""
+    """Raise RequestError for a host with devices for which there are no training plans."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         programs = describe_programs(source, host)
         raise RequestError(
@@ -183,7 +190,7 @@ def check_device(host: Host, source: ModelSource) -> None:
 
 
 def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workload: Workload) -> None:
-    """Raise RequestError for what can be refused before the model is traced: the host's devices, and --set."""
+    """Raise RequestError for wrong devices or a wrong --set, as far as they can be checked before the model is traced."""
     check_device(host, source)
     read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
@@ -197,11 +204,12 @@ def calibrate_and_filter(
     *,
     num_plans: int = MAX_SHOWN_PLANS,
 ) -> Ranking:
-    """Rank the plans by what they are expected to do on this machine.
+    """Rank the plans again by their calibrated numbers.
 
     The first ``num_plans`` of them fit in every phase of the job.
     """
-    return JobMemory(host, profile, workload).drop_unfitting(calibration.rerank(ranking, host, workload), num_plans=num_plans)
+    calibrated = calibration.rerank(ranking, host, workload)
+    return JobMemory(host, profile, workload).drop_unfitting(calibrated, num_plans=num_plans)
 
 
 def _search(
@@ -248,8 +256,10 @@ def plan(
 ) -> Planning:
     """Return ranked training plans for a model on a host.
 
-    ``on``: a described host such as "1xh100"; None: this machine. ``lora_rank``: of LoRA around every linear layer but the head.
-    ``load_in_4bit``: keep the weights below LoRA in NF4.
+    Args:
+        on: a described host such as "1xh100"; None: this machine.
+        lora_rank: the rank of LoRA around every linear layer except the head.
+        load_in_4bit: keep the weights below LoRA in NF4.
     """
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
@@ -259,9 +269,9 @@ def plan(
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
-    """Read the plan of a file: one Plan, or the best of a document written by ``upshift plan --json``.
+    """Read a plan from a file: a single Plan, or the best of a document written by ``upshift plan --json``.
 
-    Raises RequestError for an unknown key, and for a plan made for another model or other hardware.
+    Raise RequestError for an unknown key, and for a plan made for another model or other hardware.
     """
     import json
 

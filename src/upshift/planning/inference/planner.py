@@ -196,8 +196,9 @@ def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
 
 
-# Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products were
-# measured. Between devices whose collectives were not measured, such as those on PCIe, predictions are far too low. None: no rows.
+# Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products
+# were measured. Between devices whose collectives were not measured, such as those on PCIe, predictions are far too low. None: no
+# rows.
 FORMULA_INTERVAL = (0.7, 1.25)
 UNMEASURED_LINK_INTERVAL = (0.7, 3.1)
 
@@ -394,7 +395,8 @@ def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
         shorter = "--prompt-length and --output-length" if workload.task == "generate" else "--sequence-length"
         raise NothingFits(
             f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; "
-            f"use a shorter {shorter}, fewer requests at once, --allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
+            f"use a shorter {shorter}, fewer requests at once, "
+            "--allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
         )
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
     raise RequestError(f"no plan for {host.name}: {reason}")

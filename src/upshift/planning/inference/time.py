@@ -97,11 +97,9 @@ def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision
     outside_precision: MatrixPrecision = weights if weights in ("fp32", "fp16") else activation_precision(host)
     if computes == "bf16":
         computes = outside_precision
-    return (
-        _cpu_rates(host, computes, outside_precision, execution)
-        if host.device == "cpu"
-        else _gpu_rates(host, computes, outside_precision, execution)
-    )
+    if host.device == "cpu":
+        return _cpu_rates(host, computes, outside_precision, execution)
+    return _gpu_rates(host, computes, outside_precision, execution)
 
 
 def activation_precision(host: Host) -> Literal["bf16", "fp16", "fp32"]:
