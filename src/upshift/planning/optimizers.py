@@ -79,7 +79,7 @@ EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of th
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What an optimizer needs, and which options it has."""
+    """The requirements and the options of an optimizer."""
 
     allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None

@@ -33,7 +33,7 @@ MAX_REJECTED = 200
 
 
 class Reason(Value):
-    """Why the best plan has a value, and what the best plan with another value would cost."""
+    """The reason why the best plan has a value, and the cost of the best plan with another value."""
 
     choice: str
     value: str

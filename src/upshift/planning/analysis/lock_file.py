@@ -155,11 +155,12 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
     lock = locked.lock
     candidate = cost_plan(entry.plan, host=lock.host, profile=profile, workload=lock.workload)
     versions_now = _versions(profile)
-    versions = {
-        name: (lock.versions.get(name), versions_now.get(name))
-        for name in dict.fromkeys((*lock.versions, *versions_now))
-        if lock.versions.get(name) != versions_now.get(name)
-    }
+    versions = {}
+    for name in dict.fromkeys((*lock.versions, *versions_now)):
+        locked_version = lock.versions.get(name)
+        version_now = versions_now.get(name)
+        if locked_version != version_now:
+            versions[name] = (locked_version, version_now)
     peak = entry.predicted.peak_gib
     step = entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
     if isinstance(candidate, Rejected):
@@ -172,6 +173,7 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
         Change(name="step", before=step, now=1000 * candidate.time.total),
     )
     digests = _digests(profile, entry.plan, lock.workload)
+    names = dict.fromkeys((*lock.segments, *digests))
     problem = _no_longer_fits(candidate, lock, entry.predicted.resident_gib)
     return Check(
         moved=problem is not None or any(abs(change.share) > MOVED_SHARE for change in changes),
@@ -181,7 +183,7 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
             _parts_gib(_step_phases(entry.predicted.memory)), _parts_gib(_memory_gib(candidate)), whole=peak
         ),
         terms_ms=_moved_numbers(lock.terms_ms, _terms_ms(candidate), whole=step),
-        segments=tuple(n for n in dict.fromkeys((*lock.segments, *digests)) if lock.segments.get(n) != digests.get(n)),
+        segments=tuple(name for name in names if lock.segments.get(name) != digests.get(name)),
         versions=versions,
         problem=problem,
     )

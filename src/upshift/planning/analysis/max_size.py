@@ -92,7 +92,7 @@ def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
             "model_hash": f"{profile.model_hash}-{layers}-layers",
             "stacks": stacks,
             "parameters": _scale_parameters(
-                profile.parameters, ratio, layers=(sum(s.num_layers for s in stacks), profile.num_layers)
+                profile.parameters, ratio, layers=(sum(stack.num_layers for stack in stacks), profile.num_layers)
             ),
             "tensor_parallel": tensor_parallel and tensor_parallel.changed(layers=_scale(tensor_parallel.layers, ratio)),
             "experts": experts and experts.changed(parameters=_scale(experts.parameters, ratio)),
@@ -260,14 +260,17 @@ class Dimension:
         step = self.step(sharing)
         start = min(max(self.start, above), self.ceiling) // step * step
         ranking = self.ranking(start, sharing)
-        smallest_plans = heapq.nsmallest(
-            NUM_SMALLEST_PLANS, (*ranking.candidates, *ranking.too_big), key=lambda candidate: candidate.resident
-        )
+        candidates = (*ranking.candidates, *ranking.too_big)
+        smallest = heapq.nsmallest(NUM_SMALLEST_PLANS, candidates, key=lambda candidate: candidate.resident)
 
         def small_plans_fit(size: int) -> bool:
             profile, workload = self.extrapolated_at(size)
             coster = Coster(self.host, profile, workload)
-            return any(self.candidate_fits(coster.cost(self.resize(one.plan, size)), profile, workload) for one in smallest_plans)
+            for candidate in smallest:
+                resized = coster.cost(self.resize(candidate.plan, size))
+                if self.candidate_fits(resized, profile, workload):
+                    return True
+            return False
 
         estimate = largest_multiple(small_plans_fit, step=step, start=start, ceiling=self.ceiling)
         return largest_multiple(

@@ -189,24 +189,26 @@ def _compare_with_best(
     )  # fmt: skip
 
 
-def _step_differences(best: Candidate, other: Candidate, total_steps: int) -> dict[str, float]:
+def _step_differences(best: Candidate, candidate: Candidate, total_steps: int) -> dict[str, float]:
     """Return the terms of a step that differ, the largest difference first; one-time costs are spread over the run."""
-    best_terms, candidate_terms = (
-        {**candidate.time.terms, "compiling, spread over the steps": candidate.time.one_time / total_steps}
-        for candidate in (best, other)
-    )
-    differences = {
-        term: 1000 * (candidate_terms.get(term, 0.0) - best_terms.get(term, 0.0))
-        for term in dict.fromkeys((*candidate_terms, *best_terms))
-    }
-    large_differences = {term: ms for term, ms in differences.items() if abs(ms) > 1000 * MIN_SHOWN_SHARE * best.time.total}
-    return dict(sorted(large_differences.items(), key=lambda item: -abs(item[1])))
+    best_terms = _terms_with_compiling(best, total_steps)
+    terms = _terms_with_compiling(candidate, total_steps)
+    differences = {}
+    for term in dict.fromkeys((*terms, *best_terms)):
+        milliseconds = 1000 * (terms.get(term, 0.0) - best_terms.get(term, 0.0))
+        if abs(milliseconds) > 1000 * MIN_SHOWN_SHARE * best.time.total:
+            differences[term] = milliseconds
+    return dict(sorted(differences.items(), key=lambda item: -abs(item[1])))
 
 
-def _other_differences(best: Plan, other_plan: Plan, asked: str) -> list[str]:
-    """Return the other choices in which the other plan differs from the best."""
-    names = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in (*FIXED_BY_REQUEST, asked)]
-    return [f"{name}={value_of(other_plan, name)}" for name in names if value_of(other_plan, name) != value_of(best, name)]
+def _terms_with_compiling(candidate: Candidate, total_steps: int) -> dict[str, float]:
+    return {**candidate.time.terms, "compiling, spread over the steps": candidate.time.one_time / total_steps}
+
+
+def _other_differences(best: Plan, candidate: Plan, choice: str) -> list[str]:
+    """Return the choices besides ``choice`` in which the candidate differs from the best plan."""
+    names = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in (*FIXED_BY_REQUEST, choice)]
+    return [f"{name}={value_of(candidate, name)}" for name in names if value_of(candidate, name) != value_of(best, name)]
 
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:
@@ -214,9 +216,12 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _better_hosts(planning.host):
-        prices.append(_shadow_price(planning, change, _search_again(planning, host, planning.profile, planning.workload, chosen)))
+        ranking = _search_again(planning, host, planning.profile, planning.workload, chosen)
+        prices.append(_shadow_price(planning, change, ranking))
     for name in changes_of_mathematics():
-        price = None if name in planning.workload.allow else _price_of_change(planning, name, fixed)
+        if name in planning.workload.allow:
+            continue
+        price = _price_of_change(planning, name, fixed)
         if price is not None:
             prices.append(price)
     return tuple(prices)

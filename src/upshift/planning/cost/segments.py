@@ -160,7 +160,7 @@ def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrac
 
 @dataclass(frozen=True)
 class _FusedKernels:
-    """What the fused kernels of a plan's layers move and compute."""
+    """The memory traffic and the work of the fused kernels of a plan's layers."""
 
     forward: float  # bytes that a layer moves for a token
     backward: float

@@ -93,7 +93,7 @@ def micro_batch_terms(
         placed = [item for item in placed if item.is_loss]
     for item in placed:
         is_fp8 = plan.precision == "fp8" and item.is_layer
-        # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
+        # In chunks only rows with a label are computed. The operators between the layers and the head are small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
             products = count * cost.matmul_flops.at(batch, sequence)

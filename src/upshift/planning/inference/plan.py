@@ -51,7 +51,7 @@ CHANGES_MATHEMATICS: dict[str, str] = {
 
 
 class WeightFormat(NamedTuple):
-    """How weights are stored and computed with."""
+    """The bytes of stored weights, and the rates of products with them."""
 
     weight_bytes: float  # of one weight of a layer's matrix, without its scale
     scale_bytes: float  # of one scale, zero point included

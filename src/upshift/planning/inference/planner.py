@@ -361,12 +361,12 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         raise RequestError(f"{host.name} has different devices ({names}); plan for one kind of them")
     if workload.task == "generate" and profile.objective == "seq2seq-lm":
-        two = "encodes prompts with one stack and generates with another"
-        raise RequestError(f"{profile.architecture} {two}, which is not planned yet; plan its encoder with --encode")
+        reason = "encodes prompts with one stack and generates with another"
+        raise RequestError(f"{profile.architecture} {reason}, which is not planned yet; plan its encoder with --encode")
     if profile.max_positions is not None and workload.longest > profile.max_positions:
-        what = "--prompt-length + --output-length" if workload.task == "generate" else "--sequence-length"
+        options = "--prompt-length + --output-length" if workload.task == "generate" else "--sequence-length"
         raise RequestError(
-            f"{what} {workload.longest} is longer than the model's {profile.max_positions} positions; "
+            f"{options} {workload.longest} is longer than the model's {profile.max_positions} positions; "
             f"use at most {profile.max_positions}"
         )
     if sample_unit(profile) == "images":

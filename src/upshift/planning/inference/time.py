@@ -119,7 +119,9 @@ def _gpu_rates(
     key = gpu.table_key or ""
     rates = measured or gpu.peak
     assert rates is not None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(outside_precision), rates.memory_bytes_per_second
+    matrix = rates.matrix(computes)
+    outside = rates.matrix(outside_precision)
+    bandwidth = rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
         return None
     shares = _efficiencies_by_class(key)
@@ -160,7 +162,9 @@ def _cpu_rates(
         rates = measured.cpu
     if rates is None:
         return None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(outside_precision), rates.memory_bytes_per_second
+    matrix = rates.matrix(computes)
+    outside = rates.matrix(outside_precision)
+    bandwidth = rates.memory_bytes_per_second
     fp32 = rates.matrix("fp32")
     if matrix is None or outside is None or bandwidth is None or fp32 is None:
         return None

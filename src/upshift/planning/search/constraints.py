@@ -23,7 +23,7 @@ from upshift.planning.plan import ALONE, Plan
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What an attention kernel needs."""
+    """The requirements of an attention kernel."""
 
     capabilities: tuple[tuple[int, int], tuple[int, int]]  # CUDA devices from the first version to below the second
     library: str | None = None  # its import name; None: torch alone

@@ -53,7 +53,8 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]) -> Ranking:
     if not shares_work(host, fixed):
-        return rank_plans(enumerate_plans(host, profile, workload, fixed=fixed), host=host, profile=profile, workload=workload)
+        plans = enumerate_plans(host, profile, workload, fixed=fixed)
+        return rank_plans(plans, host=host, profile=profile, workload=workload)
     coster = Coster(host, profile, workload)
     ranking = Ranking()
     first_values = _first_round_values(choices(host, profile, workload))

@@ -264,10 +264,11 @@ class _Trials:
         """Return a line for each of the best untried plans that may be faster than the chosen one."""
         tried_keys = {_key(entry.candidate.plan) for entry in self.tried}
         speed = self._speed(chosen)
-        expected = (
-            (candidate.tokens_per_second * speed_correction(candidate, self.tried), candidate) for candidate in self.candidates
-        )
-        faster = [(rate, candidate) for rate, candidate in expected if rate > speed and _key(candidate.plan) not in tried_keys]
+        faster = []
+        for candidate in self.candidates:
+            rate = candidate.tokens_per_second * speed_correction(candidate, self.tried)
+            if rate > speed and _key(candidate.plan) not in tried_keys:
+                faster.append((rate, candidate))
         faster.sort(key=lambda pair: -pair[0])
         lines = [
             f"not tried: {candidate.plan.label()} ({rate:,.0f} tokens/s expected): {self._why_not(candidate)}"
@@ -337,12 +338,17 @@ def _choose_next(
     tried ones was, return the plan that needs least memory. A plan that is like a failed one is expected to be slow.
     """
     tried_keys = {_key(entry.candidate.plan) for entry in tried}
-    untried = [one for one in candidates if _key(one.plan) not in tried_keys and one.time.one_time <= seconds]
+    untried = [
+        candidate for candidate in candidates if _key(candidate.plan) not in tried_keys and candidate.time.one_time <= seconds
+    ]
     if limit_bytes is not None:
-        expected_bytes = {id(one): one.resident * memory_correction(one, tried) for one in untried}
-        within_limit = [one for one in untried if expected_bytes[id(one)] <= limit_bytes]
+
+        def expected_bytes(candidate: Candidate) -> float:
+            return candidate.resident * memory_correction(candidate, tried)
+
+        within_limit = [candidate for candidate in untried if expected_bytes(candidate) <= limit_bytes]
         if untried and not within_limit and all(entry.exceeds(limit_bytes) for entry in tried):
-            within_limit = [min(untried, key=lambda one: expected_bytes[id(one)])]
+            within_limit = [min(untried, key=expected_bytes)]
         untried = within_limit
     best = None
     best_speed = 0.0
