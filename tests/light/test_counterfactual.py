@@ -385,7 +385,8 @@ def test_hosts_are_sorted_by_money_where_all_have_a_price() -> None:
 def test_the_arithmetic_of_a_comparison() -> None:
     found = compare(
         read_hosts("4xh100"), Workload(sequence_length=4096, global_batch=BATCH),
-        ComparisonTerms(prices={"h100-sxm": 2.0}, tokens=10**9, deadline_seconds=60.0), plan_on=lambda host, workload: planned(host),
+        ComparisonTerms(prices={"h100-sxm": 2.0}, tokens=10**9, deadline_seconds=60.0),
+        plan_on=lambda host, workload: planned(host),
     ).hosts[0]  # fmt: skip
     assert found.seconds and found.device_hours and found.predicted and found.predicted.tokens_per_second
     steady = 10**9 / (BATCH * 4096) * found.predicted.step_ms.p50 / 1000  # type: ignore[union-attr]

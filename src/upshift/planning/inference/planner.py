@@ -309,8 +309,12 @@ class InferencePlanning:
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --generate --json``."""
         plans: list[dict[str, Any]] = [
-            {"plan": c.plan.model_dump(mode="json"), "predicted": numbers_of(c, self.host).model_dump(mode="json"), "reasons": []}
-            for c in self.ranking.candidates[:MAX_SHOWN_PLANS]
+            {
+                "plan": candidate.plan.model_dump(mode="json"),
+                "predicted": self.numbers(candidate).model_dump(mode="json"),
+                "reasons": [],
+            }
+            for candidate in self.ranking.candidates[:MAX_SHOWN_PLANS]
         ]
         plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -319,7 +323,8 @@ class InferencePlanning:
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
             "rejected": [
-                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in sample_rejections(self.ranking.rejected)
+                {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
+                for rejection in sample_rejections(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": len(self.ranking.rejected),
@@ -349,14 +354,14 @@ def plan_profile(
     profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...] = ()
 ) -> InferencePlanning:
     """Rank the plan space of a model that has a profile already. Raises the same errors as ``plan_inference``."""
-    _check(profile, host, workload, fixed)
+    _check_request(profile, host, workload, fixed)
     ranking = rank_plans(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if not ranking.candidates:
-        _refuse(ranking, host, workload)
+        _raise_no_plan(ranking, host, workload)
     return InferencePlanning(host, profile, workload, ranking)
 
 
-def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]) -> None:
+def _check_request(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]) -> None:
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         raise RequestError(f"{host.name} has different devices ({names}); plan for one kind of them")
@@ -370,8 +375,8 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
             f"use at most {profile.max_positions}"
         )
     if sample_unit(profile) == "images":
-        asked = f"--{workload.task}"
-        raise RequestError(f"{profile.architecture} takes images, and {asked} plans for tokens; leave {asked} out")
+        option = f"--{workload.task}"
+        raise RequestError(f"{profile.architecture} takes images, and {option} plans for tokens; leave {option} out")
     if workload.task == "encode":
         return
     if workload.output_length < 1:
@@ -382,7 +387,7 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
         raise RequestError("--concurrency and --set max_concurrency both say how many sequences there are; give one of them")
 
 
-def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
+def _raise_no_plan(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
     if ranking.too_slow:
         nearest = ranking.too_slow[0]
         raise NothingFits(
