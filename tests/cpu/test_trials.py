@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from upshift.benchmarking.timing import LoadMeter, Timing
 from upshift.models.source import find_model
-from upshift.planning.cost.uncertainty import AGAIN
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.training.arguments import Arguments
@@ -161,7 +161,7 @@ def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: Trai
     record = run_job(a_job(model, plan, tmp_path / "out"), data, fresh_process=True)
     assert found.failure is None and found.resident_bytes and found.peak_bytes
     assert record.measured is not None and record.measured.resident_gib and record.measured.peak_gib
-    low, high = AGAIN["held"]
+    low, high = AGAIN_INTERVALS["held"]
     assert low <= record.measured.resident_gib * GIB / found.resident_bytes <= high
     assert 0.5 * found.peak_bytes < record.measured.peak_gib * GIB <= 1.001 * found.peak_bytes
     assert 0.0 <= record.details["waited_share"] <= 1.0 and record.details["cpu_seconds_per_step"] > 0.0

@@ -6,7 +6,7 @@ import pytest
 from made_profile import make_profile
 
 from upshift.hardware import describe
-from upshift.planning.analysis.bottleneck import Measured, by_kind, find_changes
+from upshift.planning.analysis.bottleneck import Measured, find_changes, sum_by_kind
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.search import search
@@ -101,7 +101,7 @@ def planning() -> Planning:
 
 def measured(planning: Planning, **times: float) -> Measured:
     """As predicted, but for some kinds."""
-    seconds = by_kind(planning.default.time.terms)
+    seconds = sum_by_kind(planning.default.time.terms)
     seconds |= {kind: seconds.get(kind, 0.0) * factor for kind, factor in times.items()}
     return Measured(planning.host, planning.profile, planning.workload, planning.default, seconds)
 

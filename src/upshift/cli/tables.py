@@ -20,7 +20,7 @@ from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes, takes
+from upshift.planning.cost.time import SampleUnit, sample_unit
 from upshift.planning.cost.uncertainty import Number
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate
@@ -35,7 +35,7 @@ NUMBER_WIDTH = 9  # of its other columns, likewise
 PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
-RATES: dict[Takes, str] = {"tokens": "tok/s", "images": "images/s"}
+RATES: dict[SampleUnit, str] = {"tokens": "tok/s", "images": "images/s"}
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 out = Console()
@@ -107,7 +107,7 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
     wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    columns = (RATES[takes(planning.profile)], "step ms", *memory, "tier")
+    columns = (RATES[sample_unit(planning.profile)], "step ms", *memory, "tier")
     table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
     table.padding = (0, 0)
     table.caption_justify = "left"
@@ -181,8 +181,8 @@ def memory_table(planning: Planning, candidate: Candidate) -> Table:
     width = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
     for phase, row in numbers.memory.items():
         total = sum(row.values())
-        held = planning.life.held(candidate, total * GIB) / GIB
-        sizes = [total, *([planning.life.reserved(candidate, total * GIB) / GIB] if on_gpu else []), held]
+        held = planning.job_memory.held_bytes(candidate, total * GIB) / GIB
+        sizes = [total, *([planning.job_memory.reserved_bytes(candidate, total * GIB) / GIB] if on_gpu else []), held]
         parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
         texts = [f"{part} {gib(size)}" for part, size in parts]
         table.add_row(phase, *(gib(size) for size in sizes), wrap_items(texts, width))

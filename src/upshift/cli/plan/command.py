@@ -24,7 +24,7 @@ from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_to_train
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
@@ -101,7 +101,7 @@ def command(
     if lora_rank is not None:
         tables.out.print(tables.adapter_line(lora_rank, load_in_4bit), highlight=False)
     _print_planning(planning, rows=rows)
-    answers.print(takes(planning.profile))
+    answers.print(sample_unit(planning.profile))
 
 
 def _check_data_options(risk: float | None, data: str | None, text_column: str | None) -> None:
@@ -151,7 +151,7 @@ def _lengths_at(model: str, data: str, *, text_column: str | None) -> Callable[[
 def _print_planning(planning: Planning, *, rows: int) -> None:
     host = planning.host
     workload = planning.workload
-    unit = " images" if takes(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
+    unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
     size = f"global batch {workload.global_batch}{unit}"
     tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     network = host.origin.get("inter_node")
@@ -170,5 +170,5 @@ def _print_planning(planning: Planning, *, rows: int) -> None:
     for line in tables.uncertainty_lines(numbers):
         tables.out.print(f"[dim]{line}[/dim]", highlight=False)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
-        for reason in planning.life.does_not_fit(candidate):
+        for reason in planning.job_memory.describe_problems(candidate):
             tables.out.print(f"{name}: {reason}", highlight=False)

@@ -23,7 +23,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
-    Terms,
+    ComparisonTerms,
     compare,
     read_duration,
     read_hosts,
@@ -31,20 +31,20 @@ from upshift.planning.analysis.compare_hosts import (
     read_tokens,
 )
 from upshift.planning.analysis.lock_file import (
-    MOVED,
+    MOVED_SHARE,
     Change,
     Check,
+    check_identity,
     check_lock,
-    check_same,
     lock_plan,
     needed_variants,
     read_lock,
     write_lock,
 )
-from upshift.planning.analysis.max_size import Largest, find_largest
-from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
+from upshift.planning.analysis.max_size import LargestResult, find_largest
+from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, explain_choice, read_choice, shadow_prices
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
@@ -182,7 +182,7 @@ class Questions:
             described = request.on is not None
             write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
             tables.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
-        counterfactuals = tuple(why(planning, choice, fixed=request.fixed, trace=request.trace) for choice in self.why)
+        counterfactuals = tuple(explain_choice(planning, choice, fixed=request.fixed, trace=request.trace) for choice in self.why)
         prices = None
         if self.shadow_prices:
             with tables.step("Searching again for each shadow price"):
@@ -205,7 +205,7 @@ class Answers:
             document["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
         return document
 
-    def print(self, takes: Takes) -> None:
+    def print(self, takes: SampleUnit) -> None:
         for answer in self.why:
             speed = "" if answer.gain is None or answer.outcome == "chosen" else f", {answer.gain:+.1%} {takes}/s"
             memory = "" if answer.gain is None or not answer.more_gib else f", {answer.more_gib:+.2f} GiB"
@@ -233,7 +233,7 @@ def _answer_largest(request: Request, dimension: str) -> None:
     request.print(document, lambda: _print_largest(largest, host))
 
 
-def _print_largest(largest: Largest, host: Host) -> None:
+def _print_largest(largest: LargestResult, host: Host) -> None:
     batch = "images at once" if largest.takes == "images" else "sequences at once"
     units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(largest.parameters)} parameters"}
     size = f"{largest.value:,} {units[largest.what]}"
@@ -246,7 +246,7 @@ def _print_largest(largest: Largest, host: Host) -> None:
 
 def _answer_compare(request: Request, questions: Questions) -> None:
     hosts = read_hosts(questions.compare or "")
-    terms = Terms(
+    terms = ComparisonTerms(
         prices=read_prices(questions.price) if questions.price is not None else {},
         tokens=read_tokens(questions.tokens) if questions.tokens is not None else None,
         deadline_seconds=read_duration(questions.deadline) if questions.deadline is not None else None,
@@ -291,7 +291,7 @@ def _answer_check(request: Request, path: Path) -> None:
     locked = read_lock(path)
     lock = locked.lock
     host = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
-    check_same(locked, request.source, host)
+    check_identity(locked, request.source, host)
     check = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
     request.print({"check": check.model_dump(mode="json")}, lambda: _print_check(check, locked.plans[0].plan.label()))
     if check.moved:
@@ -299,7 +299,7 @@ def _answer_check(request: Request, path: Path) -> None:
 
 
 def _print_check(check: Check, plan: str) -> None:
-    verdict = "moved" if check.moved else f"nothing moved beyond {MOVED:.0%}"
+    verdict = "moved" if check.moved else f"nothing moved beyond {MOVED_SHARE:.0%}"
     tables.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
     if check.problem is not None:
         tables.out.print(f"It cannot run any more: {escape(check.problem)}", highlight=False)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from upshift.planning.analysis.explain import representative
-from upshift.planning.cost.pipeline_schedule import Pass, idle_share, most_waiting
+from upshift.planning.analysis.explain import sample_rejections
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, peak_in_flight
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
@@ -144,7 +144,7 @@ def request_facts(planning: Planning, model: str) -> Facts:
     workload = planning.workload
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
-    size = "images" if takes(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
+    size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
     return Facts([
         ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
         ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
@@ -248,14 +248,14 @@ def step_section(planning: Planning, listed: Selectable) -> list[Block]:
 
 def step_words(planning: Planning, candidate: Candidate) -> str:
     one_time = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
-    excess = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
+    excess = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.job_memory.describe_problems(candidate))
     memory = full_memory_words(planning, candidate)
     return f"{cost_words(planning, candidate)}. Bound by {time_words(candidate)}.{one_time} Memory by phase: {memory}.{excess}"
 
 
 def memory_table(planning: Planning) -> Table:
     best = planning.ranking.candidates[0]
-    life = planning.life
+    life = planning.job_memory
     memory = memory_by_phase(planning, best)
     names = list(part_colours(parts_of(memory)))
     sums = ["Allocated", "Reserved", "Held"] if best.plan.device == "cuda" else ["Allocated", "Held"]
@@ -264,8 +264,8 @@ def memory_table(planning: Planning) -> Table:
         total = sum(row.values())
         sums_gib = {
             "Allocated": total,
-            "Reserved": gib(life.reserved(best, total * GIB)),
-            "Held": gib(life.held(best, total * GIB)),
+            "Reserved": gib(life.reserved_bytes(best, total * GIB)),
+            "Held": gib(life.held_bytes(best, total * GIB)),
         }
         rows.append([phase, *(number(row.get(name, 0.0), 3) for name in names), *(number(sums_gib[name], 3) for name in sums)])
     heads = [("Phase", ""), *((name, "number") for name in (*names, *sums))]
@@ -330,7 +330,7 @@ def ranks_table(passes: Sequence[Pass], plan: Plan) -> Table:
         steps = [step for step in passes if step.rank == rank]
         order = " ".join(f"{step.kind}{pass_label(step, stages)}" for step in steps[:MAX_PASSES_LISTED])
         remainder = f" and {len(steps) - MAX_PASSES_LISTED:,} more" if len(steps) > MAX_PASSES_LISTED else ""
-        rows.append([str(rank), number(most_waiting(steps, rank, virtual_stages=stages), 2), order + remainder])
+        rows.append([str(rank), number(peak_in_flight(steps, rank, virtual_stages=stages), 2), order + remainder])
     heads = [("Rank", ""), ("Micro-batches held at most", "number"), ("Order of its passes", "long")]
     return Table("Order of passes by pipeline rank", heads, rows)
 
@@ -350,7 +350,7 @@ def rejected_section(planning: Planning) -> list[Block]:
     too_big = {id(candidate.plan) for candidate in ranking.too_big}
     counts = Counter(f"too big, highest in the {candidate.memory.peak_phase} phase" for candidate in ranking.too_big)
     counts += Counter(rejection.reason for rejection in ranking.rejected if id(rejection.plan) not in too_big)
-    examples = representative(ranking.rejected)
+    examples = sample_rejections(ranking.rejected)
     examples = examples[:: max(len(examples) // NUM_REJECTED, 1)][:NUM_REJECTED]
     count_rows = [[reason, number(count)] for reason, count in counts.most_common(NUM_REJECTED)]
     return [

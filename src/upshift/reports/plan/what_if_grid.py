@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.layout import divisors
 from upshift.planning.planner import Planning
 from upshift.planning.search.constraints import conflict
@@ -219,8 +219,8 @@ def cell_words(cell: Cell, planning: Planning) -> str:
 
 def family_section(planning: Planning) -> tuple[list[Block], dict[str, Figure], dict[str, Any]]:
     """Return the section, its figures and its words."""
-    if takes(planning.profile) == "images":
-        return [missing(f"{planning.profile.architecture} takes images: there is no sequence length to vary.")], {}, {}
+    if sample_unit(planning.profile) == "images":
+        return [missing(f"{planning.profile.architecture} sample_unit images: there is no sequence length to vary.")], {}, {}
     grid = family_grid(planning)
     if grid is None:
         return [missing("The best plan's family cannot be predicted for full sequences.")], {}, {}

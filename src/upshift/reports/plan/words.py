@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
@@ -133,7 +133,7 @@ def basis_words(candidate: Candidate) -> str:
 
 
 def speed_words(planning: Planning) -> str:
-    return f"{takes(planning.profile)} per second"
+    return f"{sample_unit(planning.profile)} per second"
 
 
 def cost_words(planning: Planning, candidate: Candidate) -> str:

@@ -34,7 +34,7 @@ from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial
-from upshift.planning.trials.store import forget_plan, proof_path
+from upshift.planning.trials.store import proof_path, remove_plan
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
 from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
@@ -178,7 +178,7 @@ def correct(choice: Choice, *, rows: int) -> Choice:
     batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
     smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
     if choice.proof_file is not None:
-        forget_plan(choice.proof_file, choice.plan)
+        remove_plan(choice.proof_file, choice.plan)
     plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=held // smaller)
     return replace(choice, plan=plan)
 

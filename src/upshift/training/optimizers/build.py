@@ -67,7 +67,7 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
     options: dict[str, Any] = {**read_optim_args(plan.optim, plan.optim_args)}
     added = optimizers()[plan.optim].added
     if added is not None:
-        module, name = added.door
+        module, name = added.import_path
         return partial(getattr(import_module(module), name), lr=lr, **options)
     if rounds_stochastically(plan):
         return lambda groups: StochasticAdamW(groups, seed=arguments.seed, **adam)

@@ -24,7 +24,7 @@ from upshift.planning.search.ranking import Candidate, Rejected
 from upshift.planning.search.space import parse_fixed
 from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.planning.trials.select import Proof, Tried, prove, remember_trials
-from upshift.planning.trials.store import recall_proof, store_proof
+from upshift.planning.trials.store import read_proof, store_proof
 from upshift.training.distributed.parallelize import Rehearsals, cannot_run
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
@@ -74,7 +74,7 @@ def try_plans(
 
 def known_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None] = lambda tried: None) -> Proof | None:
     """Return the proof of earlier trials of the same job, or None. Report each of its trials to ``tried`` again."""
-    known = recall_proof(path, planning)
+    known = read_proof(path, planning)
     for entry in known.tried if known is not None else ():
         tried(entry)
     return known

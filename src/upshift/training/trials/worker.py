@@ -27,7 +27,7 @@ from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_to_train
 from upshift.planning.plan import Plan
-from upshift.planning.trials.runner import TrialRequest, TrialResult, loosened, unfinished
+from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
@@ -119,7 +119,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
         )  # fmt: skip
 
     if place.rank == 0:
-        tell(complete(unfinished()))
+        tell(complete(unfinished_result()))
     seed_rng(request.seed, 0, place.rank // plan.layout.tensor_parallel)
     clips = request.clips_gradients and not plan.optimizer_in_backward
     arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
@@ -406,7 +406,7 @@ class Trial:
         if self.waits:
             stepper.agree()
         ratio = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
-        tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
+        tolerance = loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
         return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
 
 

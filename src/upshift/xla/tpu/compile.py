@@ -22,7 +22,7 @@ from upshift.hardware.catalog.row import GpuFacts
 from upshift.hardware.catalog.tpu import TPUS
 from upshift.hardware.detect import detect
 from upshift.models.source import ModelSource, find_model
-from upshift.planning.analysis.tpu_programs import keep_program
+from upshift.planning.analysis.tpu_programs import store_program
 from upshift.record import Numbers, Record
 from upshift.settings import tpu_compiler_environment
 from upshift.units import GIB
@@ -139,7 +139,7 @@ def compile_for_tpu(
         memory_bytes=where.facts.gpu.memory_bytes or 0, compute_seconds=compute, traffic_seconds=traffic,
         versions={name: installed_version(name) or "unknown" for name in NEEDED},
     )  # fmt: skip
-    keep_program(_record(made))
+    store_program(_record(made))
     return made
 
 
