@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from upshift.internals.lookup import Internal
 
-FEATURE, INSTEAD = "upshift xla compile", "run on a TPU, which needs no jax"
+FEATURE = "upshift xla compile"
+INSTEAD = "run on a TPU, which needs no jax"
 COMPILER = Internal("jax", "jax._src:compiler", FEATURE, INSTEAD)
 MLIR = Internal("jax", "jax._src.interpreters:mlir", FEATURE, INSTEAD)
 IR = Internal("jax", "jax._src.lib.mlir:ir", FEATURE, INSTEAD)

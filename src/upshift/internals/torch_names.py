@@ -18,9 +18,12 @@ COMPILED = "The memory of compiled layers"
 MODULES = "Replacing a module's tensors"
 ONEDNN = "The engine onednn"
 ONEDNN_INSTEAD = "use another engine (--engine)"
-PIPELINE, PIPELINE_INSTEAD = "Pipeline parallelism", "use pipeline_parallel=1"
-TENSOR, TENSOR_INSTEAD = "Tensor parallelism", "use tensor_parallel=1"
-DIVIDED, DIVIDED_INSTEAD = "Exchanging tensors between ranks", "use context_parallel=1 and fully_shard=off"
+PIPELINE = "Pipeline parallelism"
+PIPELINE_INSTEAD = "use pipeline_parallel=1"
+TENSOR = "Tensor parallelism"
+TENSOR_INSTEAD = "use tensor_parallel=1"
+DIVIDED = "Exchanging tensors between ranks"
+DIVIDED_INSTEAD = "use context_parallel=1 and fully_shard=off"
 
 # Tracing: fake tensors, and what is told of each operator.
 FAKE_TENSOR_MODE = Internal("torch", "torch._subclasses.fake_tensor:FakeTensorMode", TRACING)

@@ -6,11 +6,16 @@ from upshift.internals.lookup import Internal, Mark
 
 LOADING = "Loading a model"
 MERGING = "Weights that one file stores apart and the model together"
-TENSOR, TENSOR_INSTEAD = "Tensor parallelism", "use tensor_parallel=1"
-EXPERTS, EXPERTS_INSTEAD = "Expert parallelism", "use expert_parallel=1"
-CONTEXT, CONTEXT_INSTEAD = "Context parallelism", "use context_parallel=1"
-XLA, XLA_INSTEAD = "Training and generation under XLA", "leave out --backend xla"
-GGUF, GGUF_INSTEAD = "Reading a GGUF file", "give the folder that the model was published in"
+TENSOR = "Tensor parallelism"
+TENSOR_INSTEAD = "use tensor_parallel=1"
+EXPERTS = "Expert parallelism"
+EXPERTS_INSTEAD = "use expert_parallel=1"
+CONTEXT = "Context parallelism"
+CONTEXT_INSTEAD = "use context_parallel=1"
+XLA = "Training and generation under XLA"
+XLA_INSTEAD = "leave out --backend xla"
+GGUF = "Reading a GGUF file"
+GGUF_INSTEAD = "give the folder that the model was published in"
 CORE = "transformers.core_model_loading"
 
 # Loading.

@@ -57,8 +57,14 @@ class Filling:
         self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype,
         quantizer: Any = None,
     ) -> None:  # fmt: skip
-        self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
-        self._empty, self._staging, self._stretches = model.state_dict(), Staging(), Stretches([])
+        self.model = model
+        self.tensors = tensors
+        self.names = names
+        self._dtype = dtype
+        self._quantizer = quantizer
+        self._empty = model.state_dict()
+        self._staging = Staging()
+        self._stretches = Stretches([])
         self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
         self._dtypes = DTYPE_PLAN.of(model)(dtype)
         self._kept = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
@@ -73,7 +79,8 @@ class Filling:
         Raise RequestError for weights of another shape, before anything is read."""
         made_by = self._check_shapes()
         self._stretches = Stretches(self._mapped(device_of))
-        total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
+        total = sum(stored.nbytes for stored in self.tensors.values())
+        done = 0
         for group, made in self._read(device_of, made_by):
             for name, tensor in made.items():
                 SET_TENSOR.get()(self.model, name, tensor, self.info, self._quantizer)
@@ -86,7 +93,8 @@ class Filling:
     def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
         """Yield the stored tensors that keep their dtype and stay on the CPU, so that they can be mapped."""
         for group in self.names.groups:
-            stored, device = self.tensors[group.sources[0][1]], device_of(group.target)
+            stored = self.tensors[group.sources[0][1]]
+            device = device_of(group.target)
             if self._is_plain(group) and device is not None and self._stays(stored, group.target, device):
                 yield stored
 
@@ -180,7 +188,8 @@ class Filling:
         return {target: tuple(found) for target, found in fills.items()}
 
 
-UNUSED_SAID, UNUSED_REFUSED = 0.01, 0.5  # shares of the numbers in the files
+UNUSED_SAID = 0.01  # shares of the numbers in the files
+UNUSED_REFUSED = 0.5
 NAMED = 3  # weights in a message
 
 logger = logging.getLogger(__name__)

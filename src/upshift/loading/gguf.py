@@ -44,7 +44,9 @@ class GgufFile:
 
     def __init__(self, file: Path, reader: Any, config: PretrainedConfig, processor: Any, model: PreTrainedModel) -> None:
 
-        self.file, self.config, self.model_class = file, config, type(model)
+        self.file = file
+        self.config = config
+        self.model_class = type(model)
         self._processor = processor
         self._names: dict[str, str] = GGUF_NAMES.get()(model, processor)
         self._sources: dict[str, list[Any]] = {}
@@ -88,7 +90,8 @@ class _Waiting:
     """A tensor of the file in the form that from_pretrained takes. It is read when from_pretrained indexes it."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
         self.shape = file.shapes[name]
 
     def __getitem__(self, _: Any) -> Tensor:

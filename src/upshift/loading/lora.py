@@ -70,7 +70,8 @@ class Adapted:
         }
         self.parts: dict[str, Part] = {}  # by the weight's name without the adapter, tied ones under each of their names
         for name, (weight, is_copy) in now.items():
-            origin, shape = id(before[name]), tuple(before[name].shape)
+            origin = id(before[name])
+            shape = tuple(before[name].shape)
             if is_copy:
                 self.parts[name] = Part(id(weight), origin, tuple(weight.shape), weight)
             else:
@@ -185,8 +186,10 @@ def _only(parameters: list[tuple[Any, str, int]], start: int, stop: int) -> Iter
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
-    empty, has_bias = getattr(base, name), layer.lora_bias.get(ADAPTER)
+    base = layer.get_base_layer()
+    name = getattr(layer, "parameter_name", "weight")
+    empty = getattr(base, name)
+    has_bias = layer.lora_bias.get(ADAPTER)
     setattr(base, name, nn.Parameter(weight, requires_grad=False))
     layer.lora_bias[ADAPTER] = False  # a part of its own
     try:

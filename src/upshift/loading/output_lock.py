@@ -19,7 +19,8 @@ from upshift.errors import RequestError
 
 LOCK_NAME = ".upshift.lock"  # in a folder that is an output
 HOLDER_BYTES = 1000  # of the lock file's text that are read
-ENDING_SECONDS, POLL_SECONDS = 30.0, 0.05  # children of a killed process hold its lock until the disk has what they wrote
+ENDING_SECONDS = 30.0  # children of a killed process hold its lock until the disk has what they wrote
+POLL_SECONDS = 0.05
 DYING_SECONDS = 1.0  # a killed process is still there while the kernel frees its memory
 
 
@@ -29,7 +30,8 @@ class OutputLock:
     Its constructor raises RequestError if another process or thread holds it."""
 
     def __init__(self, output: Path, lock_file: Path) -> None:
-        self.output, self.lock_file = output, lock_file
+        self.output = output
+        self.lock_file = lock_file
         self.descriptor = self._locked()
         with suppress(OSError):  # the disk is full: the lock holds without the holder's name
             os.ftruncate(self.descriptor, 0)
@@ -106,7 +108,8 @@ def claimed(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _held_once(output: Path) -> Iterator[None]:
-    lock_file, thread = output.resolve() / LOCK_NAME, threading.get_ident()
+    lock_file = output.resolve() / LOCK_NAME
+    thread = threading.get_ident()
     with _guard:
         holder, _ = _held.get(lock_file, (None, None))
         if holder is None:

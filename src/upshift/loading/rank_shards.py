@@ -64,7 +64,8 @@ class Slice:
 
     def byte_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield (first byte in the file, number of bytes) of each contiguous range."""
-        shape, item = shape_of(self.stored), dtype_of(self.stored).itemsize
+        shape = shape_of(self.stored)
+        item = dtype_of(self.stored).itemsize
         whole = len(shape)  # from this dimension on, all of it
         while whole and self.intervals[whole - 1] == ((0, shape[whole - 1]),):
             whole -= 1
@@ -94,7 +95,8 @@ def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
     """Return what a rank reads.
 
     Raise RequestError if the model's plan has a style that is not known here, or its layers are not one stack."""
-    model, plan = filling.model, declared_plan(filling.model)
+    model = filling.model
+    plan = declared_plan(filling.model)
     unknown = unknown_styles(plan)
     if rank.tensor.of > 1 and (unknown or not plan):
         raise RequestError(
@@ -157,7 +159,8 @@ def _chunk(interval: Interval, share: Share) -> Interval:
 def _rows(intervals: Intervals, share: Share) -> Intervals:
     """Return a share of intervals that lie behind each other in memory."""
     first, last = _chunk((0, _length(intervals)), share)
-    kept, before = [], 0
+    kept = []
+    before = 0
     for begin, end in intervals:
         kept.append((begin + max(first - before, 0), begin + min(last - before, end - begin)))
         before += end - begin
@@ -189,7 +192,8 @@ def _sliced_sources(
     if type(stack) is not STACK.get() or stack.dim != 0 or len(rest) > (joined is not None) or joined == 0:
         return None
     patterns = list(dict.fromkeys(pattern for pattern in group.converter.source_patterns if pattern in dict(sources)))
-    kept, before = [], 0
+    kept = []
+    before = 0
     for pattern in patterns:
         own = [stored for other, stored in sources if other == pattern]
         shape = shape_of(own[0])

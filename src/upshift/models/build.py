@@ -381,7 +381,8 @@ def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, s
 
 def _class_labels(config: PretrainedConfig, batch: int) -> torch.Tensor:
     """Return one class for each row, or the labels that the config's problem_type needs (None: by the number of labels)."""
-    num_labels, problem = config.num_labels, config.problem_type
+    num_labels = config.num_labels
+    problem = config.problem_type
     assert num_labels is not None, "a classifier without labels is not built"
     if problem == "multi_label_classification" or (problem == "regression" and num_labels > 1):
         return torch.zeros(batch, num_labels)

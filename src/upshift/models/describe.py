@@ -59,7 +59,8 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
     """
     named = dict(model.named_parameters())
     base = base_of(model)
-    embedding, head = _input_embeddings(base), base.get_output_embeddings()
+    embedding = _input_embeddings(base)
+    head = base.get_output_embeddings()
     embedding_ids = {id(p) for p in embedding.parameters()} if embedding is not None else set()
     head_ids = {id(p) for p in head.parameters()} if head is not None else set()
     paths = tuple(path + "." for path in stack_paths)
@@ -164,7 +165,8 @@ def empty_positions(source: ModelSource) -> int | None:
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:
     """Return a message that names the innermost module of transformers (or of torch) that the traceback went through."""
-    where, frame = "its forward", error.__traceback__
+    where = "its forward"
+    frame = error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):

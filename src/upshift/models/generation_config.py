@@ -63,7 +63,8 @@ def _is_possible(kind: type[Value], name: str, value: Any) -> bool:
 
 def unused_options(kind: type[Value], source: ModelSource, given: Collection[str]) -> dict[str, Any]:
     """Return the options of generation_config.json that ``kind`` has no name for. ``given``: names that the user gave."""
-    known, said = {*kind.model_fields, *ELSEWHERE}, _said(source)
+    known = {*kind.model_fields, *ELSEWHERE}
+    said = _said(source)
     if "max_new_tokens" in {*given, *said} or _new_tokens(said, source) is not None:
         known.add("max_length")
     found = {name: value for name, value in said.items() if name not in known and value not in (None, False)}

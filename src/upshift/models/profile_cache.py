@@ -87,7 +87,8 @@ class SegmentStore:
     """Traced segments of one model at one length, so that a profile of more variants traces only those."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._form = folder, TypeAdapter(dict[str, list[Segment]])
+        self._folder = folder
+        self._form = TypeAdapter(dict[str, list[Segment]])
 
     @classmethod
     def of(cls, source: ModelSource, sequence_length: int) -> SegmentStore:

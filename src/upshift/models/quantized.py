@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from upshift.errors import MissingExtra, RequestError
 
 NESTED_BLOCK = 256  # scales that share one: bitsandbytes' own
-CODES, NESTED_CODES = 16, 256
+CODES = 16
+NESTED_CODES = 256
 LOAD_4BIT = "load it with BitsAndBytesConfig(load_in_4bit=True)"
 
 
@@ -80,7 +81,8 @@ def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Paramete
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
-    how, blocks = module.weight, -(-weight.numel() // module.weight.blocksize)
+    how = module.weight
+    blocks = -(-weight.numel() // module.weight.blocksize)
     with torch.device("meta"):
         scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
         if how.compress_statistics:

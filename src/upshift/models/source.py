@@ -30,7 +30,8 @@ QuantizedFrom = Literal["float32", "bfloat16", "float16"]
 # Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
 ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
-ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HEADS = {  # that peft trains whole beside the adapter, where it is told the task
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
 }  # fmt: skip

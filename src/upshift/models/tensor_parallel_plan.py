@@ -44,7 +44,9 @@ def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:
         return "the model declares no tensor-parallel plan for its layers"
     if unknown is not None:
         return f"the model's tensor-parallel plan has {unknown}, which no plan of ours predicts"
-    divisor, layers, outside = _heads(model), 0, 0
+    divisor = _heads(model)
+    layers = 0
+    outside = 0
     for name, parameter in model.named_parameters():
         style = _style_of(name, plan)
         dimension = _divided(style, parameter)

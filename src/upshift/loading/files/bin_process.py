@@ -21,8 +21,10 @@ from upshift.loading.files.safetensors_header import BITS, METADATA, shown
 from upshift.loading.files.safetensors_writer import PIECE_BYTES, NewTensor, check_file, in_order, write_file
 from upshift.units import GIB, KIB, MIB, format_bytes
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # of Linux' sched.h
-SECONDS, BYTES_A_SECOND = 120, 20 * MIB  # of processor time: reading, writing and hashing twice takes a fifth of that
+CLONE_NEWUSER = 0x10000000  # of Linux' sched.h
+CLONE_NEWNET = 0x40000000
+SECONDS = 120  # of processor time: reading, writing and hashing twice takes a fifth of that
+BYTES_A_SECOND = 20 * MIB
 ROOM = GIB  # of memory, beside what torch took when it was imported, the file as mapped, and as much again
 TIMES = 4  # the file's bytes, of all tensors: several names may share one
 ZIP = b"PK\x03\x04"
@@ -35,7 +37,8 @@ def main(source: Path, destination: Path) -> None:
     torch.set_num_threads(1)
     _limit(source.stat().st_size)
     tensors = [_new(source, name, tensor) for name, tensor in _read(source).items()]
-    nbytes, most = sum(tensor.nbytes for tensor in tensors), TIMES * source.stat().st_size
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    most = TIMES * source.stat().st_size
     if nbytes > most:
         raise RequestError(f"{source} has {format_bytes(most / TIMES)} and would be tensors of {format_bytes(nbytes)}")
     check_file(destination, write_file(destination, in_order(tensors), {"format": "pt"}, lambda _: None), lambda _: None)

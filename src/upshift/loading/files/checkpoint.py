@@ -132,7 +132,8 @@ def inside(folder: Path, name: str) -> Path:
         raise RequestError(f"{folder} names the file {shown(name)}; weights are files of that folder, in {' or '.join(SUFFIXES)}")
     file = folder / path
     try:
-        target, home = file.resolve(), folder.resolve()
+        target = file.resolve()
+        home = folder.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
         raise RequestError(f"cannot read {file}: {error}") from None
     homes = [home]

@@ -22,7 +22,9 @@ from upshift.errors import JobFailed
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of, shape_of
 
-WILL_NEED, DONT_NEED, POPULATE_READ = 3, 4, 22  # of madvise(2)
+WILL_NEED = 3  # of madvise(2)
+DONT_NEED = 4
+POPULATE_READ = 22
 PAGE = mmap.ALLOCATIONGRANULARITY
 
 

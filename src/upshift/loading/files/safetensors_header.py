@@ -168,7 +168,9 @@ def _checked(document: dict[str, Any], file: Path, start: int, file_bytes: int) 
 def _tensor(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != KEYS:
         raise _Wrong(f"tensor {shown(name)} has {shown(entry)} where dtype, shape and data_offsets belong")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise _Wrong(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}; the dtypes are {', '.join(BITS)}")

@@ -89,7 +89,8 @@ def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, 
     with path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
         for tensor in tensors:
-            digest, start = hashlib.sha256(), file.tell()
+            digest = hashlib.sha256()
+            start = file.tell()
             for piece in tensor.pieces():
                 digest.update(piece)
                 write_all(file.fileno(), piece)

@@ -83,7 +83,8 @@ class Stretches:
         return stored.name in self._of
 
     def tensor(self, stored: StoredTensor) -> Tensor:
-        dtype, shape = dtype_of(stored), shape_of(stored)
+        dtype = dtype_of(stored)
+        shape = shape_of(stored)
         if stored.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
         number = self._of[stored.name]
@@ -110,7 +111,8 @@ class Stretches:
 
 def read_into(stored: StoredTensor, destination: Tensor) -> None:
     """Read into a tensor of the same shape, on any device, in its dtype. Beside the tensor no more than a piece is in memory."""
-    dtype, shape = dtype_of(stored), shape_of(stored)
+    dtype = dtype_of(stored)
+    shape = shape_of(stored)
     if tuple(destination.shape) != shape:
         raise RequestError(
             f"{stored.file}: tensor {shown(stored.name)} has the shape {shape} where the model has {tuple(destination.shape)}"
@@ -123,7 +125,9 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
         return
     flat = destination.view(-1)
     if destination.dtype == dtype:
-        stored, dtype, flat = replace(stored, dtype="U8", shape=(stored.nbytes,)), torch.uint8, flat.view(torch.uint8)
+        stored = replace(stored, dtype="U8", shape=(stored.nbytes,))
+        dtype = torch.uint8
+        flat = flat.view(torch.uint8)
     with OpenFile(stored) as source:
         if flat.dtype == dtype and flat.device.type == "cpu":
             source.fill(flat, stored.offset)
@@ -168,7 +172,8 @@ class OpenFile:
                 raise _unreadable(self._stored, error) from None
             if count == 0:
                 raise _unreadable(self._stored, "the file is shorter than its header says")
-            view, offset = view[count:], offset + count
+            view = view[count:]
+            offset = offset + count
 
 
 def _unreadable(stored: StoredTensor, error: object) -> RequestError:
@@ -186,7 +191,8 @@ class Staging:
         """Read a tensor into ``destination``, which is contiguous and on a GPU, and convert it there.
 
         Copies that are still on their way arrive before any later work of the destination's stream."""
-        dtype, flat = dtype_of(stored), destination.detach().view(-1)
+        dtype = dtype_of(stored)
+        flat = destination.detach().view(-1)
         count = PIECE_BYTES // dtype.itemsize
         with torch.cuda.device(destination.device), OpenFile(stored) as file:
             for number, start in enumerate(range(0, flat.numel(), count)):

@@ -67,7 +67,8 @@ class PageSlots:
     """Slots that are pages of files. ``keep``: leave pages in the page cache after their use, as there is room for all."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
-        self._mapped, self._files = Mapped(), None if keep else _open(files)
+        self._mapped = Mapped()
+        self._files = None if keep else _open(files)
         for file in files:
             self._mapped.open(file)
 
@@ -80,11 +81,14 @@ class PageSlots:
 
 class _Pages:
     def __init__(self, capacity: int, mapped: Mapped, files: dict[Path, int] | None) -> None:
-        self.capacity, self._mapped, self._files = capacity, mapped, files
+        self.capacity = capacity
+        self._mapped = mapped
+        self._files = files
         self._content: Tensor | None = None
 
     def fill(self, piece: Piece) -> None:
-        self._file, self._offset = piece.tensors[0].file, piece.tensors[0].offset
+        self._file = piece.tensors[0].file
+        self._offset = piece.tensors[0].offset
         content = self._mapped.content(self._file, self._offset, piece.nbytes)
         populate(content, self._file)
         self._content = content
@@ -110,7 +114,9 @@ class BufferSlots:
     """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
-        self._files, self._keep, self._pin = _open(files), keep, pin
+        self._files = _open(files)
+        self._keep = keep
+        self._pin = pin
 
     def new(self, capacity: int) -> Slot:
         return _Buffer(capacity, self._files, keep=self._keep, pin=self._pin)
@@ -123,7 +129,9 @@ class _Buffer:
     """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so no view of it is kept."""
 
     def __init__(self, capacity: int, files: dict[Path, int], *, keep: bool, pin: Callable[[int], Tensor] | None) -> None:
-        self.capacity, self._files, self._keep = capacity, files, keep
+        self.capacity = capacity
+        self._files = files
+        self._keep = keep
         self._pinned = None if pin is None else pin(capacity)
         self._memory = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._content: Tensor | None = None
@@ -132,7 +140,8 @@ class _Buffer:
         self._content = torch.frombuffer(self._memory, dtype=torch.uint8) if self._pinned is None else self._pinned
         view = self._content.numpy().data
         for run in _runs(piece):
-            stored, last = piece.tensors[run.start], piece.tensors[run.stop - 1]
+            stored = piece.tensors[run.start]
+            last = piece.tensors[run.stop - 1]
             views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]
             _read(self._files[stored.file], views, stored)
             if not self._keep:

@@ -61,7 +61,8 @@ class _Making:
     """The conversion of groups. A group is made when the first of its tensors is written, and kept until the last one is."""
 
     def __init__(self, filling: Filling, groups: Sequence[Group]) -> None:
-        self._filling, self._made = filling, dict[str, Tensor]()
+        self._filling = filling
+        self._made = dict[str, Tensor]()
         self._groups = {name: (group, shape) for group in groups for name, shape in filling.filled(group).items()}
 
     def identity(self) -> str:

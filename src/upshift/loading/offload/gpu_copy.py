@@ -50,7 +50,8 @@ class CudaLanes:
 
     def pin(self, nbytes: int) -> Tensor:
         """Return pinned memory of exactly this size: torch's own pinned memory is rounded up to a power of two."""
-        content, runtime = torch.empty(nbytes, dtype=torch.uint8), torch.cuda.cudart()
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
         if int(error):
@@ -92,7 +93,10 @@ class DeviceSlots:
     ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
 
     def __init__(self, lanes: Lanes, held: Mapping[int, Tensor], disk: Reader | None, numbers: Mapping[int, int]) -> None:
-        self._lanes, self._held, self._disk, self._numbers = lanes, held, disk, numbers
+        self._lanes = lanes
+        self._held = held
+        self._disk = disk
+        self._numbers = numbers
         self._read: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
 
     def new(self, capacity: int) -> Slot:
@@ -129,7 +133,9 @@ class DeviceSlots:
 
 class _OnDevice:
     def __init__(self, capacity: int, lanes: Lanes, send: Callable[[Piece, Tensor, Any], Any]) -> None:
-        self.capacity, self._lanes, self._send = capacity, lanes, send
+        self.capacity = capacity
+        self._lanes = lanes
+        self._send = send
         self._memory = lanes.empty(capacity)
         self._storage = self._memory.untyped_storage()
         self._alone = self._users()

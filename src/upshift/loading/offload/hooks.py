@@ -67,7 +67,8 @@ class _Whole:
     """The hooks of the model itself: input moves to the main device, output to the device that the input came from."""
 
     def __init__(self, main: torch.device) -> None:
-        self._main, self._came_from = main, main
+        self._main = main
+        self._came_from = main
 
     def attach(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -108,7 +109,8 @@ class RoutedExperts:
     """The hooks of one module that has experts. ``keep``: leave pages in the page cache after their use."""
 
     def __init__(self, module: nn.Module, weights: Sequence[Weight], *, keep: bool) -> None:
-        self._weights, self._keep = weights, keep
+        self._weights = weights
+        self._keep = keep
         self._place = list(inspect.signature(type(module).forward).parameters).index(CHOICE) - 1  # after self
         self._number = module.num_experts
         self._chosen: list[tuple[Tensor, Weight]] = []
@@ -156,7 +158,9 @@ class _Unit:
     """Weights that are read together, and the hooks of the modules that need them."""
 
     def __init__(self, offload: Offload, number: int, weights: Sequence[Weight]) -> None:
-        self.offload, self.number, self.weights = offload, number, weights
+        self.offload = offload
+        self.number = number
+        self.weights = weights
         self._inside = 0
         self._contexts: list[AbstractContextManager[Any]] = []
 
@@ -168,7 +172,8 @@ class _Unit:
         if self._inside == 0:
             pieces = self.offload.acquire(self.number)
             self._place(pieces)
-            self._device, self._pointers = pieces[0].device, {piece.data_ptr(): number for number, piece in enumerate(pieces)}
+            self._device = pieces[0].device
+            self._pointers = {piece.data_ptr(): number for number, piece in enumerate(pieces)}
         self._inside += 1
         context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._note, _look_up)
         context.__enter__()
@@ -223,7 +228,8 @@ class Offload:
     """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
 
     def __init__(self, units: Sequence[Sequence[Weight]], feed: Feed) -> None:
-        self.reader, self.starts = feed.reader, feed.starts
+        self.reader = feed.reader
+        self.starts = feed.starts
         self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
         self.mapped_bytes = 0
         self.experts: list[RoutedExperts] = []
@@ -245,7 +251,8 @@ class Offload:
 
     def _end_backward(self, number: int) -> None:
         if self._backward is not None and self._backward[0] != number:
-            last, self._backward = self._backward[0], None
+            last = self._backward[0]
+            self._backward = None
             self.reader.release(last)
 
 
@@ -279,7 +286,8 @@ def dispatch(
         module.register_forward_hook(offload.units[number].leave, always_call=True)
         module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
-    offload.mapped_bytes, offload.experts = total, experts
+    offload.mapped_bytes = total
+    offload.experts = experts
     model._upshift_offload = offload  # type: ignore[assignment]
 
 

@@ -57,7 +57,8 @@ def _parts(tensors: Sequence[StoredTensor], least: int, *, in_place: bool) -> It
         apart = held and (held[-1].file != tensor.file or (in_place and held[-1].offset + held[-1].nbytes != tensor.offset))
         if held and (apart or size >= least):
             yield held
-            held, size = [], 0
+            held = []
+            size = 0
         held.append(tensor)
         size += tensor.nbytes
     yield held
@@ -65,10 +66,13 @@ def _parts(tensors: Sequence[StoredTensor], least: int, *, in_place: bool) -> It
 
 def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place: bool) -> Piece:
     if in_place:
-        start, last = tensors[0].offset, tensors[-1]
-        starts, end = [tensor.offset - start for tensor in tensors], last.offset + last.nbytes - start
+        start = tensors[0].offset
+        last = tensors[-1]
+        starts = [tensor.offset - start for tensor in tensors]
+        end = last.offset + last.nbytes - start
     else:
-        starts, end = [], 0
+        starts = []
+        end = 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -81,7 +85,9 @@ class Reader:
     ``budget``: bytes of all slots together. More are taken only if modules that run at once need more."""
 
     def __init__(self, groups: Sequence[Group], slots: Slots, *, budget: int) -> None:
-        self.groups, self.budget, self._slots = groups, max(budget, max(group.nbytes for group in groups)), slots
+        self.groups = groups
+        self.budget = max(budget, max(group.nbytes for group in groups))
+        self._slots = slots
         self._changed = threading.Condition()
         self._free: list[Slot] = []
         self._held = 0

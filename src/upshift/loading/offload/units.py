@@ -122,7 +122,8 @@ def units_of(
 
 def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list[Weight]:
     """Move parameters into pinned memory, packed as the pieces that are sent."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     for parameter in parameters:
         starts.append(end)
         end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
@@ -133,7 +134,8 @@ def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list
         resting.copy_(parameter.detach())
         parameter.requires_grad_(False)
         parameter.data = resting
-        shape, place = tuple(parameter.shape), Path(f"host {number}")
+        shape = tuple(parameter.shape)
+        place = Path(f"host {number}")
         stored = StoredTensor(f"{start}", NAMES[parameter.dtype], shape, place, start, parameter.nbytes)
         found.append(Weight(parameter, resting, stored, memory))
     return found
@@ -159,7 +161,8 @@ def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool
     in_memory = {number: unit[0].held for number, unit in enumerate(units) if unit[0].held is not None}
     on_disk = [number for number in range(len(units)) if number not in in_memory]
     size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # both need the same pieces
-    groups, disk = make_groups(waiting, size), None
+    groups = make_groups(waiting, size)
+    disk = None
     if on_disk:
         wanted = [waiting[number] for number in on_disk]
         slots = BufferSlots([stored.file for unit in wanted for stored in unit], keep=keep, pin=lanes.pin)
@@ -171,7 +174,8 @@ def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool
 def _to_cpu(units: Units, budget: int, *, keep: bool) -> Feed:
     wanted = [[weight.stored for weight in unit] for unit in units]
     tensors = [stored for unit in wanted for stored in unit]
-    files, in_place = [stored.file for stored in tensors], can_be_pages(tensors)
+    files = [stored.file for stored in tensors]
+    in_place = can_be_pages(tensors)
     groups = make_groups(wanted, budget, in_place=in_place)
     slots = PageSlots(files, keep=keep) if in_place else BufferSlots(files, keep=keep)
     return Feed(Reader(groups, slots, budget=budget), _starts(groups, units))

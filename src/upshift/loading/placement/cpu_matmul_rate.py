@@ -11,7 +11,9 @@ import torch
 
 from upshift.units import MIB
 
-COLUMNS, BYTES, TIMES = 2048, 64 * MIB, 5  # more than a cache; a tenth of a second
+COLUMNS = 2048  # more than a cache; a tenth of a second
+BYTES = 64 * MIB
+TIMES = 5
 
 
 def product_rate(dtype: torch.dtype) -> float:

@@ -32,7 +32,8 @@ def read_device(device: str | int, host: Host) -> str:
     kind, _, number = text.rpartition(":")
     kind = kind or ("cuda" if host.device == "cpu" else host.device)
     if text == host.device != "cpu":
-        kind, number = text, "0"
+        kind = text
+        number = "0"
     if number.isdigit() and int(number) < host.gpus_per_node and kind == host.device:
         return f"{kind}:{int(number)}"
     known = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]

@@ -140,7 +140,8 @@ def _add(found: dict[int, _Found], path: str, module: nn.Module, alone: bool) ->
     unit = found.setdefault(id(module), _Found([]))
     unit.names.append(path)
     unit.parameters = {id(parameter): parameter for parameter in module.parameters()}
-    unit.looked_up, unit.streams = is_looked_up(module), True
+    unit.looked_up = is_looked_up(module)
+    unit.streams = True
 
 
 def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:

@@ -17,7 +17,8 @@ from upshift.errors import NothingFits, RequestError
 from upshift.units import format_bytes
 from upshift.value import Value
 
-DISK, CPU = "disk", "cpu"
+DISK = "disk"
+CPU = "cpu"
 
 
 @dataclass(frozen=True)

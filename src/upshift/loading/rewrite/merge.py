@@ -114,7 +114,8 @@ def _read_adapter(folder: Path) -> LoraConfig:
             f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
             "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
-    config.init_lora_weights, config.inference_mode = False, True  # weights that are read need no random values first
+    config.init_lora_weights = False  # weights that are read need no random values first
+    config.inference_mode = True
     return config
 
 
@@ -208,7 +209,9 @@ def _pieces(part: Part, stored: StoredTensor | None) -> Iterator[memoryview]:
     def rows(start: int, stop: int) -> Tensor:
         assert stored is not None
         row = stored.nbytes // stored.shape[0]
-        shape, offset, nbytes = (stop - start, *stored.shape[1:]), stored.offset + start * row, (stop - start) * row
+        shape = (stop - start, *stored.shape[1:])
+        offset = stored.offset + start * row
+        nbytes = (stop - start) * row
         weight = torch.empty(shape, dtype=DTYPES[stored.dtype])
         read_into(replace(stored, shape=shape, offset=offset, nbytes=nbytes), weight)
         return weight
@@ -254,7 +257,10 @@ class _Merging:
     def __init__(
         self, model: PreTrainedModel, group: Group, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]
     ) -> None:
-        self._model, self._group, self._tensors, self._parts = model, group, tensors, parts
+        self._model = model
+        self._group = group
+        self._tensors = tensors
+        self._parts = parts
         self._made: dict[str, Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> NewTensor:

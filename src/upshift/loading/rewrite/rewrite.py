@@ -92,7 +92,8 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
             continue
         if size + tensor.nbytes > max_bytes:
             found.append(shard)
-            shard, size = [], 0
+            shard = []
+            size = 0
         shard.append(tensor)
         size += tensor.nbytes
     if shard or not found:
@@ -111,7 +112,8 @@ def _check_kept(
     They were read after they were written, so only their headers and sizes are checked now."""
     need = 0
     for name, tensors in shards.items():
-        file, header = folder.path / name, header_of(tensors, metadata)
+        file = folder.path / name
+        header = header_of(tensors, metadata)
         size = len(header) + _bytes(tensors)
         if name in folder.manifest.shards and file.is_file() and file.stat().st_size == size:
             with file.open("rb") as handle:
@@ -128,7 +130,8 @@ def _bytes(tensors: Sequence[NewTensor]) -> int:
 
 
 def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTensor]], progress: Progress) -> None:
-    total, done = 2 * _bytes(job.tensors), 0
+    total = 2 * _bytes(job.tensors)
+    done = 0
 
     def told(count: int) -> None:
         nonlocal done

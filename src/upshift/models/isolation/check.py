@@ -32,13 +32,16 @@ from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
-FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
+FIRST = 11  # tokens: beyond SHORT windows, of no round number
+SECOND = 21
+PADDING = 5
 STEPS = 2  # tokens that are computed one at a time, behind the others
 TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-6  # fp32 sums in another order differ by up to 2.6e-7, router losses by 1.6e-6 (jamba) and more
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
 # eager; and flash attention is told of a row's texts by their positions alone.
-STAND_IN, FLASH = "positions_alone", ("flash_attention_2", "flash_attention_3")
+STAND_IN = "positions_alone"
+FLASH = ("flash_attention_2", "flash_attention_3")
 IGNORED = -100  # a label that does not count
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,9 @@ def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedMode
     """Return the result of the test. ``objective``: None if the model gives states, and no loss is needed."""
     if objective in ("seq2seq-lm", "image-classification"):
         return Isolation(reason=f"{objective} is not tested")
-    reason, by_token, left = "no small copy of the model could be built from its config", "", ""
+    reason = "no small copy of the model could be built from its config"
+    by_token = ""
+    left = ""
     with _undisturbed():
         for copy in narrow_copies(config, model_class):
             try:
@@ -146,7 +151,8 @@ class _Probe:
         if "position_ids" not in self.takes:
             return "the model takes no position_ids, which say where a text of a row begins"
         try:
-            row, changed = self._packed(self.first), self._packed(self.other)
+            row = self._packed(self.first)
+            changed = self._packed(self.other)
             if not _is_close(row[1], changed[1]):
                 return "a text in a row reaches the one behind it"
             if not (_is_close(row[0], self._alone(self.first)) and _is_close(row[1], self._alone(self.second))):
@@ -248,11 +254,15 @@ class _Probe:
     def _stepwise(self, texts: list[Tensor], otherwise: str) -> str:
         """Return a problem, or nothing if the texts as one batch, the last tokens one at a time, give what each does alone."""
         width = max(len(text) for text in texts)
-        ids, mask = torch.full((len(texts), width), self.pad), torch.zeros(len(texts), width, dtype=torch.long)
+        ids = torch.full((len(texts), width), self.pad)
+        mask = torch.zeros(len(texts), width, dtype=torch.long)
         for row, text in enumerate(texts):
-            ids[row, -len(text) :], mask[row, -len(text) :] = text, 1
+            ids[row, -len(text) :] = text
+            mask[row, -len(text) :] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        found, start, kept = [], 0, with_cache(self.model, DynamicCache())
+        found = []
+        start = 0
+        kept = with_cache(self.model, DynamicCache())
         try:
             for end in range(width - STEPS, width + 1):
                 given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
@@ -271,7 +281,8 @@ class _Probe:
         """Return whether the loss of a batch is the mean of its texts' losses, weighed by their labels."""
         ids, mask = self._batch()
         both = self._loss(ids, mask, masked=True)
-        total, labels = 0.0, 0
+        total = 0.0
+        labels = 0
         for text in (self.first, self.second):
             count = self._num_labels(len(text))
             total += count * self._loss(text[None], torch.ones(1, len(text), dtype=torch.long), masked=False)
@@ -325,7 +336,8 @@ def attend_by_positions(
 
     The text of a token is read from ``position_ids``, as far as the model's layers hand them down. A soft cap is left out: it
     is the same for a text alone."""
-    positions, window = given.get("position_ids"), given.get("sliding_window")
+    positions = given.get("position_ids")
+    window = given.get("sliding_window")
     given.pop("softcap", None)
     if positions is not None and attention_mask is None:
         steps = torch.diff(positions, prepend=positions[:, :1] - 1)

@@ -87,7 +87,8 @@ def forward_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
     left = LeftOut(seed, dropout)
-    query, value = query.contiguous(), value.contiguous()
+    query = query.contiguous()
+    value = value.contiguous()
     columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
     batch, heads, length, _ = query.shape
     out = query.new_empty(batch, length, heads, value.shape[-1])
@@ -95,7 +96,8 @@ def forward_in_blocks(
     start = 0
     with torch.autocast("cpu", enabled=False):
         for block in _blocks(query, mask, causal):
-            queries, values = _grouped(query, key, block) * scale, _flat(value, block)
+            queries = _grouped(query, key, block) * scale
+            values = _flat(value, block)
             probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept[start:])
             own = left.scaled(torch.bmm(left.of(probabilities), values)).view(-1, heads, *_size(block.queries), values.shape[-1])
             out[block.rows, block.queries].copy_(own.transpose(1, 2))
@@ -117,8 +119,10 @@ def backward_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value. Those of key and value are summed over blocks in fp32."""
     left = LeftOut(seed, dropout)
-    query, key = query.contiguous(), key.contiguous()
-    columns, value_columns = key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
+    query = query.contiguous()
+    key = key.contiguous()
+    columns = key.transpose(2, 3).contiguous()
+    value_columns = value.transpose(2, 3).contiguous()
     grad = left.scaled(grad.transpose(1, 2).contiguous())
     query_grad = query.new_empty(query.shape)
     key_grad = key.new_zeros(key.shape, dtype=torch.float32)
@@ -126,7 +130,8 @@ def backward_in_blocks(
     start = 0
     with torch.autocast("cpu", enabled=False):
         for block in _blocks(query, mask, causal):
-            queries, incoming = _grouped(query, key, block) * scale, _grouped(grad, key, block)
+            queries = _grouped(query, key, block) * scale
+            incoming = _grouped(grad, key, block)
             keys = _flat(key, block)
             if kept.numel():
                 shape = (*queries.shape[:2], keys.shape[1])
@@ -197,7 +202,8 @@ def num_probabilities(query: torch.Tensor, mask: torch.Tensor | None, causal: bo
         return 0
     if not causal:
         return batch * heads * length * length
-    whole, rest = length // BLOCK_QUERIES, length % BLOCK_QUERIES  # arithmetic alone: torch.compile may not know the length
+    whole = length // BLOCK_QUERIES  # arithmetic alone: torch.compile may not know the length
+    rest = length % BLOCK_QUERIES
     return batch * heads * (BLOCK_QUERIES**2 * whole * (whole + 1) // 2 + rest * length)
 
 
@@ -228,7 +234,8 @@ def _visible(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block) -> None:
     """Lower the scores that the mask forbids; a query that sees nothing spreads evenly, as in ``eager``."""
     lowest = torch.finfo(scores.dtype).min
-    rows, (queries,) = block.rows.stop - block.rows.start, _size(block.queries)
+    rows = block.rows.stop - block.rows.start
+    (queries,) = _size(block.queries)
     by_head = scores.view(rows, -1, queries, scores.shape[-1])
     if mask is not None:
         part = mask[block.rows if mask.shape[0] > 1 else slice(None), :, block.queries, block.keys]
@@ -283,7 +290,9 @@ def _(
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, mask, seed, causal, scale, _, dropout = inputs
     ctx.save_for_backward(query, key, value, mask, seed, output[1])
-    ctx.causal, ctx.scale, ctx.dropout = causal, scale, dropout
+    ctx.causal = causal
+    ctx.scale = scale
+    ctx.dropout = dropout
     ctx.mark_non_differentiable(output[1])
 
 

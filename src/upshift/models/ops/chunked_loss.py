@@ -176,7 +176,8 @@ def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.T
     """Return this rank's part where ranks share the vocabulary. Every rank has the same number of rows."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
-    own, mesh = weight.to_local(), weight.device_mesh
+    own = weight.to_local()
+    mesh = weight.device_mesh
     words = OwnWords(mesh.get_group(), mesh.get_local_rank() * len(own), len(weight))
     if isinstance(bias, DTensor):
         bias = bias.to_local()
@@ -198,7 +199,8 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     logsumexp(logits) ** 2 is added. Raise ChunkedHeadError, when the model runs, if ``why_not_chunked`` has a reason.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    options, uses = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss), Uses()
+    options = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss)
+    uses = Uses()
 
     def defer(hidden: torch.Tensor) -> DeferredLogits:
         uses.heads += 1

@@ -126,7 +126,8 @@ def _sum_chunks(
         padded = torch.nn.functional.pad(chunk, (0, min(_padded(len(chunk)), len(buffer)) - len(chunk)))
         inputs = hidden[padded].to(matrix.dtype)
         logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded)])
-        real, block = logits[: len(chunk)], _rows_in_cache(logits)
+        real = logits[: len(chunk)]
+        block = _rows_in_cache(logits)
         for part, targets in zip(real.split(block), labels[chunk].split(block), strict=True):
             total += _loss_then_slope(part, targets, bias, head, words, sums)
         logits[len(chunk) :] = 0.0
@@ -183,7 +184,8 @@ def _loss_then_slope(
     gradient.
 
     With own words, return only their terms of the loss."""
-    logits, vocabulary = part.float(), part.shape[1] if words is None else words.vocabulary
+    logits = part.float()
+    vocabulary = part.shape[1] if words is None else words.vocabulary
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if bias is not None:

@@ -49,7 +49,9 @@ def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tu
     gc.freeze()  # else each copy's garbage collector visits all objects of the libraries, and copies their pages
     copies = [_Copy(tasks) for _ in range(workers)]
     gc.unfreeze()
-    idle, busy, waiting = list(copies), dict[Any, _Copy](), list(range(len(tasks)))
+    idle = list(copies)
+    busy = dict[Any, _Copy]()
+    waiting = list(range(len(tasks)))
     try:
         while busy or (waiting and idle):
             while waiting and idle:

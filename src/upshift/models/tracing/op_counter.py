@@ -73,7 +73,8 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's.
 
     Return None for any other operator."""
-    name, repeated = function.name(), 0
+    name = function.name()
+    repeated = 0
     if name in FORWARD:
         query, key, value = args[:3]
         flops = sdpa_flop_count(query.shape, key.shape, value.shape)
@@ -183,7 +184,8 @@ class LiveTracker:
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        size, owner = self._storages.pop(key, 0), self._owners.pop(key, None)
+        size = self._storages.pop(key, 0)
+        owner = self._owners.pop(key, None)
         self.live_bytes = self.live_bytes - size
         if self._releasing and owner is not None:
             owner.released = owner.released + size
@@ -221,12 +223,14 @@ class LiveTracker:
 
         Memory that it allocates on its way counts; its products count as attention."""
         current = self._current or Interval(entered=self.live_bytes)
-        matmul, moved = current.matmul_flops, current.moved_bytes
+        matmul = current.matmul_flops
+        moved = current.moved_bytes
         with self:
             result = inside(*args, **kwargs)
         current.attention_flops = current.attention_flops + current.matmul_flops - matmul
         current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved
-        current.matmul_flops, current.moved_bytes = matmul, moved
+        current.matmul_flops = matmul
+        current.moved_bytes = moved
         current.used.add(function.name())
         return result
 

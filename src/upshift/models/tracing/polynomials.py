@@ -61,7 +61,8 @@ def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Inter
 
 def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
     """Return a layer's forward interval, extended up to the entry of the next layer."""
-    own, after = forward.get(f"forward {name}"), forward.get(f"forward between {name}")
+    own = forward.get(f"forward {name}")
+    after = forward.get(f"forward between {name}")
     if own is None or after is None:
         return own
     return Interval(

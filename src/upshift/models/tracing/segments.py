@@ -227,7 +227,9 @@ class SegmentBorders:
     """
 
     def __init__(self, model: nn.Module, stacks: list[LayerStack], tracker: LiveTracker) -> None:
-        self._tracker, self._last_gap, self._forward = tracker, len(stacks), True
+        self._tracker = tracker
+        self._last_gap = len(stacks)
+        self._forward = True
         self._handles: list[Any] = []
         for number, stack in enumerate(stacks):
             layers = list(model.get_submodule(stack.path).children())

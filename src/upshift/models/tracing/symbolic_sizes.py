@@ -16,7 +16,8 @@ from upshift.models.profile import Polynomial
 
 POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length: the terms of a Polynomial, in their order
 NEAR = 2  # labels are one shorter than their tokens, some models put a token or two before them
-SHORTEST, SMALLEST_BATCH = 7, 127
+SHORTEST = 7
+SMALLEST_BATCH = 127
 
 Number = np.ndarray  # six coefficients
 
@@ -44,12 +45,14 @@ class OfPrimes:
     """Sizes as polynomials. Its methods raise NotPolynomial."""
 
     def __init__(self, batch: int, sequence: int) -> None:
-        self.batch, self.sequence = batch, sequence
+        self.batch = batch
+        self.sequence = sequence
         self.zero = np.zeros(len(POWERS))
         self._known: dict[tuple[tuple[int, ...], int], Number] = {}
 
     def storage(self, tensor: torch.Tensor) -> Number:
-        num_bytes, size = tensor.untyped_storage().nbytes(), tensor.element_size()
+        num_bytes = tensor.untyped_storage().nbytes()
+        size = tensor.element_size()
         if tensor.numel() * size == num_bytes:
             return self.elements(tensor.shape, size)
         return self.number(num_bytes)
@@ -66,7 +69,8 @@ class OfPrimes:
     def _product(self, dimensions: tuple[int, ...], size: int) -> Number:
         terms = {(0, 0): float(size)}
         for dimension in dimensions:
-            factor, found = self._dimension(dimension), dict[tuple[int, int], float]()
+            factor = self._dimension(dimension)
+            found = dict[tuple[int, int], float]()
             for (b, s), coefficient in terms.items():
                 for (more_b, more_s), value in factor.items():
                     power = (b + more_b, s + more_s)
@@ -114,5 +118,6 @@ def polynomial(number: Number) -> Polynomial:
 def _divided(number: int, prime: int) -> tuple[int, int]:
     power = 0
     while number % prime == 0:
-        number, power = number // prime, power + 1
+        number = number // prime
+        power = power + 1
     return number, power

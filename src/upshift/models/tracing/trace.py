@@ -227,7 +227,8 @@ def _layers(tracer: Tracer) -> list[list[str]]:
 
 
 def _steps(tracer: Tracer, variant: Variant, found: dict[str, Fitted], *, chunking: bool) -> list[StepTrace]:
-    gaps, layers = _gaps(tracer), _layers(tracer)
+    gaps = _gaps(tracer)
+    layers = _layers(tracer)
     ways = [way for way in _ways(tracer, variant) if way is not None and _name(variant, way) in found]
 
     def of(way: Granularity | None, names: Iterable[str], which: int) -> tuple[Segment, ...]:
@@ -323,7 +324,8 @@ def _run(
     if compiled:
         load_partition()
     found = {name: segments for name in steps if (segments := kept.get(name)) is not None}
-    missing, known = [name for name in steps if name not in found], len(found)
+    missing = [name for name in steps if name not in found]
+    known = len(found)
     tasks = [*(steps[name] for name in missing), *wanted]  # the longest ones first
     results = run_forked(tasks, progress=lambda done: progress(known + done, known + len(tasks)))
     for name, traced in zip(missing, results, strict=False):
@@ -414,7 +416,8 @@ def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, i
 
 
 def _chunking(tracer: Tracer) -> str | None:
-    base, (batch, sequence) = tracer.base, trace_points(1)[0]  # the shortest: every chunk says the same
+    base = tracer.base  # the shortest: every chunk says the same
+    (batch, sequence) = trace_points(1)[0]
     with fake_masks(masked=False), tracer.fake:
         inputs = sample_inputs(base, tracer.objective, batch=batch, sequence=sequence, masked=False)
         return why_not_chunked(base, inputs)
