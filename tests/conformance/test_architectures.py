@@ -172,7 +172,7 @@ def test_traced_whole(name, tmp_path):
     length = STATE_SPACE_LENGTH if "state space" in name else LENGTH
     variants = (Variant("bf16", "sdpa", False), Variant("bf16", "eager", False))
     kept = SegmentStore(tmp_path / "kept")
-    profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, kept=kept)
+    profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, store=store)
     read = source.hf_config
     with torch.device("meta"):
         model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)

@@ -27,7 +27,7 @@ from upshift.models.build import find_stacks
 from upshift.models.describe import max_positions
 from upshift.models.kv_cache import returned_cache
 from upshift.models.sequence_length import default_length
-from upshift.models.tracing.active_experts import experts_met
+from upshift.models.tracing.active_experts import experts_per_token
 from upshift.models.tracing.segments import fake_masks
 
 CACHED_TOKENS = 8  # enough to see what the cache keeps of a token
@@ -208,7 +208,7 @@ def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
         return {}
     try:
         with fake_masks(masked=False):
-            met = experts_met(model, lambda: _ids(model, CACHED_TOKENS))
+            met = experts_per_token(model, lambda: _ids(model, CACHED_TOKENS))
     except Exception:  # a model's forward raises its own kinds where shapes are not enough for it; then all experts are read
         return {}
     return {model.get_submodule(path): number for path, number in met.items()}
