@@ -107,7 +107,7 @@ def test_stacks_of_one_layer(encoder: int, decoder: int, tmp_path: Path) -> None
     )
     config.save_pretrained(tmp_path)
     variants = (Variant("fp32", "sdpa", False),)
-    kept = SegmentStore(tmp_path / "kept")
+    store = SegmentStore(tmp_path / "kept")
     profile = trace_model(find_model(str(tmp_path)), key="", versions={}, sequence_length=16, variants=variants, store=store)
     assert [len(stack.assignment) for stack in profile.stacks] == [encoder, decoder]
 

@@ -26,7 +26,7 @@ from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
 from upshift.loading.placement.apply import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.placement.place import Placement
-from upshift.models.build import building, find_architecture
+from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
@@ -147,7 +147,7 @@ def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Wh
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model on the meta device, untied, as from_pretrained builds it."""
-    with building(kind.__name__), ExitStack() as contexts:
+    with explain_build_errors(kind.__name__), ExitStack() as contexts:
         for context in kind.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
         model = kind(config)

@@ -23,9 +23,9 @@ NESTED_CODES = 256
 LOAD_4BIT = "load it with BitsAndBytesConfig(load_in_4bit=True)"
 
 
-def check_quantization(described: Any, name: str, *, adapter: bool) -> None:
+def check_quantization(quantization_config: Any, name: str, *, adapter: bool) -> None:
     """Raise RequestError if a model with this quantization cannot be trained here. ``described``: a quantization_config."""
-    config = described if isinstance(described, dict) else described.to_dict()
+    config = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
     if method != "bitsandbytes":
         raise RequestError(f"{name} is quantized with {method}, through which no adapter is trained here; {LOAD_4BIT}")
@@ -48,14 +48,14 @@ def quantize(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
-    before = dict(model.named_modules())
+    original_modules = dict(model.named_modules())
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     for path, module in four_bit_layers(model):
-        old = before[path]
-        weight = old.weight.T if isinstance(old, Conv1D) else old.weight
-        module.weight = _meta_weight(weight, module, dtype) if weight.is_meta else _weight(weight, module, dtype)
+        original = original_modules[path]
+        weight = original.weight.T if isinstance(original, Conv1D) else original.weight
+        module.weight = _meta_weight(weight, module, dtype) if weight.is_meta else _quantized_weight(weight, module, dtype)
         if module.bias is not None:
-            module.bias = nn.Parameter(old.bias.detach(), requires_grad=False)
+            module.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 
@@ -66,11 +66,11 @@ def four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def _weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
+def _quantized_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
-    waiting: Any = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight))
-    quantized: nn.Parameter = waiting.to(weight.device)  # which quantizes it
+    parameter: Any = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight))
+    quantized: nn.Parameter = parameter.to(weight.device)  # which quantizes it
     return quantized
 
 
@@ -81,27 +81,32 @@ def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Paramete
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
-    how = module.weight
+    settings = module.weight
     blocks = -(-weight.numel() // module.weight.blocksize)
     with torch.device("meta"):
         scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
-        if how.compress_statistics:
+        if settings.compress_statistics:
             nested = QuantState(
                 absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(NESTED_CODES), blocksize=NESTED_BLOCK,
                 dtype=torch.float32,
             )  # fmt: skip
             scales = {"absmax": torch.empty(blocks, dtype=torch.uint8), "offset": torch.empty(()), "state2": nested}
         state = QuantState(
-            shape=weight.shape, code=torch.empty(CODES), blocksize=how.blocksize, quant_type=how.quant_type, dtype=dtype, **scales
+            shape=weight.shape,
+            code=torch.empty(CODES),
+            blocksize=settings.blocksize,
+            quant_type=settings.quant_type,
+            dtype=dtype,
+            **scales,
         )
-        size = (weight.numel() + 1) // (2 * how.quant_storage.itemsize)
-        packed = torch.empty((size, 1), dtype=how.quant_storage)
-        options = {key: value for key, value in vars(how).items() if key not in ("quant_state", "bnb_quantized")}
-        made: nn.Parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
-    return made
+        size = (weight.numel() + 1) // (2 * settings.quant_storage.itemsize)
+        packed = torch.empty((size, 1), dtype=settings.quant_storage)
+        options = {key: value for key, value in vars(settings).items() if key not in ("quant_state", "bnb_quantized")}
+        quantized: nn.Parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
+    return quantized
 
 
-def multiply(
+def multiply_4bit(
     inputs: Tensor, weight: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
     absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -128,21 +133,25 @@ def num_weights(parameter: Tensor) -> int:
 def stored_bytes(parameter: Tensor) -> int:
     """Return the bytes of a 4-bit weight with its scales and its tables of codes (1 KiB, each weight has its own)."""
     state = parameter.quant_state  # type: ignore[attr-defined]
-    parts = (state, state.state2) if state.nested else (state,)
-    beside = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, Tensor)]
-    return sum(tensor.nbytes for tensor in (parameter, *beside))
+    states = (state, state.state2) if state.nested else (state,)
+    tensors = [tensor for state_ in states for tensor in vars(state_).values() if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in (parameter, *tensors))
 
 
-def copy_scales(parameter: Tensor, moved: Tensor, move: Any) -> None:
+def copy_scales(parameter: Tensor, target: Tensor, move_tensor: Any) -> None:
     """Give ``moved``, a copy of a 4-bit weight on another device, its scales. ``move`` brings a tensor to that device."""
     from bitsandbytes.functional import QuantState
 
-    def copied(state: Any) -> Any:
-        own = {key: move(value) if isinstance(value, Tensor) else value for key, value in vars(state).items() if key != "nested"}
-        own["state2"] = copied(state.state2) if state.nested else None
-        return QuantState(**own)
+    def copy_state(state: Any) -> Any:
+        fields = {
+            key: move_tensor(value) if isinstance(value, Tensor) else value
+            for key, value in vars(state).items()
+            if key != "nested"
+        }
+        fields["state2"] = copy_state(state.state2) if state.nested else None
+        return QuantState(**fields)
 
-    moved.quant_state = copied(parameter.quant_state)  # type: ignore[attr-defined]
+    target.quant_state = copy_state(parameter.quant_state)  # type: ignore[attr-defined]
 
 
 def keep_trainable(model: nn.Module) -> None:

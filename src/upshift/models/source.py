@@ -32,7 +32,7 @@ ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_
 ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-HEADS = {  # that peft trains whole beside the adapter, where it is told the task
+TASK_OF_HEAD = {  # that peft trains whole beside the adapter, where it is told the task
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
 }  # fmt: skip
 QLORA = {  # its NF4 with scales that are quantized, too (arXiv:2305.14314), in transformers' own words
@@ -40,8 +40,8 @@ QLORA = {  # its NF4 with scales that are quantized, too (arXiv:2305.14314), in 
     "bnb_4bit_compute_dtype": "bfloat16",
 }  # fmt: skip
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
-MODELS = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
-SHOWN = 100  # characters of a name
+MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
+SHOWN_CHARACTERS = 100  # characters of a name
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
 
 
@@ -81,12 +81,12 @@ class ModelSource(Value):
     def model_hash(self) -> str:
         """Return a stable short hash of everything in the config that can change the computation."""
         cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
-        kept = {key: value for key, value in self.config.items() if key not in cosmetic}
-        kept["architectures"] = self.config.get("architectures")
+        relevant = {key: value for key, value in self.config.items() if key not in cosmetic}
+        relevant["architectures"] = self.config.get("architectures")
         if self.adapter is not None or self.frozen is not None:
-            kept = {"config": kept, "adapter": self.adapter, "frozen": self.frozen}
-            kept["base"] = [self.base_dtype, self.quantized_from]
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+            relevant = {"config": relevant, "adapter": self.adapter, "frozen": self.frozen}
+            relevant["base"] = [self.base_dtype, self.quantized_from]
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -113,9 +113,9 @@ def find_model(reference: str) -> ModelSource:
     try:
         path.exists()
     except OSError as error:  # too long a name, a closed folder
-        raise RequestError(f"model {_short(reference)} cannot be read: {error.strerror}; {MODELS}") from None
+        raise RequestError(f"model {_shorten(reference)} cannot be read: {error.strerror}; {MODEL_HELP}") from None
     if _is_adapter(path):
-        return _with_adapter(path)
+        return _read_adapter(path)
     if path.is_dir():
         return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
     if path.is_file():
@@ -125,19 +125,19 @@ def find_model(reference: str) -> ModelSource:
         directory = path.parent if path.name == "config.json" else None
         return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
     if path.suffix == ".json" or not HUB_ID.fullmatch(reference):
-        raise RequestError(f"model {_short(reference)} does not exist; {MODELS}")
-    return _from_hub(reference)
+        raise RequestError(f"model {_shorten(reference)} does not exist; {MODEL_HELP}")
+    return _fetch_config(reference)
 
 
-def _short(reference: str) -> str:
-    return repr(reference if len(reference) <= SHOWN else f"{reference[:SHOWN]}...")
+def _shorten(reference: str) -> str:
+    return repr(reference if len(reference) <= SHOWN_CHARACTERS else f"{reference[:SHOWN_CHARACTERS]}...")
 
 
 def _is_adapter(path: Path) -> bool:
     return (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
 
 
-def _with_adapter(directory: Path) -> ModelSource:
+def _read_adapter(directory: Path) -> ModelSource:
     """Return an adapter as peft saves it, around the model that it names."""
     adapter = _read_json(directory / ADAPTER_FILE)
     base = adapter.get("base_model_name_or_path")
@@ -149,14 +149,14 @@ def _with_adapter(directory: Path) -> ModelSource:
             "upshift merge writes one"
         )
     source = find_model(str(base))
-    kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
-    if isinstance(kept.get(ADAPTER_INITIAL), str):
-        kept[ADAPTER_INITIAL] = True
+    settings = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
+    if isinstance(settings.get(ADAPTER_INITIAL), str):
+        settings[ADAPTER_INITIAL] = True
     weights = directory if (directory / ADAPTER_WEIGHTS).is_file() else None
-    return _around(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), kept)
+    return _attach_adapter(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), settings)
 
 
-def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
+def find_model_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
     """Return ``find_model`` of the reference, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head.
 
     Below it, or below the adapter that the model has, are the weights as they are stored, or in 4 bits, as QLoRA keeps them.
@@ -168,7 +168,7 @@ def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit:
         return source
     if source.adapter is None:
         raise RequestError("weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
-    _check_whole(source)
+    _check_not_quantized(source)
     # Of float16 the weights are read as float32, which holds the same numbers.
     return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
 
@@ -178,28 +178,28 @@ def _with_lora(source: ModelSource, rank: int) -> ModelSource:
         raise RequestError(f"--lora-rank {rank} is not possible; give 1 or more, such as 16")
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
-    _check_whole(source)
+    _check_not_quantized(source)
     classes = source.config.get("architectures") or [""]
-    task = next((task for ending, task in HEADS.items() if str(classes[0]).endswith(ending)), None)
+    task = next((task for suffix, task in TASK_OF_HEAD.items() if str(classes[0]).endswith(suffix)), None)
     adapter = {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return _around(source, adapter)
+    return _attach_adapter(source, adapter)
 
 
-def _check_whole(source: ModelSource) -> None:
+def _check_not_quantized(source: ModelSource) -> None:
     if "quantization_config" in source.config:
         name = source.base_reference
         raise RequestError(f"the weights of {name!r} are quantized already; give the model that it was made from")
 
 
-def _around(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
+def _attach_adapter(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
     """Put an adapter around a source.
 
     The weights below keep the dtype that the config says. Quantized ones are multiplied in it."""
-    said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
+    dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
     return source.changed(
         adapter=adapter,
-        base_dtype="bfloat16" if said == "bfloat16" else "float32",
-        quantized_from=said if "quantization_config" in source.config else None,
+        base_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        quantized_from=dtype if "quantization_config" in source.config else None,
     )
 
 
@@ -217,10 +217,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _from_hub(reference: str) -> ModelSource:
+def _fetch_config(reference: str) -> ModelSource:
     from huggingface_hub import hf_hub_download  # comes with transformers
 
-    path = _ask_hub(reference, lambda offline: hf_hub_download(reference, "config.json", local_files_only=offline))
+    path = _call_hub(reference, lambda offline: hf_hub_download(reference, "config.json", local_files_only=offline))
     return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))
 
 
@@ -231,15 +231,15 @@ def fetch_weights(source: ModelSource) -> None:
         return
     from huggingface_hub import snapshot_download
 
-    _ask_hub(name, lambda offline: snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=offline))
+    _call_hub(name, lambda offline: snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=offline))
 
 
-def _ask_hub(reference: str, ask: Callable[[bool], str]) -> Path:
+def _call_hub(reference: str, download: Callable[[bool], str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     offline = read_settings().hub_offline
     try:
-        return Path(ask(offline))
+        return Path(download(offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = (
             "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"

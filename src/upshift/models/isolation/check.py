@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
-from upshift.models.build import build_model, choose_class, encoder_of, forget_cache
+from upshift.models.build import build_model, choose_class, disable_cache, encoder_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.kv_cache import NAMES, with_cache
@@ -32,15 +32,15 @@ from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
-FIRST = 11  # tokens: beyond SHORT windows, of no round number
-SECOND = 21
-PADDING = 5
-STEPS = 2  # tokens that are computed one at a time, behind the others
+FIRST_LENGTH = 11  # tokens: beyond SHORT windows, of no round number
+SECOND_LENGTH = 21
+PADDING_LENGTH = 5
+LAST_TOKENS = 2  # tokens that are computed one at a time, behind the others
 TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-6  # fp32 sums in another order differ by up to 2.6e-7, router losses by 1.6e-6 (jamba) and more
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
 # eager; and flash attention is told of a row's texts by their positions alone.
-STAND_IN = "positions_alone"
+FLASH_SUBSTITUTE = "positions_alone"
 FLASH = ("flash_attention_2", "flash_attention_3")
 IGNORED = -100  # a label that does not count
 
@@ -98,7 +98,7 @@ class _Probe:
 
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
-        forget_cache(self.model)
+        disable_cache(self.model)
         if objective is None:
             self.model = encoder_of(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
@@ -112,7 +112,9 @@ class _Probe:
         special = {number for value in named for number in (value if isinstance(value, list) else [value])}
         plain = torch.tensor([number for number in range(vocabulary) if number not in special])
         self.pad = next((value for value in (getattr(config, "pad_token_id", None),) if isinstance(value, int)), 0)
-        self.first, self.other, self.second = (plain[torch.randint(len(plain), (n,))] for n in (FIRST, FIRST, SECOND))
+        self.first, self.other, self.second = (
+            plain[torch.randint(len(plain), (n,))] for n in (FIRST_LENGTH, FIRST_LENGTH, SECOND_LENGTH)
+        )
 
     def isolation(self) -> Isolation:
         """Return the result of the checks for training and encoding."""
@@ -130,12 +132,12 @@ class _Probe:
 
     def _packing_by_kernel(self) -> dict[str, str]:
         has = attention_kernels(self.model)
-        alike = {"flex_attention": "sdpa" if "sdpa" in has else "eager", **dict.fromkeys(FLASH, STAND_IN)}
+        alike = {"flex_attention": "sdpa" if "sdpa" in has else "eager", **dict.fromkeys(FLASH, FLASH_SUBSTITUTE)}
         runs = dict.fromkeys(alike.get(kernel, kernel) for kernel in has)
         for kernel in runs:
-            if kernel == STAND_IN:
-                AttentionInterface.register(STAND_IN, attend_by_positions)
-                AttentionMaskInterface.register(STAND_IN, flash_attention_mask)
+            if kernel == FLASH_SUBSTITUTE:
+                AttentionInterface.register(FLASH_SUBSTITUTE, attend_by_positions)
+                AttentionMaskInterface.register(FLASH_SUBSTITUTE, flash_attention_mask)
             self._alone_results.clear()
             set_attention(self.model, kernel)
             runs[kernel] = self._packing()
@@ -173,19 +175,19 @@ class _Probe:
 
     def _row(self, first: Tensor) -> dict[str, Tensor]:
         """Return two texts and padding that is a text of its own, as training packs them."""
-        padding = first[:1].expand(PADDING)
+        padding = first[:1].expand(PADDING_LENGTH)
         ids = torch.cat([first, self.second, padding])
         positions = torch.cat([torch.arange(len(part)) for part in (first, self.second, padding)])
         labels = ids.clone()
         labels[[0, len(first)]] = IGNORED
-        labels[-PADDING:] = IGNORED
+        labels[-PADDING_LENGTH:] = IGNORED
         return {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
 
     def _packed(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """Return the results of both texts of a row."""
         row = self._row(first)
         found = self._run(row["input_ids"], position_ids=row["position_ids"])[0]
-        return found[: len(first)], found[len(first) : len(first) + SECOND]
+        return found[: len(first)], found[len(first) : len(first) + SECOND_LENGTH]
 
     def _bad_gradients(self, inputs: dict[str, Tensor]) -> str:
         """Name the first gradient that is not a number where there is padding in a row, or return nothing."""
@@ -211,20 +213,20 @@ class _Probe:
         ids, mask = self._batch()
         found = self._run(ids, **self._masked(mask, masked=masked))
         per_token = found.shape[:2] == ids.shape
-        of_first = found[0, :FIRST] if per_token else found[0]
+        of_first = found[0, :FIRST_LENGTH] if per_token else found[0]
         return _is_close(of_first, self._alone(self.first)) and _is_close(found[1], self._alone(self.second))
 
     def _loss_is_same(self, *, masked: bool) -> bool:
         """Return whether more padding leaves a batch's loss unchanged."""
         losses = []
-        for more in (0, PADDING):
+        for more in (0, PADDING_LENGTH):
             ids, mask = self._batch(more=more)
             losses.append(self._loss(ids, mask, masked=masked))
         return _is_close_loss(*losses)
 
     def _batch(self, *, more: int = 0) -> tuple[Tensor, Tensor]:
         """Return both texts and their mask, with ``more`` columns of padding beyond the longer text."""
-        ids = torch.full((2, SECOND + more), self.pad)
+        ids = torch.full((2, SECOND_LENGTH + more), self.pad)
         mask = torch.zeros_like(ids)
         for row, text in enumerate((self.first, self.second)):
             ids[row, : len(text)] = text
@@ -242,7 +244,7 @@ class _Probe:
         if self.objective != "causal-lm":
             return "", ""
         whole = self._alone(self.second)
-        if not _is_close(self._run(self.second[None, :-STEPS])[0], whole[:-STEPS]):
+        if not _is_close(self._run(self.second[None, :-LAST_TOKENS])[0], whole[:-LAST_TOKENS]):
             return "a token's results depend on the tokens behind it", ""
         if self.takes.isdisjoint(NAMES):
             return "the model takes no cache of keys and values", ""
@@ -264,7 +266,7 @@ class _Probe:
         start = 0
         kept = with_cache(self.model, DynamicCache())
         try:
-            for end in range(width - STEPS, width + 1):
+            for end in range(width - LAST_TOKENS, width + 1):
                 given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
                 given = {name: value for name, value in given.items() if name in self.takes} | kept
                 found.append(self._run(ids[:, start:end], **given)[:, -1])
@@ -293,7 +295,7 @@ class _Probe:
         """Return whether a label's loss is that of the place before it, where the first label of a text counts for nothing."""
         losses = []
         for token in (int(self.second.min()), int(self.second.max())):
-            labels = torch.full((1, SECOND), IGNORED)
+            labels = torch.full((1, SECOND_LENGTH), IGNORED)
             labels[0, 0] = token
             with torch.no_grad():
                 losses.append(float(self.model(input_ids=self.second[None], labels=labels).loss))

@@ -20,19 +20,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.models.build import build_model, find_stacks, layer_kind
 
-MOST_PARAMETERS = 40_000_000  # of a copy: a second to fill, and 160 MB
+MAX_PARAMETERS = 40_000_000  # of a copy: a second to fill, and 160 MB
 VOCABULARY = 128
-SHORT = 8  # of windows and chunks: shorter than a text of the test, so that they take effect
+SHORT_WINDOW = 8  # of windows and chunks: shorter than a text of the test, so that they take effect
 POSITIONS = 2048  # at most: a learned table of more only costs memory
 EXPERTS = 8
 SMALLEST_HEAD = 16
 SMALLEST_WIDTH = 64
 MULTIPLE = 8  # of widths: products of experts take no others
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim")
-KEPT = re.compile(r"token|vocab|position|layers|experts|per_tok|top_?k|seed|kernel|conv|state|group|length|labels|version")
+UNCHANGED = re.compile(r"token|vocab|position|layers|experts|per_tok|top_?k|seed|kernel|conv|state|group|length|labels|version")
 HEADS = re.compile(r"heads$|(n|num)_head$")
 HEAD_SIZES = re.compile(r"head_dim|d_head|d_kv|lora_rank|head_size")
-SHORTENED = re.compile(r"window|chunk")
+WINDOWS = re.compile(r"window|chunk")
 
 Fields = dict[str, Any]
 
@@ -49,7 +49,7 @@ def narrow_copies(config: PretrainedConfig, model_class: type[PreTrainedModel]) 
         except Exception as error:  # each config and model class raises its own kinds; every one means: not with these sizes
             logger.debug("no copy of %s with these sizes: %s", model_class.__name__, error)
             continue
-        if size <= MOST_PARAMETERS:
+        if size <= MAX_PARAMETERS:
             yield shallow
 
 
@@ -122,15 +122,15 @@ def _narrowed_integer(name: str, value: int, fields: Fields, fewer: int, smaller
         return value % VOCABULARY
     if "position" in name and value > POSITIONS:
         return POSITIONS
-    if SHORTENED.search(name):
-        return min(value, SHORT) if shortened and value > 0 else value
+    if WINDOWS.search(name):
+        return min(value, SHORT_WINDOW) if shortened and value > 0 else value
     if "experts" in name and "per_tok" not in name and value > EXPERTS:
         return _num_experts(value, fields)
     if HEADS.search(name) and value > 1:
         return value // fewer if value % fewer == 0 else value
     if HEAD_SIZES.search(name):
         return value // smaller if value % smaller == 0 else value
-    if KEPT.search(name) or value < 32:
+    if UNCHANGED.search(name) or value < 32:
         return value
     divisor = fewer * smaller
     possible = (size for size in range(divisor, 1, -1) if divisor % size == 0 and value % (MULTIPLE * size) == 0)

@@ -25,14 +25,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from upshift.internals.torch_names import is_fake, softmax_backward
 from upshift.models.profile import BLOCK_QUERIES
 
-NAME = "block"
+BLOCK_ATTENTION = "block"
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Call ``model.set_attn_implementation``, after making ``block`` known to transformers beside ``sdpa`` and ``eager``."""
-    if name == NAME:
-        AttentionInterface.register(NAME, block_attention_forward)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+    if name == BLOCK_ATTENTION:
+        AttentionInterface.register(BLOCK_ATTENTION, block_attention_forward)
+        AttentionMaskInterface.register(BLOCK_ATTENTION, sdpa_mask)
     model.set_attn_implementation(name)
 
 
@@ -86,7 +86,7 @@ def forward_in_blocks(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
-    left = LeftOut(seed, dropout)
+    left = ProbabilityDropout(seed, dropout)
     query = query.contiguous()
     value = value.contiguous()
     columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
@@ -118,7 +118,7 @@ def backward_in_blocks(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value. Those of key and value are summed over blocks in fp32."""
-    left = LeftOut(seed, dropout)
+    left = ProbabilityDropout(seed, dropout)
     query = query.contiguous()
     key = key.contiguous()
     columns = key.transpose(2, 3).contiguous()
@@ -149,7 +149,7 @@ def backward_in_blocks(
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
-class LeftOut:
+class ProbabilityDropout:
     """Dropout of probabilities: the dropped ones are drawn from a seed, block by block in their order. Without a seed none is
     dropped.
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from upshift.models.ops.linear_cross_entropy import HeadLoss, OwnWords, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy
 
 Number = float  # DeferredLogits has a method of the name float
 
@@ -27,7 +27,7 @@ class ChunkedHeadError(RuntimeError):
 
 
 @dataclass
-class Uses:
+class HeadUses:
     """Counts of how often the head ran while a context was open, and how many of its results became losses."""
 
     heads: int = 0
@@ -42,7 +42,7 @@ class DeferredLogits:
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: HeadLoss
-    uses: Uses
+    uses: HeadUses
 
     @property
     def shape(self) -> torch.Size:
@@ -172,13 +172,15 @@ class DeferredLogits:
         return own[function](*args, **(kwargs or {}))
 
 
-def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
+def _own_words(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, VocabularyShard | None]:
     """Return this rank's part where ranks share the vocabulary. Every rank has the same number of rows."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
     own = weight.to_local()
     mesh = weight.device_mesh
-    words = OwnWords(mesh.get_group(), mesh.get_local_rank() * len(own), len(weight))
+    words = VocabularyShard(mesh.get_group(), mesh.get_local_rank() * len(own), len(weight))
     if isinstance(bias, DTensor):
         bias = bias.to_local()
     elif bias is not None:
@@ -192,7 +194,7 @@ def _swapped(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 @contextmanager
-def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[Uses]:
+def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[HeadUses]:
     """Run ``model`` with its loss in chunks of ``chunk_tokens`` labelled tokens while the context is open.
 
     label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: this times the mean over labels of
@@ -200,7 +202,7 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     options = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss)
-    uses = Uses()
+    uses = HeadUses()
 
     def defer(hidden: torch.Tensor) -> DeferredLogits:
         uses.heads += 1

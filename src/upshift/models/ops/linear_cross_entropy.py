@@ -31,7 +31,7 @@ class HeadLoss(NamedTuple):
     z_loss: float = 0.0  # times logsumexp(logits) ** 2; Chowdhery et al., "PaLM", 2022, section 5
 
 
-class OwnWords(NamedTuple):
+class VocabularyShard(NamedTuple):
     """This rank's part of a vocabulary that the ranks of ``group`` share.
 
     Its words begin at ``first``. ``vocabulary``: how many words there are in all."""
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: HeadLoss,
-    words: OwnWords | None = None,
+    words: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Return the sum of the losses of all labels but the ignored ones.
 
@@ -74,7 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         head: HeadLoss,
-        words: OwnWords | None,
+        words: VocabularyShard | None,
         with_gradients: bool,
     ) -> torch.Tensor:
         device = hidden.device.type
@@ -115,7 +115,7 @@ def _sum_chunks(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: HeadLoss,
-    words: OwnWords | None,
+    words: VocabularyShard | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
     """Return the summed loss. ``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
@@ -177,7 +177,7 @@ def _loss_then_slope(
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     head: HeadLoss,
-    words: OwnWords | None,
+    words: VocabularyShard | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
     """Return the summed loss of ``part`` [C, V], products without scale and bias, and overwrite ``part`` with the loss's
@@ -215,7 +215,7 @@ def _loss_then_slope(
     return loss
 
 
-def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_softmax(logits: torch.Tensor, words: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log probabilities [C, V], normalized over all words of all ranks, and logsumexp [C, 1]."""
     if words is None:
         log_probabilities = torch.log_softmax(logits, dim=1)
@@ -228,7 +228,7 @@ def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Te
     return logits - normaliser, normaliser
 
 
-def _own_columns(labels: torch.Tensor, words: OwnWords | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_columns(labels: torch.Tensor, words: VocabularyShard | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [C, 1] twice: the column of every label, and 1.0, or 0.0 if another rank has it."""
     columns = labels.unsqueeze(1)
     if words is None:

@@ -21,7 +21,7 @@ from upshift.internals.torch_names import (
     tree_leaves,
 )
 from upshift.models.ops.block_attention import backward_in_blocks, forward_in_blocks
-from upshift.models.quantized import multiply
+from upshift.models.quantized import multiply_4bit
 from upshift.models.tracing.symbolic_sizes import PlainSizes, PrimeSizes
 
 ATEN = torch.ops.aten
@@ -58,7 +58,7 @@ class Interval:
 TRACED_INSIDE: dict[str, Callable[..., Any]] = {
     "upshift::block_attention": forward_in_blocks,
     "upshift::block_attention_backward": backward_in_blocks,
-    "bitsandbytes::gemm_4bit": multiply,
+    "bitsandbytes::gemm_4bit": multiply_4bit,
 }
 
 # Operators of fused attention.
@@ -203,9 +203,9 @@ class LiveTracker:
         if function is DEVICE_OF:  # a short cut for two of three calls, which ask for a fake tensor's device
             return args[0].fake_device
         implementation = TRACED_INSIDE.get(function.name())
-        if implementation is multiply:
+        if implementation is multiply_4bit:
             with self:
-                return multiply(*args, **kwargs)
+                return multiply_4bit(*args, **kwargs)
         if implementation is not None:
             return self._run_attention(function, implementation, args, kwargs)
         reused = _reused_gradient_storage(function, args)

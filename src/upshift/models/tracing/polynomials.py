@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.models.profile import GradientsGo, PassCost, Polynomial, Segment
+from upshift.models.profile import PassCost, Polynomial, ReleasedGradients, Segment
 from upshift.models.tracing.op_counter import Interval
 from upshift.models.tracing.symbolic_sizes import POWERS, NotPolynomial, polynomial
 
@@ -49,7 +49,7 @@ def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement
     ]
 
 
-def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Interval | None]) -> GradientsGo:
+def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Interval | None]) -> ReleasedGradients:
     """Return the cost of a first backward pass that drops each gradient as soon as it is complete."""
     intervals = [interval if interval is not None else Interval(live_at_entry=0) for interval in family]
     same_operators = len({tuple(interval.operators) for interval in intervals}) == 1
@@ -62,7 +62,7 @@ def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Inter
     (rise,) = _envelopes(points, longest, [rises])
     elements = [size for size, _ in intervals[0].gradient_moments]
     moments = [fit_single(points, [i.gradient_moments[n][1] - i.live_at_entry for i in intervals]) for n in range(len(elements))]
-    return GradientsGo(
+    return ReleasedGradients(
         rise=rise,
         moments=tuple(dict.fromkeys(zip(elements, moments, strict=True))),
         born=fit_single(points, [i.gradient_bytes for i in intervals]),

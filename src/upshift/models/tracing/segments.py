@@ -22,10 +22,10 @@ from upshift.models.adapter import base_of, complete_model
 from upshift.models.build import (
     LayerStack,
     build_model,
-    building,
     check_depth,
     choose_class,
     cut_stacks,
+    explain_build_errors,
     sample_inputs,
 )
 from upshift.models.ops.activation_checkpointing import recompute_layers
@@ -65,7 +65,7 @@ class Tracer:
         if self.objective == "sequence-classification" and config.problem_type is None:
             # Models set this themselves when they first see class labels. Until then DeBERTa reads the labels' values.
             config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
-        with building(repr(self.source.reference)), torch.device("meta"):
+        with explain_build_errors(repr(self.source.reference)), torch.device("meta"):
             return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:

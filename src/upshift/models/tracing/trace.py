@@ -29,7 +29,7 @@ from upshift.models.describe import (
 )
 from upshift.models.kv_cache import returned_cache
 from upshift.models.ops.activation_checkpointing import recompute_layers
-from upshift.models.ops.block_attention import NAME
+from upshift.models.ops.block_attention import BLOCK_ATTENTION
 from upshift.models.ops.chunked_loss import why_not_chunked
 from upshift.models.profile import (
     BLOCK_QUERIES,
@@ -138,7 +138,7 @@ def _trace_segments(
 ) -> FittedSegments | None:
     """Trace every segment with all layers recomputed at this granularity. Return None if the layers do not support it."""
     # Block attention runs some ten operators a block. Its trace at a few blocks is exact for longer rows, too.
-    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
+    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == BLOCK_ATTENTION else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
     try:
         segments = _fit_primes(tracer, variant, granularity, sequence_length, degrees)
@@ -148,7 +148,7 @@ def _trace_segments(
             raise
         return None
     # Layers with block attention or 4-bit weights are never planned as compiled.
-    may_compile = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None
+    may_compile = variant.compiled and variant.attention != BLOCK_ATTENTION and tracer.source.quantized_from is None
     if granularity is None and may_compile:
         for degree_index, ranks in enumerate(degrees):
             for name, saved_bytes in _compiled_layer_bytes(tracer, variant, sequence_length, ranks).items():
@@ -172,7 +172,7 @@ def _fit_primes(
 
     Return None if numbers are not polynomials, or if the runs disagree."""
     fits: list[FittedSegments] = []
-    for point in prime_points(sequence_length, dimension_sizes(tracer)) if variant.attention != NAME else ():
+    for point in prime_points(sequence_length, dimension_sizes(tracer)) if variant.attention != BLOCK_ATTENTION else ():
         try:
             measured = [
                 [
@@ -235,7 +235,7 @@ def _segment_names(tracer: Tracer) -> list[str]:
 
 
 def _layer_names(tracer: Tracer) -> list[list[str]]:
-    return [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
+    return [[f"layer {n} {position}" for position in range(len(stack.traced_layers))] for n, stack in enumerate(tracer.stacks)]
 
 
 def _variant_steps(tracer: Tracer, variant: Variant, traces: dict[str, FittedSegments], *, chunking: bool) -> list[StepTrace]:
@@ -317,7 +317,7 @@ def trace_model(
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(
-            Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
+            Stack(path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable)
             for s in tracer.stacks
         ),
         steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
@@ -397,10 +397,12 @@ def choose_variants(
     - ``block`` is left out if the model never calls it, and for rows shorter than one block, unless rows are packed.
     - ``eager`` is left out for long rows: there it is no faster than ``sdpa`` and holds its score matrices."""
     kernels = attention_kernels(tracer.base)
-    has_other_kernel = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
-    packs_rows = any(variant.masked and variant.attention == NAME for variant in variants)
+    has_other_kernel = any(variant.attention in kernels and variant.attention != BLOCK_ATTENTION for variant in variants)
+    packs_rows = any(variant.masked and variant.attention == BLOCK_ATTENTION for variant in variants)
     is_short = has_other_kernel and not packs_rows and sequence_length < BLOCK_QUERIES
-    block_variant = next((v for v in variants if v.attention == NAME and NAME in kernels and not is_short), None)
+    block_variant = next(
+        (v for v in variants if v.attention == BLOCK_ATTENTION and BLOCK_ATTENTION in kernels and not is_short), None
+    )
     block_is_used = block_variant is not None and _uses_block_attention(tracer, block_variant, trace_points(sequence_length)[0])
     chosen = []
     for variant in variants:
@@ -526,7 +528,7 @@ def _cached_layer_indices(tracer: Tracer, cache: Any) -> Sequence[int]:
 
     The cache has an entry for every layer of the config. The cut model fills the first ones."""
     stack = tracer.stacks[-1] if tracer.stacks else None
-    return stack.assignment if stack and len(cache.layers) >= len(stack.kept) else range(len(cache.layers))
+    return stack.assignment if stack and len(cache.layers) >= len(stack.traced_layers) else range(len(cache.layers))
 
 
 def _keys_and_values(layer: Any) -> list[torch.Tensor]:

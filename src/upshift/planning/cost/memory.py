@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from upshift.models.profile import ModelProfile, StepTrace, highest
+from upshift.models.profile import ModelProfile, StepTrace, highest_at
 from upshift.planning.cost.memo import Known
 from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes
 from upshift.planning.cost.partition import (
@@ -88,7 +88,7 @@ def walk_forward(
     released = 0.0
     for item in placed:
         cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
+        rise, left = max(highest_at(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
         released_here = cost.released.at(batch, sequence)
         if plan.activation_offload and item.is_layer:
             left, released_here = 0.0, 0.0
@@ -209,9 +209,9 @@ class StepMemory:
 
 def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     """Return ``memory`` with its passing parts scaled so that the peak is the measured one (compiled layers save less)."""
-    highest = memory.phases[memory.peak_phase]
-    lasting = sum(highest.parts.get(part, 0.0) for part in LASTING_PARTS)
-    factor = max(peak_bytes - lasting, 0.0) / max(highest.total - lasting, 1.0)
+    highest_at = memory.phases[memory.peak_phase]
+    lasting = sum(highest_at.parts.get(part, 0.0) for part in LASTING_PARTS)
+    factor = max(peak_bytes - lasting, 0.0) / max(highest_at.total - lasting, 1.0)
     phases = {}
     for name, peak in memory.phases.items():
         parts = {part: size * (1.0 if part in LASTING_PARTS else factor) for part, size in peak.parts.items()}
@@ -386,7 +386,7 @@ def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *
 
 
 def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
-    rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
+    rises = [highest_at(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
     return max(rises, default=0.0)
 
 
@@ -456,7 +456,7 @@ def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tupl
     rises = {"activations": 0.0, "loss": 0.0}
     for item in placed:
         part = "loss" if item.is_loss else "activations"
-        rises[part] = max(rises[part], highest(item.segment.forward.rise, batch, sequence) + item.scratch)
+        rises[part] = max(rises[part], highest_at(item.segment.forward.rise, batch, sequence) + item.scratch)
     if rises["loss"] >= rises["activations"]:
         return {"activations": hidden, "loss": rises["loss"]}
     return {"activations": hidden + rises["activations"]}

@@ -44,10 +44,10 @@ from dataclasses import dataclass
 
 from upshift.models.profile import (
     LOSS_CHUNK_TOKENS,
-    GradientsGo,
     ModelProfile,
     PassCost,
     Polynomial,
+    ReleasedGradients,
     Segment,
     StackTrace,
     StepTrace,
@@ -120,12 +120,12 @@ def _lower(cost: PassCost, less: Polynomial) -> PassCost:
     return cost.model_copy(update={"rise": tuple(total(term, scaled(less, -1.0)) for term in cost.rise)})
 
 
-def _without(gone: GradientsGo | None, less: Polynomial) -> GradientsGo | None:
+def _without(gone: ReleasedGradients | None, less: Polynomial) -> ReleasedGradients | None:
     if gone is None:
         return None
     rise = tuple(total(term, scaled(less, -1.0)) for term in gone.rise)
     moments = tuple((size, total(live, scaled(less, -1.0))) for size, live in gone.moments)
-    return GradientsGo(rise=rise, moments=moments, born=gone.born)
+    return ReleasedGradients(rise=rise, moments=moments, born=gone.born)
 
 
 def _frees_less(cost: PassCost, less: Polynomial) -> PassCost:
