@@ -1,4 +1,4 @@
-"""Find a model's class and objective from its config, build the unmodified model, and cut its stacks to the layers that differ."""
+"""Find a model's class and objective from its config, build the model, and cut its stacks to the layers that differ."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
 
 def _trainable_alternatives(config: PretrainedConfig) -> str:
     """Return the end of a message: the classes of this model_type that Upshift trains, and how to get their weights."""
-    class_names = [model_class.__name__ for model_class, _ in _trainable_classes(config)]
+    class_names = ", ".join(dict.fromkeys(model_class.__name__ for model_class, _ in _trainable_classes(config)))
     if not class_names:
         return ""
     return (
-        f"; of {config.model_type} they are {', '.join(dict.fromkeys(class_names))}: load one of them with transformers, which makes "
-        "the weights that these files lack, save it, and give that"
+        f"; of {config.model_type} they are {class_names}: load one of them with transformers, which makes the weights that these "
+        "files lack, save it, and give that"
     )
 
 

@@ -182,6 +182,6 @@ def why_untraceable(source: ModelSource, error: BaseException) -> str:
         )
     reason = " ".join(str(error).split())[:240]
     return (
-        f"{source.reference!r} cannot be traced: {location} does not run on sample inputs ({reason}); check the config's sizes, use "
-        f"transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
+        f"{source.reference!r} cannot be traced: {location} does not run on sample inputs ({reason}); check the config's sizes, "
+        f"use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
     )

@@ -140,10 +140,10 @@ def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
     rebuilt_types = {path: _type_name(module) for path, module in rebuilt.named_modules()}
     model_types = {path: _type_name(module) for path, module in model.named_modules()}
     for path in {**rebuilt_types, **model_types}:
+        actual = model_types.get(path, "missing")
+        expected = rebuilt_types.get(path, "none")
         if rebuilt_types.get(path) != model_types.get(path):
-            raise RequestError(
-                f"module {path or 'the model'!r} is {model_types.get(path, 'missing')} where its config makes {rebuilt_types.get(path, 'none')}"
-            )
+            raise RequestError(f"module {path or 'the model'!r} is {actual} where its config makes {expected}")
     for path, module in model.named_modules():
         if "forward" in vars(module):
             raise RequestError(f"the forward of {path or 'the model'!r} was replaced by another; plans know the class's own")

@@ -1,7 +1,7 @@
-"""Make, lay out without memory, and count weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4).
+"""Create and count the frozen 4-bit weights below an adapter (QLoRA: bitsandbytes' NF4 and FP4), on the meta device, too.
 
 An adapter's gradients pass through such weights, which have no gradients themselves. Every other quantization of transformers
-is refused.
+is rejected.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.pytorch_utils import Conv1D
 
 from upshift.errors import MissingExtra, RequestError
 
-NESTED_BLOCK = 256  # scales that share one: bitsandbytes' own
-CODES = 16
-NESTED_CODES = 256
+NESTED_BLOCK = 256  # scales that share one nested scale, as bitsandbytes has it
+CODES = 16  # entries in the table of 4-bit codes
+NESTED_CODES = 256  # entries in the table of codes for quantized scales
 LOAD_4BIT = "load it with BitsAndBytesConfig(load_in_4bit=True)"
 
 
 def check_quantization(quantization_config: Any, name: str, *, adapter: bool) -> None:
-    """Raise RequestError if a model with this quantization cannot be trained here. ``described``: a quantization_config."""
+    """Raise RequestError if a model with this quantization_config (a dict or an object) cannot be trained."""
     config = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
     if method != "bitsandbytes":
@@ -42,9 +42,10 @@ def check_quantization(quantization_config: Any, name: str, *, adapter: bool) ->
 
 
 def quantize(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
-    """Turn the layers that the config's quantization_config names into 4-bit ones, as from_pretrained does.
+    """Replace the layers that the config's quantization_config names by 4-bit layers, as from_pretrained does.
 
-    On the meta device they take the shapes of such weights. ``dtype``: of the weights before, which they come back in."""
+    On the meta device the new weights have the shapes of 4-bit weights. ``dtype``: the dtype of the original weights, to which
+    4-bit weights are dequantized."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
@@ -61,6 +62,7 @@ def quantize(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
 
 
 def four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the module of every layer with 4-bit weights."""
     for path, module in model.named_modules():
         if hasattr(getattr(module, "weight", None), "quant_state"):
             yield path, module
@@ -70,14 +72,14 @@ def _quantized_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Par
     from bitsandbytes.nn import Params4bit
 
     parameter: Any = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight))
-    quantized: nn.Parameter = parameter.to(weight.device)  # which quantizes it
+    quantized: nn.Parameter = parameter.to(weight.device)  # ``to`` quantizes it
     return quantized
 
 
 def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
     """Return a 4-bit weight on the meta device.
 
-    bitsandbytes would quantize on meta too, and then keep its tables there for the whole process."""
+    bitsandbytes can quantize on meta, but would then cache its tables there for the whole process."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -110,8 +112,9 @@ def multiply_4bit(
     inputs: Tensor, weight: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
     absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply as bitsandbytes::gemm_4bit does for many rows, as in training: with a whole copy of the weight in the inputs'
-    dtype."""
+    """Multiply by a 4-bit weight as bitsandbytes::gemm_4bit does for many rows, as in training.
+
+    The whole weight is dequantized to the dtype of the inputs."""
     bitsandbytes = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         nested = bitsandbytes.dequantize_blockwise(absmax_8bit, absmax, absmax_code, NESTED_BLOCK, torch.float32)
@@ -120,26 +123,26 @@ def multiply_4bit(
 
 
 def weight_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the weights that a parameter stands for, however they are packed."""
+    """Return the shape of a parameter's weights before they were packed."""
     state = getattr(parameter, "quant_state", None)
     return tuple(parameter.shape if state is None else state.shape)
 
 
 def num_weights(parameter: Tensor) -> int:
-    """Return how many weights a parameter stands for, however they are packed."""
+    """Return the number of a parameter's weights before they were packed."""
     return torch.Size(weight_shape(parameter)).numel()
 
 
 def stored_bytes(parameter: Tensor) -> int:
-    """Return the bytes of a 4-bit weight with its scales and its tables of codes (1 KiB, each weight has its own)."""
+    """Return the bytes of a 4-bit weight with its scales and its own tables of codes (1 KiB)."""
     state = parameter.quant_state  # type: ignore[attr-defined]
     states = (state, state.state2) if state.nested else (state,)
-    tensors = [tensor for state_ in states for tensor in vars(state_).values() if isinstance(tensor, Tensor)]
+    tensors = [value for fields in map(vars, states) for value in fields.values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in (parameter, *tensors))
 
 
 def copy_scales(parameter: Tensor, target: Tensor, move_tensor: Any) -> None:
-    """Give ``moved``, a copy of a 4-bit weight on another device, its scales. ``move`` brings a tensor to that device."""
+    """Copy the scales of a 4-bit weight to ``target``, its copy on another device. ``move_tensor`` copies a tensor there."""
     from bitsandbytes.functional import QuantState
 
     def copy_state(state: Any) -> Any:
@@ -155,11 +158,11 @@ def copy_scales(parameter: Tensor, target: Tensor, move_tensor: Any) -> None:
 
 
 def keep_trainable(model: nn.Module) -> None:
-    """Keep 4-bit layers in the layout that trains.
+    """Keep 4-bit layers in the layout that can be trained.
 
-    On CPUs with bf16 instructions bitsandbytes packs a weight anew, in place, the first time that it is only evaluated, and
-    its kernel for that layout has no backward pass (read in 0.50, never seen: the CPU here has none). Raise RequestError if a
-    weight is packed already: packing also rounds the scales."""
+    On CPUs with bf16 instructions, bitsandbytes packs a weight in place when it is first evaluated, and its kernel for that
+    layout has no backward pass (from the source of bitsandbytes 0.50; not observed). Raise RequestError if a weight is packed
+    already, because packing also rounds the scales."""
     for path, module in four_bit_layers(model):
         module.support_avx512bf16_for_cpu = False
         if getattr(module.weight.quant_state, "packing_format_for_cpu", False):

@@ -1,4 +1,4 @@
-"""Choose the length of sequences: the length that the user gave, else a default that the model has positions for."""
+"""Choose the length of sequences: the user's length, else a default that the model has positions for."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions w
 
 
 def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:
-    """Return the default number of tokens of a sequence, for a length that the user did not give.
+    """Return the default number of tokens in a sequence.
 
-    ``positions``: the positions of the model; None: any number."""
+    ``positions``: the positions of the model, or None for any number."""
     return default if positions is None else min(default, positions)
 
 
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
-    """Return ``length``, or the default for None. Raise RequestError for more tokens than the model has positions for."""
+    """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
     if length is None:
         return default_length(positions)
     if length < 2:
         raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper_limit(positions)}")
     if positions is not None and length > positions:
-        problem = f"--sequence-length {length} is longer than the model's {positions} positions"
-        raise RequestError(f"{problem}; use at most {positions}")
+        raise RequestError(
+            f"--sequence-length {length} is longer than the model's {positions} positions; use at most {positions}"
+        )
     return length
 
 
@@ -37,12 +38,11 @@ def _upper_limit(positions: int | None) -> str:
 def prompt_and_answer_lengths(
     source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str]
 ) -> tuple[int, int]:
-    """Return the number of tokens of a prompt, and of the answer behind it.
+    """Return the number of tokens of a prompt and of its answer.
 
-    None takes the default, or less if the model has no positions for it. If neither is given, they share the positions as the
-    defaults do. Where an encoder has the prompt, each has all positions, and the answer follows the one token that the decoder
-    begins with. ``options``: their names on the command line. Raise RequestError for more tokens than the model has positions
-    for."""
+    None means the default, or less if the model has too few positions. If both are None, they share the positions in the ratio
+    of the defaults. If an encoder reads the prompt, each may take all positions, less the decoder's start token for the answer.
+    ``options``: the names of both on the command line. Raise RequestError if the model has too few positions."""
     positions = positions_of(source)
     if positions is None:
         return (defaults[0] if prompt is None else prompt), (defaults[1] if answer is None else answer)

@@ -1,8 +1,8 @@
-"""Reduce a model to the part that one rank of tensor parallelism runs, with its own slice of every weight that the plan divides.
+"""Describe a model's tensor-parallel plan, and reduce the model to the part that one rank runs.
 
-transformers' plans name, for each weight, the dimension that ranks share (transformers.distributed.tensor_parallel). A module
-with sliced weights computes what a rank computes between two collectives, so it can be measured without other ranks. The
-head of a language model is left whole: its output is gathered, and the loss is over all words on every rank.
+A plan of transformers names, for each weight, the dimension that is divided (transformers.distributed.tensor_parallel). A
+module with one rank's slices computes what the rank computes between two collectives, so it can be measured without other
+ranks. The head of a language model stays whole: its output is gathered, and every rank computes the loss over all words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from upshift.internals.transformers_names import TENSOR_PLAN
 from upshift.models.config import heads_of
 from upshift.models.profile import TensorParallel
 
-# Style -> the dimension of a weight that is divided, from its end; a bias is divided where its weight's rows are.
+# For each style, the dimension of a weight that is divided, from the end. A bias is divided if its weight's rows are.
 DIVIDED_DIMENSION = {
     "colwise": -2, "packed_colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2,
     "rowwise": -1, "packed_rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1,
@@ -35,12 +35,12 @@ UNDIVIDED_STYLES = (
 
 
 def declared_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the style that divides each weight or module. The name has ``*`` for the number of a layer."""
+    """Return the style for each weight or module that the model's plan names. A name has ``*`` for the number of a layer."""
     return dict(TENSOR_PLAN.read(model) or {})
 
 
 def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:
-    """Return the number of weights that the model's plan divides, or why it is unknown. ``model`` may be on the meta device."""
+    """Return the parts that the model's plan divides, or why they are unknown. ``model`` may be on the meta device."""
     plan = declared_plan(model)
     unknown = unknown_styles(plan)
     if not plan or set(plan.values()) <= set(GATHERED_STYLES):
@@ -66,7 +66,7 @@ def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:
 
 
 def keep_slice(model: PreTrainedModel, degree: int) -> None:
-    """Replace each weight of the layers that the plan divides by one rank's part of it, on the meta device."""
+    """Replace each weight that the plan divides, except gathered ones, by an empty tensor of one rank's shape."""
     plan = declared_plan(model)
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -81,21 +81,21 @@ def keep_slice(model: PreTrainedModel, degree: int) -> None:
 
 
 def _head_divisor(model: PreTrainedModel) -> int:
-    """Return the largest degree that divides the heads of keys and of queries, or 0 if the config states no heads."""
+    """Return the greatest common divisor of the heads of queries and of keys, or 0 if the config states no heads."""
     config = model.config.get_text_config()
     heads = heads_of(config)
     return 0 if heads is None else gcd(heads.queries, heads.keys)
 
 
 def divided_dimension(name: str, parameter: nn.Parameter, plan: dict[str, str]) -> tuple[int, bool] | None:
-    """Return (the dimension of this weight or bias that ranks share, whether it has two halves), or None if it is whole."""
+    """Return the dimension of this weight or bias that is divided, and whether it has two halves. Return None if it is whole."""
     style = _style_of(name, plan)
     dimension = _dimension_of_style(style, parameter)
     return None if dimension is None else (dimension, style in PACKED_STYLES and parameter.ndim > 1)
 
 
 def unknown_styles(plan: dict[str, str]) -> str | None:
-    """Return the styles that this module does not know, with commas between them, or None."""
+    """Return the styles that this module does not know, separated by commas, or None."""
     return ", ".join(sorted({style for style in plan.values() if style not in (*DIVIDED_DIMENSION, *UNDIVIDED_STYLES)})) or None
 
 
@@ -109,7 +109,7 @@ def _style_of(parameter: str, plan: dict[str, str]) -> str | None:
 
 
 def _dimension_of_style(style: str | None, parameter: nn.Parameter) -> int | None:
-    """Return the dimension of this weight or bias that ranks share, or None if each rank has all of it."""
+    """Return the dimension of this weight or bias that is divided, or None if each rank has all of it."""
     if style not in DIVIDED_DIMENSION:
         return None
     dimension = DIVIDED_DIMENSION[style]

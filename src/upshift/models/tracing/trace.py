@@ -296,12 +296,11 @@ def trace_model(
         isolation = isolation_of(source)
         variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
         tensor_parallel = _tensor_parallel_or_reason(tracer, variants, points[0])
-        if isinstance(tensor_parallel, str):
+        is_divisible = not isinstance(tensor_parallel, str)
+        if not is_divisible:
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        model_tasks: list[Callable[[], Any]] = [
-            partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)
-        ]
+        model_tasks = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
         description = _description(tracer)
         has_compiled = any(variant.compiled for variant in variants)
         (flops, kv, cache), traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)
@@ -324,10 +323,8 @@ def trace_model(
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
         cache=cache,
-        tensor_parallel=None if isinstance(tensor_parallel, str) else tensor_parallel,
-        tensor_parallel_reason=tensor_parallel
-        if isinstance(tensor_parallel, str)
-        else "the model declares which weights ranks share",
+        tensor_parallel=tensor_parallel if is_divisible else None,
+        tensor_parallel_reason="the model declares which weights ranks share" if is_divisible else tensor_parallel,
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=flops[0],
         backward_flops=flops[1],
