@@ -91,8 +91,8 @@ def _trainable_alternatives(config: PretrainedConfig) -> str:
     if not class_names:
         return ""
     return (
-        f"; of {config.model_type} they are {class_names}: load one of them with transformers, which makes the weights that these "
-        "files lack, save it, and give that"
+        f"; of {config.model_type} they are {class_names}: load one of them with transformers, which makes the weights that "
+        "these files lack, save it, and give that"
     )
 
 

@@ -23,11 +23,8 @@ DIVIDED_DIMENSION = {
     "rowwise": -1, "packed_rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1,
     "embedding_rowwise": -2, "embedding_colwise": -1,
 }  # fmt: skip
-PACKED_STYLES = (
-    "packed_colwise",
-    "packed_rowwise",
-)  # two halves, each divided by itself: gates, then what they are multiplied with
-GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")  # their output is whole again on every rank
+PACKED_STYLES = ("packed_colwise", "packed_rowwise")  # two halves that are divided separately: gates, then their factors
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")  # every rank gathers the whole output
 UNDIVIDED_STYLES = (
     "replicated_with_grad_allreduce", "all_reduce", "sequence_parallel", "moe_tp_experts", "moe_identity_expert", "replicate",
     "local_params",

@@ -295,9 +295,8 @@ def trace_model(
         reason = _why_not_chunked(tracer)
         isolation = isolation_of(source)
         variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
-        tensor_parallel = _tensor_parallel_or_reason(tracer, variants, points[0])
-        is_divisible = not isinstance(tensor_parallel, str)
-        if not is_divisible:
+        division = _tensor_parallel_or_reason(tracer, variants, points[0])
+        if isinstance(division, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
         model_tasks = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
@@ -323,8 +322,8 @@ def trace_model(
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
         cache=cache,
-        tensor_parallel=tensor_parallel if is_divisible else None,
-        tensor_parallel_reason="the model declares which weights ranks share" if is_divisible else tensor_parallel,
+        tensor_parallel=None if isinstance(division, str) else division,
+        tensor_parallel_reason=division if isinstance(division, str) else "the model declares which weights ranks share",
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=flops[0],
         backward_flops=flops[1],
