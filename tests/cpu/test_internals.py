@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Take names away, as a new version of their library would."""
-    find, mentions, of = lookup._find, lookup._mentions, Internal.of
+    find, mentions, of = lookup._import_name, lookup._mentions, Internal.of
 
     def take(*names: Internal) -> None:
         taken = {one.name for one in names}
@@ -65,7 +65,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise one.missing()
             return of(one, owner)
 
-        monkeypatch.setattr(lookup, "_find", without)
+        monkeypatch.setattr(lookup, "_import_name", without)
         monkeypatch.setattr(lookup, "_mentions", lambda module, name: f"{module}:{name}" not in taken and mentions(module, name))
         monkeypatch.setattr(Internal, "of", without_attribute)
         torch_names._torch_leaves.cache_clear()

@@ -1,4 +1,4 @@
-"""List the names of jax that Upshift uses beside the documented ones: libtpu's compiler is reached through it."""
+"""List the undocumented names of jax that Upshift uses to call libtpu's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List the names of peft that Upshift uses beside the documented ones."""
+"""List the undocumented names of peft that Upshift uses."""
 
 from __future__ import annotations
 
