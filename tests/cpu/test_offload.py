@@ -40,15 +40,15 @@ import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.safetensors_writer import NewTensor, header_of
+from upshift.loading.files.safetensors_writer import NewTensor, encode_header
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import disk_store
-from upshift.loading.offload.buffers import BufferSlots, PageSlots
+from upshift.loading.offload.buffers import HostBufferPool, PagePool
 from upshift.loading.offload.hooks import is_offloaded
-from upshift.loading.offload.prefetch import Reader, make_groups
-from upshift.loading.placement.apply import Where
-from upshift.loading.placement.modules import place_model, units_of
-from upshift.loading.placement.place import CPU, DISK, Work, place
+from upshift.loading.offload.prefetch import PrefetchReader, make_groups
+from upshift.loading.placement.apply import PlacementOptions
+from upshift.loading.placement.modules import place_model, placement_units
+from upshift.loading.placement.place import CPU, DISK, MemoryNeeds, place_units
 from upshift.models.source import find_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 500}
@@ -156,7 +156,7 @@ def test_tensors_need_not_be_aligned(folder: Folder, tmp_path: Path) -> None:
 def test_placed_by_memory_it_says_the_same_and_reads_what_was_said(folder: Folder) -> None:
     path = folder("untied")
     total = find_checkpoint(path).total_bytes
-    where = Where("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
+    where = PlacementOptions("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
     ours = load_source(find_model(str(path)), where=where)
     theirs = AutoModelForCausalLM.from_pretrained(path).eval()
     assert_same_answers(ours, theirs)
@@ -297,8 +297,8 @@ def test_groups_in_any_order_and_held_together_are_what_the_file_has(seed: int, 
                 groups[-1].append(StoredTensor(f"{group}.{number}", "U8", (size,), Path(file.name), end, size))
                 end += size + random.choice([0, 0, 17])
         made = make_groups(groups, budget, in_place=in_place)
-        slots = (PageSlots if in_place else BufferSlots)([Path(file.name)], keep=random.random() < 0.5)
-        reader = Reader(made, slots, budget=budget)
+        slots = (PagePool if in_place else HostBufferPool)([Path(file.name)], keep=random.random() < 0.5)
+        reader = PrefetchReader(made, slots, budget=budget)
         held, kept = [], []
         for _ in range(30):
             held.append(random.randrange(len(groups)))
@@ -346,7 +346,7 @@ def test_no_more_is_read_from_the_disk_than_accelerate_leaves_there(name: str) -
     with init_empty_weights():
         model = kind.from_config(config)
     model.tie_weights()
-    units = units_of(model)
+    units = placement_units(model)
     total, largest = sum(unit.nbytes for unit in units), max(unit.nbytes for unit in units)
     assert total == sum(weight.numel() * weight.element_size() for weight in model.parameters())
     for limit in range(largest, total + 2 * largest, (total + largest) // 12):
@@ -355,7 +355,7 @@ def test_no_more_is_read_from_the_disk_than_accelerate_leaves_there(name: str) -
             weight.numel() * weight.element_size() for path, weight in model.named_parameters()
             if any(device == DISK and (f"{path}.".startswith(f"{module}.") or not module) for module, device in theirs.items())
         )  # fmt: skip
-        assert place(units, {CPU: limit}, Work(1, 1)).disk_read <= left
+        assert place_units(units, {CPU: limit}, MemoryNeeds(1, 1)).disk_read <= left
 
 
 # --- a model of one and a half times its memory -----------------------------------------------------------------------
@@ -381,7 +381,7 @@ def two_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     for name, tensors in zip(names, shards, strict=True):
         with (folder / name).open("wb", buffering=0) as file:
-            file.write(header_of(tensors, {"format": "pt"}))
+            file.write(encode_header(tensors, {"format": "pt"}))
             for tensor in tensors:
                 for piece in tensor.pieces():
                     file.write(piece)
@@ -422,7 +422,7 @@ def test_inspect_placement(upshift: Command, folder: Folder, tmp_path: Path) -> 
     assert "model.layers." in answer.out and "disk" in answer.out and "to read" in answer.out
     document = json.loads(upshift(*asked, "--json").out)
     total = find_checkpoint(folder("untied")).total_bytes
-    assert sum(document["totals"].values()) == sum(place["bytes"] for place in document["modules"]) == total
+    assert sum(document["totals"].values()) == sum(place_units["bytes"] for place_units in document["modules"]) == total
     assert document["peak_bytes"]["cpu"] <= 500_000
     config = tmp_path / "config.json"
     config.write_bytes((folder("untied") / "config.json").read_bytes())

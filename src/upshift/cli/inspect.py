@@ -18,7 +18,7 @@ from upshift.cli.plan.command import Json, Model, SequenceLength
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.loading.placement.memory_limits import read_max_memory
-from upshift.loading.placement.place import CPU, DISK, Place, Placement
+from upshift.loading.placement.place import CPU, DISK, ModulePlacement, Placement
 from upshift.units import format_bytes, format_seconds
 
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -28,14 +28,14 @@ def run(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
     from upshift.loading.load import empty_with_files, place_empty
-    from upshift.loading.placement.apply import Where
+    from upshift.loading.placement.apply import PlacementOptions
     from upshift.models.sequence_length import sequence_length_of
     from upshift.models.source import find_model
 
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
     empty, checkpoint = empty_with_files(source, dtype)
-    where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    where = PlacementOptions("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
         placement = place_empty(empty, checkpoint, where)
     if as_json:
@@ -60,7 +60,7 @@ def _print(placement: Placement) -> None:
 
 def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
     """Return the rows. Neighboring parts that differ by a number only are one row."""
-    held: list[Place] = []
+    held: list[ModulePlacement] = []
     for place in [*placement.modules, None]:
         if held and (place is None or _kind(place) != _kind(held[0])):
             first, last = held[0], held[-1]
@@ -73,7 +73,7 @@ def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
             held.append(place)
 
 
-def _kind(place: Place) -> tuple[str, str, str, int]:
+def _kind(place: ModulePlacement) -> tuple[str, str, str, int]:
     return NUMBER.sub(".#", place.name), place.device, place.why, place.bytes
 
 

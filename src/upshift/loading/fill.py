@@ -36,7 +36,7 @@ from upshift.internals.transformers_names import (
 )
 from upshift.loading.files.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.tensors import Staging, Stretches, dtype_of, read_into, read_tensor, shape_of
+from upshift.loading.files.tensors import SharedMappings, Staging, dtype_of, read_into, read_tensor, shape_of
 from upshift.loading.key_mapping import Group, Names, convert, filled, map_names
 from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import fake_masks
@@ -64,7 +64,7 @@ class Filling:
         self._quantizer = quantizer
         self._empty = model.state_dict()
         self._staging = Staging()
-        self._stretches = Stretches([])
+        self._stretches = SharedMappings([])
         self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
         self._dtypes = DTYPE_PLAN.of(model)(dtype)
         self._kept = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
@@ -78,7 +78,7 @@ class Filling:
 
         Raise RequestError for weights of another shape, before anything is read."""
         made_by = self._check_shapes()
-        self._stretches = Stretches(self._mapped(device_of))
+        self._stretches = SharedMappings(self._mapped(device_of))
         total = sum(stored.nbytes for stored in self.tensors.values())
         done = 0
         for group, made in self._read(device_of, made_by):
@@ -87,7 +87,7 @@ class Filling:
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
                 progress(done, total)
-        self._stretches = Stretches([])
+        self._stretches = SharedMappings([])
         WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))
 
     def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:

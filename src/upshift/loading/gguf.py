@@ -26,9 +26,9 @@ from upshift.internals.transformers_names import (
     MODEL_MAPPING,
 )
 from upshift.loading.files.checkpoint import CONFIG, METADATA
-from upshift.loading.files.safetensors_header import shown
+from upshift.loading.files.safetensors_header import quote
 from upshift.loading.files.safetensors_writer import NewTensor
-from upshift.loading.files.tensors import COMPUTED, NAMES, bytes_of
+from upshift.loading.files.tensors import COMPUTE_DTYPES, DTYPE_NAMES, bytes_of
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.build import find_architecture
 from upshift.models.config import config_text
@@ -60,7 +60,7 @@ class GgufFile:
         tied = set(model.all_tied_weights_keys)
         lost = sorted(name for name, _ in model.named_parameters() if name not in self._sources and name not in tied)
         if lost:
-            raise RequestError(f"{file} has no tensor for {shown(lost[0])} of {type(model).__name__}; take another file of it")
+            raise RequestError(f"{file} has no tensor for {quote(lost[0])} of {type(model).__name__}; take another file of it")
 
     def read(self, name: str) -> Tensor:
         """Return a weight in fp32. Raise RequestError if the tensor has not the shape that the config says."""
@@ -76,13 +76,13 @@ class GgufFile:
                     parsed_parameters={"tensors": made},
                 )
             except Exception as error:  # gguf and transformers check little, and the file may be anything
-                raise _damaged(self.file, f"tensor {shown(stored.name)}: {error}") from None
+                raise _damaged(self.file, f"tensor {quote(stored.name)}: {error}") from None
             if result.name is not None:
                 made[name] = torch.from_numpy(result.weights.copy())
         tensor = made.get(name)
         if tensor is None or tuple(tensor.shape) != self.shapes[name]:
             has = "no such weight" if tensor is None else f"the shape {tuple(tensor.shape)}"
-            raise _damaged(self.file, f"its tensor for {shown(name)} of the shape {self.shapes[name]} has {has}")
+            raise _damaged(self.file, f"its tensor for {quote(name)} of the shape {self.shapes[name]} has {has}")
         return tensor
 
 
@@ -125,8 +125,8 @@ def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrain
     """Return the model, ready to evaluate, in fp32 unless ``dtype`` says another.
 
     Memory holds its weights and the few that are being read."""
-    if dtype not in (None, "auto", *COMPUTED, *map(partial(getattr, torch), COMPUTED)):
-        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
+    if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
+        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     found = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
     waiting = {name: _Waiting(found, name) for name in found.shapes}
@@ -139,7 +139,7 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
     found = open_gguf(file)
     made: torch.dtype = getattr(torch, dtype)
     config = found.config.to_dict() | {"architectures": [found.model_class.__name__], "dtype": dtype}
-    stored = NAMES[made]
+    stored = DTYPE_NAMES[made]
     job = Rewrite(
         words=f"convert {file} to {dtype}",
         folder=file.parent,

@@ -20,11 +20,11 @@ from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
 from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
-from upshift.loading.files.tensors import COMPUTED, dtype_of
+from upshift.loading.files.tensors import COMPUTE_DTYPES, dtype_of
 from upshift.loading.fill import Filling, Progress, Run, check_coverage, check_missing
 from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
-from upshift.loading.placement.apply import Where, check_not_quantized, fill_placed, placed
+from upshift.loading.placement.apply import PlacementOptions, check_not_quantized, fill_and_dispatch, plan_placement
 from upshift.loading.placement.place import Placement
 from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -59,7 +59,7 @@ def load_model(
     if device_map is None and (max_memory is not None or offload_folder is not None):
         raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
     folder = None if offload_folder is None else Path(offload_folder)
-    where = None if device_map is None else Where(device_map, max_memory, folder)
+    where = None if device_map is None else PlacementOptions(device_map, max_memory, folder)
     return load_source(
         source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress,
         may_lack=model_class is not None,
@@ -67,7 +67,7 @@ def load_model(
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, where: PlacementOptions | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None, may_lack: bool = False, run: Run | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return the model of a source. ``model_class``: None means the class that the config names.
@@ -98,7 +98,7 @@ def load_source(
     if not may_lack:
         check_coverage(filling, source, run=run, all_used=run is None)
     if where is not None:
-        fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
+        fill_and_dispatch(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
         return model
     filling.run(progress=progress)
     finish(filling, source, {"": "cpu"}, quantizer)
@@ -124,7 +124,7 @@ def _load_quantized(
     return model
 
 
-def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
+def place_source(source: ModelSource, *, dtype: str | None = None, where: PlacementOptions) -> Placement:
     """Return where ``load_source`` would put each module."""
     return place_empty(*empty_with_files(source, dtype), where)
 
@@ -140,9 +140,9 @@ def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[Pre
     return build_empty(kind, config, made), checkpoint
 
 
-def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where) -> Placement:
+def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: PlacementOptions) -> Placement:
     """Measure this machine and return where each module of an empty model would be placed."""
-    return placed(model, checkpoint, where, memory_rate(detect()))
+    return plan_placement(model, checkpoint, where, memory_rate(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -195,8 +195,8 @@ def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkp
     """Set and return the dtype as transformers chooses it: the config's, else that of the first stored floating-point tensor."""
     if isinstance(asked, torch.dtype):
         asked = str(asked).removeprefix("torch.")
-    if asked not in (None, "auto", *COMPUTED):
-        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
+    if asked not in (None, "auto", *COMPUTE_DTYPES):
+        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     stored = () if checkpoint is None else checkpoint.tensors.values()
     floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))

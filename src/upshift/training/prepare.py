@@ -32,7 +32,7 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.build import build_model, choose_class, disable_cache, find_stacks
 from upshift.models.ops.activation_checkpointing import recompute_layers
@@ -116,7 +116,7 @@ def load_elsewhere(
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
+    where = PlacementOptions(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
     return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
 
 

@@ -15,7 +15,7 @@ from upshift.inference.registry import Device, EngineSetup, Precision, Task
 from upshift.inference.weights import free_memory, needed_memory, stored_for, weights_size
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.loading.placement.memory_limits import USABLE_SHARE, read_device, read_size
 from upshift.models.build import find_architecture
 from upshift.models.config import heads_of, window_of
@@ -81,7 +81,9 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads.keys * heads.width)
 
 
-def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: Where | None = None) -> Any:
+def load_model(
+    source: ModelSource, precision: Precision, device: Device = "cpu", *, where: PlacementOptions | None = None
+) -> Any:
     from upshift.inference.torch_settings import DTYPES
     from upshift.loading.load import load_source
 
@@ -137,7 +139,7 @@ def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int,
 
 def divide(
     source: ModelSource, host: Host, quality: Quality, max_memory: Mapping[str | int, str | int] | None, *, rows: int, tokens: int
-) -> tuple[EngineSetup, Where, str]:
+) -> tuple[EngineSetup, PlacementOptions, str]:
     """Return the setup, where its weights go, and why. Raise NothingFits if not even one layer at a time fits, or if
     the requested quality is one that the files' dtype may not have."""
     assert source.directory is not None
@@ -150,7 +152,7 @@ def divide(
             f"partly from the disk, and how near that is was not measured: allow it with --quality {UNMEASURED}, or free memory"
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free) if free is not None else 0}
-    where = Where("auto", limits, batch=rows, sequence_length=tokens)
+    where = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
     placement = place_source(source, where=where)
     speed = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
     reason = (

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import JobFailed, RequestError
-from upshift.loading.files.safetensors_header import BITS, METADATA, shown
-from upshift.loading.files.safetensors_writer import PIECE_BYTES, NewTensor, check_file, in_order, write_file
+from upshift.loading.files.safetensors_header import BITS, METADATA, quote
+from upshift.loading.files.safetensors_writer import CHUNK_BYTES, NewTensor, check_file, sort_tensors, write_file
 from upshift.units import GIB, KIB, MIB, format_bytes
 
 CLONE_NEWUSER = 0x10000000  # of Linux' sched.h
@@ -41,7 +41,7 @@ def main(source: Path, destination: Path) -> None:
     most = TIMES * source.stat().st_size
     if nbytes > most:
         raise RequestError(f"{source} has {format_bytes(most / TIMES)} and would be tensors of {format_bytes(nbytes)}")
-    check_file(destination, write_file(destination, in_order(tensors), {"format": "pt"}, lambda _: None), lambda _: None)
+    check_file(destination, write_file(destination, sort_tensors(tensors), {"format": "pt"}, lambda _: None), lambda _: None)
 
 
 def _leave_network() -> None:
@@ -83,33 +83,33 @@ def _read(source: Path) -> dict[str, Any]:
     except Exception as error:  # of any kind: the loader checks little, and the file may be anything
         raise RequestError(_refusal(source, str(error) or type(error).__name__)) from None
     if not isinstance(found, dict) or not found:
-        raise RequestError(f"{source} holds no tensors by name but {shown(type(found).__name__)}; save the model's state_dict()")
+        raise RequestError(f"{source} holds no tensors by name but {quote(type(found).__name__)}; save the model's state_dict()")
     return found
 
 
 def _refusal(source: Path, said: str) -> str:
     named = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked|must be imported", said)
     if named:
-        what = shown(named[1] or said.splitlines()[0])
+        what = quote(named[1] or said.splitlines()[0])
         return f"{source} holds code ({what}), not weights alone, and none of it was run; save the model as safetensors"
     reason = next((line for line in reversed(said.splitlines()) if "WeightsUnpickler error" in line), said.splitlines()[0])
-    return f"{source} is no whole file of torch.save ({shown(reason.strip())}); copy it, or save the model as safetensors"
+    return f"{source} is no whole file of torch.save ({quote(reason.strip())}); copy it, or save the model as safetensors"
 
 
 def _new(source: Path, name: Any, tensor: Any) -> NewTensor:
     import torch
 
-    from upshift.loading.files.tensors import NAMES
+    from upshift.loading.files.tensors import DTYPE_NAMES
 
     if not isinstance(name, str) or name == METADATA or not _is_text(name):
-        raise RequestError(f"{source} has a tensor of the name {shown(name)}; names are text; save the model's state_dict()")
+        raise RequestError(f"{source} has a tensor of the name {quote(name)}; names are text; save the model's state_dict()")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__
-        raise RequestError(f"{source} has {shown(name)} of the type {kind}, and not a tensor; save the model's state_dict()")
-    dtype = NAMES.get(tensor.dtype)
+        raise RequestError(f"{source} has {quote(name)} of the type {kind}, and not a tensor; save the model's state_dict()")
+    dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or BITS[dtype] < 8 or tensor.layout != torch.strided or tensor.device.type != "cpu":
         form = f"{tensor.dtype}, {tensor.layout} and {tensor.device.type}"
-        raise RequestError(f"{source} has the tensor {shown(name)} in {form}, which safetensors does not store")
+        raise RequestError(f"{source} has the tensor {quote(name)} in {form}, which safetensors does not store")
     return NewTensor(name, dtype, tuple(tensor.shape), lambda: _pieces(tensor.detach()))
 
 
@@ -125,8 +125,8 @@ def _pieces(tensor: Any) -> Iterator[memoryview]:
     from upshift.loading.files.tensors import bytes_of
 
     content = bytes_of(tensor)
-    for start in range(0, len(content), PIECE_BYTES):
-        yield content[start : start + PIECE_BYTES]
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES]
 
 
 def answer(arguments: list[str]) -> int:

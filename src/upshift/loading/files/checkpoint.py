@@ -24,7 +24,7 @@ from typing import Any
 from upshift import parent_process
 from upshift.atomic_file import alone
 from upshift.errors import JobFailed, RequestError
-from upshift.loading.files.safetensors_header import Header, StoredTensor, read_header, shown
+from upshift.loading.files.safetensors_header import Header, StoredTensor, quote, read_header
 from upshift.loading.rewrite.output_folder import MANIFEST
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
@@ -52,7 +52,7 @@ class Checkpoint:
 
 def find_checkpoint(folder: Path) -> Checkpoint:
     """Return the folder's safetensors files. If it has pickles only, rewrite them once as safetensors into the cache."""
-    if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and pickles_in(folder):
+    if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and find_pickle(folder):
         return find_safetensors(_rewritten(folder))
     return find_safetensors(folder)
 
@@ -63,14 +63,14 @@ def find_safetensors(folder: Path) -> Checkpoint:
     Raise RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
     """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
-        if not isfile(folder / WEIGHTS) and (pickles := pickles_in(folder)):
+        if not isfile(folder / WEIGHTS) and (pickles := find_pickle(folder)):
             raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift shard")
-        return _gathered(folder, {inside(folder, WEIGHTS): None})
+        return _gathered(folder, {checked_file(folder, WEIGHTS): None})
     shards = read_index(folder / INDEX)
-    return _gathered(folder, {inside(folder, name): tensors for name, tensors in shards.items()})
+    return _gathered(folder, {checked_file(folder, name): tensors for name, tensors in shards.items()})
 
 
-def pickles_in(folder: Path) -> str | None:
+def find_pickle(folder: Path) -> str | None:
     """Return the name of the pickled file, or of the index of pickled files, or None if the folder has neither."""
     return next((name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if isfile(folder / name)), None)
 
@@ -94,7 +94,7 @@ def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> 
     if found != expected:
         name = min(found ^ expected)
         problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
-        raise RequestError(f"{file} {problem} {shown(name)}; copy the shards and {index} again, of one and the same model")
+        raise RequestError(f"{file} {problem} {quote(name)}; copy the shards and {index} again, of one and the same model")
 
 
 def read_index(file: Path) -> dict[str, set[str]]:
@@ -121,7 +121,7 @@ def read_index(file: Path) -> dict[str, set[str]]:
     return found
 
 
-def inside(folder: Path, name: str) -> Path:
+def checked_file(folder: Path, name: str) -> Path:
     """Return a file that an index, or a link, names. Raise RequestError if the file lies outside the folder.
 
     The hub's cache keeps its files beside the folder: models--<name>/snapshots/<revision>/<file> is a link to
@@ -129,7 +129,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in SUFFIXES or not name.isprintable():
-        raise RequestError(f"{folder} names the file {shown(name)}; weights are files of that folder, in {' or '.join(SUFFIXES)}")
+        raise RequestError(f"{folder} names the file {quote(name)}; weights are files of that folder, in {' or '.join(SUFFIXES)}")
     file = folder / path
     try:
         target = file.resolve()
@@ -143,7 +143,7 @@ def inside(folder: Path, name: str) -> Path:
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
     if not isfile(target):
         raise RequestError(
-            f"{folder} has no {shown(name)}; give a directory with safetensors weights; only upshift train makes random ones, "
+            f"{folder} has no {quote(name)}; give a directory with safetensors weights; only upshift train makes random ones, "
             "with --from-config"
         )
     return file
@@ -154,7 +154,7 @@ def _rewritten(folder: Path) -> Path:
 
     Raise RequestError for a pickle that holds more than weights, JobFailed if the disk is full."""
     names = {PICKLED_WEIGHTS: None} if isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
-    files = {inside(folder, name): tensors for name, tensors in names.items()}
+    files = {checked_file(folder, name): tensors for name, tensors in names.items()}
     place = read_settings().cache_dir / "checkpoints" / _identity(files)
     with _alone(place):
         if not place.is_dir():

@@ -28,7 +28,7 @@ POPULATE_READ = 22
 PAGE = mmap.ALLOCATIONGRANULARITY
 
 
-class Mapped:
+class MappedFiles:
     """Read-only mappings of files. Writing to a tensor of a mapping ends the process."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Mapped:
         """Return bytes of a file. Raise JobFailed if the file is shorter."""
         pages = self.open(path, looked_up=looked_up)
         if offset + nbytes > len(pages):
-            raise shorter(path)
+            raise truncated_error(path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it must not be writable
             return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
@@ -73,7 +73,7 @@ def can_populate() -> bool:
         return _advise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE, POPULATE_READ) == 0
 
 
-def announce(content: Tensor) -> None:
+def prefetch_pages(content: Tensor) -> None:
     """Tell the kernel that the pages are needed soon, so that the disk may begin."""
     _advise(*_pages(content), WILL_NEED)
 
@@ -84,15 +84,15 @@ def populate(content: Tensor, path: Path) -> None:
     error = _advise(start, nbytes, POPULATE_READ)
     if error:
         if error == errno.EFAULT:
-            raise shorter(path)
+            raise truncated_error(path)
         raise JobFailed(f"cannot read the weights of {path}: {os.strerror(error)}; check the disk")
 
 
-def shorter(path: Path) -> JobFailed:
+def truncated_error(path: Path) -> JobFailed:
     return JobFailed(f"{path} is shorter than it was, or its disk fails; its weights cannot be read any more")
 
 
-def forget(content: Tensor) -> None:
+def drop_pages(content: Tensor) -> None:
     """Remove the pages from this process. They are read again when they are touched."""
     _advise(*_pages(content), DONT_NEED)
 

@@ -32,8 +32,8 @@ BITS = {  # by safetensors' names
 }  # fmt: skip
 KEYS = {"dtype", "shape", "data_offsets"}
 METADATA = "__metadata__"
-SHOWN = reprlib.Repr()
-SHOWN.maxstring = SHOWN.maxother = 100  # characters of a name in a message
+SHORT_REPR = reprlib.Repr()
+SHORT_REPR.maxstring = SHORT_REPR.maxother = 100  # characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Header:
         return {tensor.name: tensor for tensor in self.tensors}
 
 
-class _Wrong(ValueError):
+class _InvalidHeader(ValueError):
     """A description of what is wrong with a header, without the file's name."""
 
 
@@ -69,7 +69,7 @@ def read_header(file: Path) -> Header:
             size = os.fstat(handle.fileno()).st_size
             content = handle.read(LENGTH_BYTES)
             content += handle.read(_length(content, size))
-    except _Wrong as wrong:
+    except _InvalidHeader as wrong:
         raise _error(file, str(wrong)) from None
     except OSError as error:
         raise RequestError(f"cannot read {str(file)!r}: {error.strerror}") from None
@@ -83,9 +83,9 @@ def parse_header(content: bytes, *, file: Path, file_bytes: int) -> Header:
     try:
         end = LENGTH_BYTES + _length(content, file_bytes)
         if len(content) < end:
-            raise _Wrong(f"of a header of {end} bytes, {len(content)} are there")
+            raise _InvalidHeader(f"of a header of {end} bytes, {len(content)} are there")
         return _checked(_parsed(content[LENGTH_BYTES:end]), file, end, file_bytes)
-    except _Wrong as wrong:
+    except _InvalidHeader as wrong:
         raise _error(file, str(wrong)) from None
 
 
@@ -93,39 +93,39 @@ def _error(file: Path, what: str) -> RequestError:
     return RequestError(f"{file} is no whole safetensors file: {what}; copy or save the file again")
 
 
-def shown(text: object) -> str:
+def quote(text: object) -> str:
     """Return the text's repr in at most about 100 characters, for a message of one line."""
-    return SHOWN.repr(text)
+    return SHORT_REPR.repr(text)
 
 
 def _length(content: bytes, file_bytes: int) -> int:
     if min(len(content), file_bytes) < LENGTH_BYTES:
-        raise _Wrong(f"it has {file_bytes} bytes, and the length of its header alone takes {LENGTH_BYTES}")
+        raise _InvalidHeader(f"it has {file_bytes} bytes, and the length of its header alone takes {LENGTH_BYTES}")
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     if length > MAX_BYTES:
-        raise _Wrong(f"its header would have {length} bytes, and {MAX_BYTES} is the most that the format allows")
+        raise _InvalidHeader(f"its header would have {length} bytes, and {MAX_BYTES} is the most that the format allows")
     if LENGTH_BYTES + length > file_bytes:
-        raise _Wrong(f"it is truncated: {file_bytes} bytes, and its header alone ends at {LENGTH_BYTES + length}")
+        raise _InvalidHeader(f"it is truncated: {file_bytes} bytes, and its header alone ends at {LENGTH_BYTES + length}")
     return length
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
         if not text.startswith(b"{"):
-            raise _Wrong(f"its header begins with {text[:1]!r} instead of a brace")
+            raise _InvalidHeader(f"its header begins with {text[:1]!r} instead of a brace")
         document: dict[str, Any] = json.loads(
             text.decode(), object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_number
         )
         if b"\\u" in text:  # the only way to write half of a surrogate pair
             json.dumps(document, ensure_ascii=False).encode()
-    except _Wrong:
+    except _InvalidHeader:
         raise
     except UnicodeError:
-        raise _Wrong("its header is not UTF-8") from None
+        raise _InvalidHeader("its header is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise _Wrong(f"its header is not JSON ({error.msg} at character {error.pos})") from None
+        raise _InvalidHeader(f"its header is not JSON ({error.msg} at character {error.pos})") from None
     except RecursionError:
-        raise _Wrong("its header is nested too deeply") from None
+        raise _InvalidHeader("its header is nested too deeply") from None
     return document
 
 
@@ -133,7 +133,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise _Wrong(f"its header has the key {shown(twice)} twice")
+        raise _InvalidHeader(f"its header has the key {quote(twice)} twice")
     return found
 
 
@@ -144,43 +144,49 @@ def _integer(text: str) -> int:
 
 
 def _number(text: str) -> Never:
-    raise _Wrong(f"its header has the number {shown(text)}; sizes are whole, from 0 to 2**63 - 1")
+    raise _InvalidHeader(f"its header has the number {quote(text)}; sizes are whole, from 0 to 2**63 - 1")
 
 
 def _checked(document: dict[str, Any], file: Path, start: int, file_bytes: int) -> Header:
     metadata = document.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _Wrong(f"{METADATA} must map text to text; it is {shown(metadata)}")
+        raise _InvalidHeader(f"{METADATA} must map text to text; it is {quote(metadata)}")
     tensors = [_tensor(name, entry, file, start) for name, entry in document.items()]
     tensors.sort(key=attrgetter("offset", "nbytes"))
     end = start
     for tensor in tensors:
         if tensor.offset != end:
             problem = "overlaps another tensor" if tensor.offset < end else "leaves a hole before it"
-            raise _Wrong(f"tensor {shown(tensor.name)} begins at byte {tensor.offset - start} of the data and {problem}")
+            raise _InvalidHeader(f"tensor {quote(tensor.name)} begins at byte {tensor.offset - start} of the data and {problem}")
         end += tensor.nbytes
     if end != file_bytes:
         problem = "it is truncated" if end > file_bytes else "it has bytes that belong to no tensor"
-        raise _Wrong(f"{problem}: {file_bytes} bytes where its header says {end}")
+        raise _InvalidHeader(f"{problem}: {file_bytes} bytes where its header says {end}")
     return Header(tuple(tensors), metadata, start)
 
 
 def _tensor(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != KEYS:
-        raise _Wrong(f"tensor {shown(name)} has {shown(entry)} where dtype, shape and data_offsets belong")
+        raise _InvalidHeader(f"tensor {quote(name)} has {quote(entry)} where dtype, shape and data_offsets belong")
     dtype = entry["dtype"]
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise _Wrong(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}; the dtypes are {', '.join(BITS)}")
+        raise _InvalidHeader(f"tensor {quote(name)} has the unknown dtype {quote(dtype)}; the dtypes are {', '.join(BITS)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not set(map(type, shape)) <= {int}:
-        raise _Wrong(f"tensor {shown(name)} has the shape {shown(shape)}; it must be up to {MAX_DIMENSIONS} whole numbers")
+        raise _InvalidHeader(
+            f"tensor {quote(name)} has the shape {quote(shape)}; it must be up to {MAX_DIMENSIONS} whole numbers"
+        )
     if not isinstance(offsets, list) or list(map(type, offsets)) != [int, int] or offsets[0] > offsets[1]:
-        raise _Wrong(f"tensor {shown(name)} has the data_offsets {shown(offsets)}; they must be its first byte and its end")
+        raise _InvalidHeader(
+            f"tensor {quote(name)} has the data_offsets {quote(offsets)}; they must be its first byte and its end"
+        )
     begin, end = offsets
     if bits * prod(shape) != 8 * (end - begin):
-        raise _Wrong(f"tensor {shown(name)} of {dtype} {shown(shape)} has {end - begin} bytes, which do not fit its shape")
+        raise _InvalidHeader(
+            f"tensor {quote(name)} of {dtype} {quote(shape)} has {end - begin} bytes, which do not fit its shape"
+        )
     if begin == end and bits * prod(size or 1 for size in shape) > MAX_SIZE:
-        raise _Wrong(f"tensor {shown(name)} has the shape {shown(shape)}, whose sizes are beyond 2**63")
+        raise _InvalidHeader(f"tensor {quote(name)} has the shape {quote(shape)}, whose sizes are beyond 2**63")
     return StoredTensor(name, dtype, tuple(shape), file, start + begin, end - begin)

@@ -17,13 +17,13 @@ from math import prod
 from pathlib import Path
 
 from upshift.errors import JobFailed
-from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, METADATA, StoredTensor, read_header, shown
+from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, METADATA, StoredTensor, quote, read_header
 from upshift.units import MIB
 
-PIECE_BYTES = 16 * MIB
+CHUNK_BYTES = 16 * MIB
 ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # the library's own; BITS goes from narrow to wide
 
-Told = Callable[[int], None]  # of bytes that were written, or read again
+OnBytes = Callable[[int], None]  # of bytes that were written, or read again
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class NewTensor:
         return BITS[self.dtype] * prod(self.shape) // 8
 
 
-def copy_of(stored: StoredTensor) -> NewTensor:
-    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored_pieces(stored))
+def copy_tensor(stored: StoredTensor) -> NewTensor:
+    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: read_chunks(stored))
 
 
-def stored_pieces(stored: StoredTensor) -> Iterator[memoryview]:
+def read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, all in the same buffer. Raise JobFailed if the file cannot be read, or has become shorter."""
     left = stored.nbytes
-    buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
     try:
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.offset)
             while left:
-                piece = buffer[: min(PIECE_BYTES, left)]
+                piece = buffer[: min(CHUNK_BYTES, left)]
                 _fill(file, piece)
                 yield piece
                 left -= len(piece)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise JobFailed(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy the file again") from error
+        raise JobFailed(f"cannot read tensor {quote(stored.name)} of {stored.file}: {reason}; copy the file again") from error
 
 
 def _fill(file: FileIO, piece: memoryview) -> None:
@@ -67,7 +67,7 @@ def _fill(file: FileIO, piece: memoryview) -> None:
         piece = piece[count:]
 
 
-def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a file with the tensors in this order, with the length before it."""
     entries: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     end = 0
@@ -79,15 +79,15 @@ def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> byte
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def in_order(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+def sort_tensors(tensors: Iterable[NewTensor]) -> list[NewTensor]:
     return sorted(tensors, key=lambda tensor: (ORDER[tensor.dtype], tensor.name))
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: Told) -> dict[str, str]:
+def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: OnBytes) -> dict[str, str]:
     """Return the SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
     hashes = {}
     with path.open("wb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
+        write_all(file.fileno(), memoryview(encode_header(tensors, metadata)))
         for tensor in tensors:
             digest = hashlib.sha256()
             start = file.tell()
@@ -109,19 +109,19 @@ def _let_go(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
+def check_file(path: Path, hashes: Mapping[str, str], told: OnBytes) -> None:
     """Read the whole file again. Raise JobFailed if a tensor is not what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     if stored.keys() != hashes.keys():
         raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")
     for tensor in stored.values():
         digest = hashlib.sha256()
-        for piece in stored_pieces(tensor):
+        for piece in read_chunks(tensor):
             digest.update(piece)
             told(len(piece))
         if digest.hexdigest() != hashes[tensor.name]:
             raise JobFailed(
-                f"{path} was read again and tensor {shown(tensor.name)} is not what was written; check the disk and the memory"
+                f"{path} was read again and tensor {quote(tensor.name)} is not what was written; check the disk and the memory"
             )
 
 

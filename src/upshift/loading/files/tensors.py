@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from upshift.errors import RequestError
-from upshift.loading.files.safetensors_header import StoredTensor, shown
+from upshift.loading.files.safetensors_header import StoredTensor, quote
 from upshift.units import MIB
 
 DTYPES = {
@@ -26,15 +26,15 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTED = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
-PIECE_BYTES = 16 * MIB
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
+CHUNK_BYTES = 16 * MIB
 PARTS = 64  # of all that is mapped, if it is large
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
     if stored.dtype not in DTYPES:
-        raise RequestError(f"{stored.file}: torch has no dtype for {stored.dtype}, which tensor {shown(stored.name)} has")
+        raise RequestError(f"{stored.file}: torch has no dtype for {stored.dtype}, which tensor {quote(stored.name)} has")
     return DTYPES[stored.dtype]
 
 
@@ -43,7 +43,7 @@ def shape_of(stored: StoredTensor) -> tuple[int, ...]:
     if stored.dtype != "F4":
         return stored.shape
     if not stored.shape or stored.shape[-1] % 2:
-        raise RequestError(f"{stored.file}: tensor {shown(stored.name)} of F4 {stored.shape} has half a byte in a row")
+        raise RequestError(f"{stored.file}: tensor {quote(stored.name)} of F4 {stored.shape} has half a byte in a row")
     return (*stored.shape[:-1], stored.shape[-1] // 2)
 
 
@@ -54,10 +54,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def read_tensor(stored: StoredTensor) -> Tensor:
     """Return a private mapping: pages are read when they are touched, belong to the page cache, and are copied on writing."""
-    return Stretches([stored]).tensor(stored)
+    return SharedMappings([stored]).tensor(stored)
 
 
-class Stretches:
+class SharedMappings:
     """Stored tensors in private mappings. Tensors that lie behind each other share a mapping.
 
     A mapping lasts as long as any of its tensors is used. Linux maps 65,530 of a process (vm.max_map_count), and a model may
@@ -115,7 +115,7 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
     shape = shape_of(stored)
     if tuple(destination.shape) != shape:
         raise RequestError(
-            f"{stored.file}: tensor {shown(stored.name)} has the shape {shape} where the model has {tuple(destination.shape)}"
+            f"{stored.file}: tensor {quote(stored.name)} has the shape {shape} where the model has {tuple(destination.shape)}"
         )
     destination = destination.detach()
     if not destination.is_contiguous():
@@ -132,11 +132,11 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
         if flat.dtype == dtype and flat.device.type == "cpu":
             source.fill(flat, stored.offset)
             return
-        count = PIECE_BYTES // dtype.itemsize
+        count = CHUNK_BYTES // dtype.itemsize
         for start in range(0, flat.numel(), count):
             size = min(count, flat.numel() - start)
             offset = stored.offset + start * dtype.itemsize
-            source.announce(offset, 2 * PIECE_BYTES)
+            source.announce(offset, 2 * CHUNK_BYTES)
             part = replace(stored, shape=(size,), offset=offset, nbytes=size * dtype.itemsize)
             flat[start : start + size].copy_(read_tensor(part))  # a mapping converts faster than a copy of the bytes
 
@@ -178,7 +178,7 @@ class OpenFile:
 
 def _unreadable(stored: StoredTensor, error: object) -> RequestError:
     reason = getattr(error, "strerror", None) or error
-    return RequestError(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy or save the file again")
+    return RequestError(f"cannot read tensor {quote(stored.name)} of {stored.file}: {reason}; copy or save the file again")
 
 
 class Staging:
@@ -193,7 +193,7 @@ class Staging:
         Copies that are still on their way arrive before any later work of the destination's stream."""
         dtype = dtype_of(stored)
         flat = destination.detach().view(-1)
-        count = PIECE_BYTES // dtype.itemsize
+        count = CHUNK_BYTES // dtype.itemsize
         with torch.cuda.device(destination.device), OpenFile(stored) as file:
             for number, start in enumerate(range(0, flat.numel(), count)):
                 buffer, sent = self._buffers()[number % 2]
@@ -207,7 +207,7 @@ class Staging:
     def _buffers(self) -> list[tuple[Tensor, torch.cuda.Event]]:
         if not hasattr(self._own, "buffers"):
             self._own.buffers = [
-                (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+                (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
             ]
         buffers: list[tuple[Tensor, torch.cuda.Event]] = self._own.buffers
         return buffers

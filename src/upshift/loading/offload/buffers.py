@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upshift.errors import JobFailed
-from upshift.loading.files.mapped_file import Mapped, can_populate, forget, populate, shorter
+from upshift.loading.files.mapped_file import MappedFiles, can_populate, drop_pages, populate, truncated_error
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of
 
@@ -26,7 +26,7 @@ MAX_VIEWS = 1024  # of one preadv: IOV_MAX of Linux and macOS
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     tensors: tuple[StoredTensor, ...]  # of one file, by offset
     starts: tuple[int, ...]
     nbytes: int
@@ -34,14 +34,14 @@ class Piece:
     number: int = 0  # in its group
 
 
-class Slot(Protocol):
+class Buffer(Protocol):
     """Memory for a piece.
 
     It may be used again after ``is_free`` returned True. False: somebody keeps a view, and keeps the memory."""
 
     capacity: int
 
-    def fill(self, piece: Piece) -> None: ...
+    def fill(self, piece: Chunk) -> None: ...
 
     def use(self) -> Tensor:
         """Return its bytes, for computations that start from now on."""
@@ -52,41 +52,41 @@ class Slot(Protocol):
     def is_free(self) -> bool: ...
 
 
-class Slots(Protocol):
-    def new(self, capacity: int) -> Slot: ...
+class BufferPool(Protocol):
+    def new(self, capacity: int) -> Buffer: ...
 
     def close(self) -> None: ...
 
 
-def can_be_pages(tensors: Sequence[StoredTensor]) -> bool:
+def can_map_in_place(tensors: Sequence[StoredTensor]) -> bool:
     """Return whether torch can view all of the tensors where they lie."""
     return can_populate() and all(tensor.nbytes and tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
 
 
-class PageSlots:
+class PagePool:
     """Slots that are pages of files. ``keep``: leave pages in the page cache after their use, as there is room for all."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
-        self._mapped = Mapped()
+        self._mapped = MappedFiles()
         self._files = None if keep else _open(files)
         for file in files:
             self._mapped.open(file)
 
-    def new(self, capacity: int) -> Slot:
-        return _Pages(capacity, self._mapped, self._files)
+    def new(self, capacity: int) -> Buffer:
+        return _PageBuffer(capacity, self._mapped, self._files)
 
     def close(self) -> None:
         _close(self._files or {})
 
 
-class _Pages:
-    def __init__(self, capacity: int, mapped: Mapped, files: dict[Path, int] | None) -> None:
+class _PageBuffer:
+    def __init__(self, capacity: int, mapped: MappedFiles, files: dict[Path, int] | None) -> None:
         self.capacity = capacity
         self._mapped = mapped
         self._files = files
         self._content: Tensor | None = None
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: Chunk) -> None:
         self._file = piece.tensors[0].file
         self._offset = piece.tensors[0].offset
         content = self._mapped.content(self._file, self._offset, piece.nbytes)
@@ -103,14 +103,14 @@ class _Pages:
     def is_free(self) -> bool:
         """Release the pages and return True. A view that somebody keeps still shows the file's pages."""
         if self._content is not None:
-            forget(self._content)
+            drop_pages(self._content)
             if self._files is not None:
                 os.posix_fadvise(self._files[self._file], self._offset, self._content.nbytes, os.POSIX_FADV_DONTNEED)
         self._content = None
         return True
 
 
-class BufferSlots:
+class HostBufferPool:
     """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
@@ -118,14 +118,14 @@ class BufferSlots:
         self._keep = keep
         self._pin = pin
 
-    def new(self, capacity: int) -> Slot:
-        return _Buffer(capacity, self._files, keep=self._keep, pin=self._pin)
+    def new(self, capacity: int) -> Buffer:
+        return _HostBuffer(capacity, self._files, keep=self._keep, pin=self._pin)
 
     def close(self) -> None:
         _close(self._files)
 
 
-class _Buffer:
+class _HostBuffer:
     """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so no view of it is kept."""
 
     def __init__(self, capacity: int, files: dict[Path, int], *, keep: bool, pin: Callable[[int], Tensor] | None) -> None:
@@ -136,7 +136,7 @@ class _Buffer:
         self._memory = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._content: Tensor | None = None
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: Chunk) -> None:
         self._content = torch.frombuffer(self._memory, dtype=torch.uint8) if self._pinned is None else self._pinned
         view = self._content.numpy().data
         for run in _runs(piece):
@@ -169,7 +169,7 @@ def _close(files: dict[Path, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def _runs(piece: Piece) -> Iterator[range]:
+def _runs(piece: Chunk) -> Iterator[range]:
     """Yield the ranges of tensors that lie behind each other in the file."""
     first = 0
     for number, tensor in enumerate(piece.tensors):
@@ -188,7 +188,7 @@ def _read(descriptor: int, views: list[memoryview], stored: StoredTensor) -> Non
         except OSError as error:
             raise JobFailed(f"cannot read the weights of {stored.file}: {error.strerror}; check the disk") from None
         if count == 0:
-            raise shorter(stored.file)
+            raise truncated_error(stored.file)
         offset += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))

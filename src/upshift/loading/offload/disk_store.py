@@ -18,14 +18,14 @@ from torch import Tensor
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.safetensors_writer import NewTensor, write_file
-from upshift.loading.files.tensors import NAMES, bytes_of, dtype_of
+from upshift.loading.files.tensors import DTYPE_NAMES, bytes_of, dtype_of
 from upshift.loading.fill import CPU, Filling
 from upshift.loading.key_mapping import Group
 from upshift.loading.placement.place import DISK, Placement
 from upshift.units import format_bytes
 
 
-def stored_on_disk(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
+def find_or_convert(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
     """Return where each weight that stays on the disk lies in the model's dtype and layout.
 
     Raise RequestError if some must be converted and there is no folder for it, JobFailed if the disk has no room."""
@@ -50,14 +50,14 @@ def stored_on_disk(filling: Filling, placement: Placement, folder: Path | None) 
 
 
 def _converted(filling: Filling, groups: Sequence[Group], folder: Path) -> tuple[StoredTensor, ...]:
-    making = _Making(filling, groups)
+    making = _Conversion(filling, groups)
     path = folder / f"{making.identity()}.safetensors"
     if not path.is_file():
         _write(path, making.tensors())
     return read_header(path).tensors
 
 
-class _Making:
+class _Conversion:
     """The conversion of groups. A group is made when the first of its tensors is written, and kept until the last one is."""
 
     def __init__(self, filling: Filling, groups: Sequence[Group]) -> None:
@@ -73,7 +73,7 @@ class _Making:
 
     def tensors(self) -> list[NewTensor]:
         return [
-            NewTensor(name, NAMES[self._filling.dtype_of(name)], tuple(shape), lambda name=name: self._pieces(name))  # type: ignore[misc]
+            NewTensor(name, DTYPE_NAMES[self._filling.dtype_of(name)], tuple(shape), lambda name=name: self._pieces(name))  # type: ignore[misc]
             for name, (_, shape) in self._groups.items()
         ]
 
@@ -116,7 +116,7 @@ def _drop_left_over(path: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def check_placed_together(filling: Filling, placement: Placement) -> None:
+def check_groups_undivided(filling: Filling, placement: Placement) -> None:
     """Raise RequestError if a map divides weights that are made of the same stored tensors."""
     for group in filling.names.groups:
         if group.converter is None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from upshift.errors import JobFailed
 from upshift.internals.torch_names import STORAGE, STORAGE_HOLDERS
-from upshift.loading.offload.buffers import Piece, Slot
-from upshift.loading.offload.prefetch import Reader
+from upshift.loading.offload.buffers import Buffer, Chunk
+from upshift.loading.offload.prefetch import PrefetchReader
 from upshift.units import format_bytes
 
 
-class Lanes(Protocol):
+class CopyStream(Protocol):
     """A stream that copies, beside the caller's stream that computes. Events order the two."""
 
     device: torch.device
@@ -43,7 +43,7 @@ class Lanes(Protocol):
         """Block the processor until the event."""
 
 
-class CudaLanes:
+class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
@@ -87,26 +87,28 @@ class CudaLanes:
         return event
 
 
-class DeviceSlots:
+class DeviceBufferPool:
     """The pieces of memory on the GPU that weights are copied to.
 
     ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
 
-    def __init__(self, lanes: Lanes, held: Mapping[int, Tensor], disk: Reader | None, numbers: Mapping[int, int]) -> None:
+    def __init__(
+        self, lanes: CopyStream, held: Mapping[int, Tensor], disk: PrefetchReader | None, numbers: Mapping[int, int]
+    ) -> None:
         self._lanes = lanes
         self._held = held
         self._disk = disk
         self._numbers = numbers
         self._read: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
 
-    def new(self, capacity: int) -> Slot:
-        return _OnDevice(capacity, self._lanes, self._send)
+    def new(self, capacity: int) -> Buffer:
+        return _DeviceBuffer(capacity, self._lanes, self._send)
 
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
 
-    def _send(self, piece: Piece, memory: Tensor, after: Any) -> Any:
+    def _send(self, piece: Chunk, memory: Tensor, after: Any) -> Any:
         if piece.group in self._held:
             start = piece.tensors[0].offset
             return self._lanes.copy(self._held[piece.group][start : start + piece.nbytes], memory, after)
@@ -131,8 +133,8 @@ class DeviceSlots:
         self._read = None
 
 
-class _OnDevice:
-    def __init__(self, capacity: int, lanes: Lanes, send: Callable[[Piece, Tensor, Any], Any]) -> None:
+class _DeviceBuffer:
+    def __init__(self, capacity: int, lanes: CopyStream, send: Callable[[Chunk, Tensor, Any], Any]) -> None:
         self.capacity = capacity
         self._lanes = lanes
         self._send = send
@@ -141,7 +143,7 @@ class _OnDevice:
         self._alone = self._users()
         self._last_use: Any = None
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: Chunk) -> None:
         self._ready = self._send(piece, self._memory[: piece.nbytes], self._last_use)
 
     def use(self) -> Tensor:

@@ -34,11 +34,20 @@ from torch import Tensor, nn
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.internals.transformers_names import CHECKPOINTED
-from upshift.loading.files.mapped_file import announce, forget, populate
+from upshift.loading.files.mapped_file import drop_pages, populate, prefetch_pages
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.offload.buffers import can_be_pages
-from upshift.loading.offload.gpu_copy import Lanes
-from upshift.loading.offload.units import CHOICE, Feed, Weight, experts_in, is_looked_up, make_feed, units_of, weights_on_disk
+from upshift.loading.offload.buffers import can_map_in_place
+from upshift.loading.offload.gpu_copy import CopyStream
+from upshift.loading.offload.units import (
+    ROUTING_ARGUMENT,
+    OffloadedWeight,
+    WeightReader,
+    make_weight_reader,
+    map_weights_on_disk,
+    reads_rows_only,
+    routed_experts_in,
+    streaming_units,
+)
 from upshift.loading.placement.place import CPU, DISK, Placement
 from upshift.models.build import find_stacks
 
@@ -53,17 +62,17 @@ def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -
             continue
         waits = place.device in (CPU, DISK)
         device = main
-        if waits and is_looked_up(module):
+        if waits and reads_rows_only(module):
             device = torch.device(CPU)
         elif not waits and place.device != placement.main:
             device = torch.device(place.device)
         module.register_forward_pre_hook(partial(_before, device), with_kwargs=True)
         if device != main and module not in layers:
             module.register_forward_hook(partial(_after, main))
-    _Whole(main).attach(model)
+    _ModelHooks(main).attach(model)
 
 
-class _Whole:
+class _ModelHooks:
     """The hooks of the model itself: input moves to the main device, output to the device that the input came from."""
 
     def __init__(self, main: torch.device) -> None:
@@ -76,31 +85,31 @@ class _Whole:
 
     def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
         self._came_from = next((one.device for one in (*arguments, *named.values()) if isinstance(one, Tensor)), self._main)
-        return moved(arguments, self._main), moved(named, self._main)
+        return to_device(arguments, self._main), to_device(named, self._main)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        return moved(output, self._came_from)
+        return to_device(output, self._came_from)
 
 
 def _before(device: torch.device, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
-    return moved(arguments, device), moved(named, device)
+    return to_device(arguments, device), to_device(named, device)
 
 
 def _after(device: torch.device, module: nn.Module, arguments: Any, output: Any) -> Any:
-    return moved(output, device)
+    return to_device(output, device)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on a device, also the tensors in tuples, lists and mappings.
 
     A cache stays as it is: its layers are on the devices that fill them."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type != CPU)  # what comes to the CPU must be there before it is read
     if isinstance(value, Mapping):
-        found = {key: moved(item, device) for key, item in value.items()}
+        found = {key: to_device(item, device) for key, item in value.items()}
         return type(value)(**found) if type(value) is not dict else found
     if isinstance(value, tuple | list):
-        items = [moved(item, device) for item in value]
+        items = [to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -108,29 +117,29 @@ def moved(value: Any, device: torch.device) -> Any:
 class RoutedExperts:
     """The hooks of one module that has experts. ``keep``: leave pages in the page cache after their use."""
 
-    def __init__(self, module: nn.Module, weights: Sequence[Weight], *, keep: bool) -> None:
+    def __init__(self, module: nn.Module, weights: Sequence[OffloadedWeight], *, keep: bool) -> None:
         self._weights = weights
         self._keep = keep
-        self._place = list(inspect.signature(type(module).forward).parameters).index(CHOICE) - 1  # after self
+        self._place = list(inspect.signature(type(module).forward).parameters).index(ROUTING_ARGUMENT) - 1  # after self
         self._number = module.num_experts
-        self._chosen: list[tuple[Tensor, Weight]] = []
+        self._chosen: list[tuple[Tensor, OffloadedWeight]] = []
         self.bytes_read = 0
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        choice: Tensor = named[CHOICE] if CHOICE in named else arguments[self._place]
+        choice: Tensor = named[ROUTING_ARGUMENT] if ROUTING_ARGUMENT in named else arguments[self._place]
         experts = [number for number in choice.unique().tolist() if 0 <= number < self._number]
         self._chosen = [(weight.resting[number], weight) for weight in self._weights for number in experts]
         for content, _ in self._chosen:
-            announce(content)
+            prefetch_pages(content)
         for content, weight in self._chosen:
             populate(content, weight.stored.file)
             self.bytes_read += content.nbytes
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         for content, _ in self._chosen:
-            forget(content)
+            drop_pages(content)
         if not self._keep:
             for file in {weight.stored.file for _, weight in self._chosen}:
                 descriptor = os.open(file, os.O_RDONLY)
@@ -143,10 +152,10 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedView:
     """A view of a weight, as autograd saves it: which piece of which unit, and where in the piece."""
 
-    unit: _Unit
+    unit: _UnitHooks
     piece: int
     dtype: torch.dtype
     size: torch.Size
@@ -154,10 +163,10 @@ class _Saved:
     offset: int
 
 
-class _Unit:
+class _UnitHooks:
     """Weights that are read together, and the hooks of the modules that need them."""
 
-    def __init__(self, offload: Offload, number: int, weights: Sequence[Weight]) -> None:
+    def __init__(self, offload: Offload, number: int, weights: Sequence[OffloadedWeight]) -> None:
         self.offload = offload
         self.number = number
         self.weights = weights
@@ -210,14 +219,14 @@ class _Unit:
         finally:
             self._rest()
 
-    def _note(self, tensor: Tensor) -> Tensor | _Saved:
+    def _note(self, tensor: Tensor) -> Tensor | _SavedView:
         piece = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device == self._device else None
         if piece is None:
             return tensor
-        return _Saved(self, piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _SavedView(self, piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _look_up(saved: Tensor | _Saved) -> Tensor:
+def _look_up(saved: Tensor | _SavedView) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     content = saved.unit.offload.again(saved.unit.number)[saved.piece].view(saved.dtype)
@@ -227,10 +236,10 @@ def _look_up(saved: Tensor | _Saved) -> Tensor:
 class Offload:
     """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
 
-    def __init__(self, units: Sequence[Sequence[Weight]], feed: Feed) -> None:
+    def __init__(self, units: Sequence[Sequence[OffloadedWeight]], feed: WeightReader) -> None:
         self.reader = feed.reader
         self.starts = feed.starts
-        self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
+        self.units = [_UnitHooks(self, number, weights) for number, weights in enumerate(units)]
         self.mapped_bytes = 0
         self.experts: list[RoutedExperts] = []
         self._backward: tuple[int, list[Tensor]] | None = None
@@ -256,22 +265,22 @@ class Offload:
             self.reader.release(last)
 
 
-def dispatch(
+def register_offload_hooks(
     model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
-    lanes: Lanes | None = None,
+    lanes: CopyStream | None = None,
 ) -> None:  # fmt: skip
     """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
 
     ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: the size of what is
     read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU.
     """
-    weights = weights_on_disk(model, placement, stored)
+    weights = map_weights_on_disk(model, placement, stored)
     total = sum(weight.stored.nbytes for weight in weights.values())
     free = detect().cpu
     keep = free is None or free.free_memory_bytes is None or total < free.free_memory_bytes
-    routed = {} if lanes is not None else _routed(model, weights)
+    routed = {} if lanes is not None else _experts_read_separately(model, weights)
     apart = {id(weight.parameter) for own in routed.values() for weight in own}
-    units, hooked = units_of(model, placement, weights, lanes, apart=apart)
+    units, hooked = streaming_units(model, placement, weights, lanes, apart=apart)
     if lanes is not None:
         move_arguments(model, placement, lanes.device)
     if weights:
@@ -280,7 +289,7 @@ def dispatch(
     if not units:
         return
     budgets = dict(placement.stream_bytes) | ({} if buffer_bytes is None else {CPU: buffer_bytes})
-    offload = Offload(units, make_feed(units, budgets, placement.main, keep=keep, lanes=lanes))
+    offload = Offload(units, make_weight_reader(units, budgets, placement.main, keep=keep, lanes=lanes))
     for module, number in hooked:
         module.register_forward_pre_hook(offload.units[number].enter)
         module.register_forward_hook(offload.units[number].leave, always_call=True)
@@ -291,12 +300,12 @@ def dispatch(
     model._upshift_offload = offload  # type: ignore[assignment]
 
 
-def _routed(model: nn.Module, weights: Mapping[int, Weight]) -> dict[nn.Module, list[Weight]]:
+def _experts_read_separately(model: nn.Module, weights: Mapping[int, OffloadedWeight]) -> dict[nn.Module, list[OffloadedWeight]]:
     """Return the modules of experts that are on the disk and whose weights can be used as pages of their file."""
     of = {id(weight.parameter): weight for weight in weights.values()}
-    found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in experts_in(model)}
+    found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in routed_experts_in(model)}
     whole = {module: own for module, own in found.items() if len(own) == len(list(module.parameters()))}
-    return {module: own for module, own in whole.items() if can_be_pages([weight.stored for weight in own])}
+    return {module: own for module, own in whole.items() if can_map_in_place([weight.stored for weight in own])}
 
 
 def recompute_offloaded(model: nn.Module) -> None:
@@ -309,7 +318,7 @@ def recompute_offloaded(model: nn.Module) -> None:
             CHECKPOINTED.put(module, partial(_checkpointed, unit, CHECKPOINTED.of(module)))
 
 
-def _checkpointed(unit: _Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
+def _checkpointed(unit: _UnitHooks, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(partial(unit.compute, function), *arguments)
 
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from upshift.errors import JobFailed
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.offload.buffers import Piece, Slot, Slots
+from upshift.loading.offload.buffers import Buffer, BufferPool, Chunk
 from upshift.units import MIB
 
-PIECE_BYTES = 16 * MIB  # at least, where a group has as much and the buffers hold many
-PIECES_HELD = 16
+CHUNK_BYTES = 16 * MIB  # at least, where a group has as much and the buffers hold many
+MIN_CHUNKS = 16
 ALIGNMENT = 64  # of a tensor in a piece: as torch's own allocator, so that kernels are the same ones
 
 
 @dataclass(eq=False)
-class Group:
+class ReadGroup:
     number: int
-    pieces: tuple[Piece, ...]
-    loaded: list[Slot] = field(default_factory=list)  # of the first pieces
+    pieces: tuple[Chunk, ...]
+    loaded: list[Buffer] = field(default_factory=list)  # of the first pieces
     users: int = 0
 
     @property
@@ -38,15 +38,15 @@ class Group:
         return len(self.loaded) == len(self.pieces)
 
 
-def make_groups(wanted: Sequence[Sequence[StoredTensor]], budget: int, *, in_place: bool = False) -> list[Group]:
+def make_groups(wanted: Sequence[Sequence[StoredTensor]], budget: int, *, in_place: bool = False) -> list[ReadGroup]:
     """Divide the tensors of each unit into pieces.
 
     ``in_place``: pieces are used where they lie in the file, so a piece has no gap."""
-    least = min(PIECE_BYTES, budget // PIECES_HELD)
+    least = min(CHUNK_BYTES, budget // MIN_CHUNKS)
     groups = []
     for number, tensors in enumerate(wanted):
         parts = enumerate(_parts(tensors, least, in_place=in_place))
-        groups.append(Group(number, tuple(_piece(part, number, place, in_place=in_place) for place, part in parts)))
+        groups.append(ReadGroup(number, tuple(_piece(part, number, place, in_place=in_place) for place, part in parts)))
     return groups
 
 
@@ -64,7 +64,7 @@ def _parts(tensors: Sequence[StoredTensor], least: int, *, in_place: bool) -> It
     yield held
 
 
-def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place: bool) -> Piece:
+def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place: bool) -> Chunk:
     if in_place:
         start = tensors[0].offset
         last = tensors[-1]
@@ -76,24 +76,24 @@ def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return Piece(tuple(tensors), tuple(starts), max(end, 0 if in_place else ALIGNMENT), group, number)
+    return Chunk(tuple(tensors), tuple(starts), max(end, 0 if in_place else ALIGNMENT), group, number)
 
 
-class Reader:
+class PrefetchReader:
     """A thread that reads groups ahead.
 
     ``budget``: bytes of all slots together. More are taken only if modules that run at once need more."""
 
-    def __init__(self, groups: Sequence[Group], slots: Slots, *, budget: int) -> None:
+    def __init__(self, groups: Sequence[ReadGroup], slots: BufferPool, *, budget: int) -> None:
         self.groups = groups
         self.budget = max(budget, max(group.nbytes for group in groups))
         self._slots = slots
         self._changed = threading.Condition()
-        self._free: list[Slot] = []
+        self._free: list[Buffer] = []
         self._held = 0
         self._last: tuple[int, int] = (-1, -1)  # the group before the one asked for last, and that one
         self._after: dict[tuple[int, int], int] = {}
-        self._waited: list[Group] = []  # groups that somebody waits for
+        self._waited: list[ReadGroup] = []  # groups that somebody waits for
         self._error: BaseException | None = None
         self._closed = False
         self.bytes_read = 0
@@ -155,14 +155,14 @@ class Reader:
                 self.bytes_read += piece.nbytes
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[Group, Piece] | None:
+    def _next(self) -> tuple[ReadGroup, Chunk] | None:
         """Return the group and piece to read now: of a group that is waited for, else of a group that comes next."""
         for group in self._upcoming():
             if not group.whole:
                 return group, group.pieces[len(group.loaded)]
         return None
 
-    def _upcoming(self) -> list[Group]:
+    def _upcoming(self) -> list[ReadGroup]:
         """Return the groups that are waited for, then those that followed the last time, as far as the buffers reach.
 
         Before anything was learned, groups follow in their own order."""
@@ -179,7 +179,7 @@ class Reader:
             held += self.groups[number].nbytes if not self.groups[number].users else 0
         return found
 
-    def _take(self, group: Group, piece: Piece) -> bool:
+    def _take(self, group: ReadGroup, piece: Chunk) -> bool:
         """Take a slot for a piece and return whether there is room for it now."""
         coming = {other.number for other in self._upcoming()}
         idle = [other for other in self.groups if other.loaded and not other.users]
@@ -197,7 +197,7 @@ class Reader:
         self._taken = group, piece, slot
         return True
 
-    def _give_back(self, group: Group) -> None:
+    def _give_back(self, group: ReadGroup) -> None:
         for slot in group.loaded:
             if slot.is_free():
                 self._free.append(slot)
@@ -205,7 +205,7 @@ class Reader:
                 self._held -= slot.capacity  # it lives as long as somebody holds a view of it
         group.loaded = []
 
-    def _slot(self, nbytes: int) -> Slot | None:
+    def _slot(self, nbytes: int) -> Buffer | None:
         """Return a free slot of exactly this size, or a new one within the budget.
 
         Layers are alike, so sizes repeat. In a larger slot a small piece would take the room of another."""
@@ -217,7 +217,7 @@ class Reader:
             self._held -= self._free.pop().capacity
         return self._new(nbytes) if self._held + nbytes <= self.budget else None
 
-    def _new(self, nbytes: int) -> Slot:
+    def _new(self, nbytes: int) -> Buffer:
         self._held += nbytes
         self.most_held = max(self.most_held, self._held)
         return self._slots.new(nbytes)

@@ -15,53 +15,53 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
-from upshift.loading.files.mapped_file import Mapped
+from upshift.loading.files.mapped_file import MappedFiles
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.tensors import NAMES
-from upshift.loading.offload.buffers import BufferSlots, PageSlots, can_be_pages
-from upshift.loading.offload.gpu_copy import DeviceSlots, Lanes
-from upshift.loading.offload.prefetch import ALIGNMENT, Group, Reader, make_groups
+from upshift.loading.files.tensors import DTYPE_NAMES
+from upshift.loading.offload.buffers import HostBufferPool, PagePool, can_map_in_place
+from upshift.loading.offload.gpu_copy import CopyStream, DeviceBufferPool
+from upshift.loading.offload.prefetch import ALIGNMENT, PrefetchReader, ReadGroup, make_groups
 from upshift.loading.placement.place import CPU, DISK, Placement
 
-CHOICE = "top_k_index"  # of the interface of transformers.integrations.moe
+ROUTING_ARGUMENT = "top_k_index"  # of the interface of transformers.integrations.moe
 
 
-def is_looked_up(module: nn.Module) -> bool:
+def reads_rows_only(module: nn.Module) -> bool:
     """Return whether a module only reads rows of its weight. With ``max_norm`` set, its forward also writes to them."""
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
-def is_routed(module: nn.Module) -> bool:
+def has_routed_experts(module: nn.Module) -> bool:
     """Return whether a module's weights are experts stacked in the first dimension, and its forward takes their choice."""
     number = getattr(module, "num_experts", None)
     own = list(module.parameters())
     if not isinstance(number, int) or not own or any(weight.shape[:1] != (number,) for weight in own):
         return False
-    return CHOICE in inspect.signature(type(module).forward).parameters
+    return ROUTING_ARGUMENT in inspect.signature(type(module).forward).parameters
 
 
-def experts_in(module: nn.Module) -> Iterator[nn.Module]:
+def routed_experts_in(module: nn.Module) -> Iterator[nn.Module]:
     for inner in module.modules():
-        if is_routed(inner):
+        if has_routed_experts(inner):
             yield inner
 
 
 @dataclass(frozen=True)
-class Weight:
+class OffloadedWeight:
     parameter: nn.Parameter
     resting: Tensor  # the file's own pages, or pinned memory of the host
     stored: StoredTensor  # where the same bytes lie: in a file, or in ``held``
     held: Tensor | None = None  # pinned, of all weights that are needed with this one
 
 
-def weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, Weight]:
+def map_weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, OffloadedWeight]:
     """Return the weights on the disk by the parameter's id, tied ones once. Each parameter becomes its mapping."""
-    lookups = {id(weight) for module in model.modules() if is_looked_up(module) for weight in module.parameters(recurse=False)}
+    lookups = {id(weight) for module in model.modules() if reads_rows_only(module) for weight in module.parameters(recurse=False)}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if placement.device_of(name) == DISK:
             names.setdefault(id(parameter), []).append(name)
-    mapped = Mapped()
+    mapped = MappedFiles()
     found = {}
     for key, tied in names.items():
         parameter = model.get_parameter(tied[0])
@@ -71,7 +71,7 @@ def weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str,
         resting = mapped.tensor(tensor, looked_up=key in lookups)
         if (resting.dtype, resting.shape) != (parameter.dtype, parameter.shape):
             raise RequestError(f"{tensor.file}: {tensor.name} is {tensor.dtype} {tensor.shape}, not as {tied[0]!r} of the model")
-        found[key] = Weight(_at_rest(model, tied, parameter, resting), resting, tensor)
+        found[key] = OffloadedWeight(_at_rest(model, tied, parameter, resting), resting, tensor)
     return found
 
 
@@ -87,14 +87,14 @@ def _at_rest(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, re
     return kept
 
 
-def units_of(
-    model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None, *, apart: Set[int]
-) -> tuple[list[list[Weight]], list[tuple[nn.Module, int]]]:
+def streaming_units(
+    model: nn.Module, placement: Placement, on_disk: Mapping[int, OffloadedWeight], lanes: CopyStream | None, *, apart: Set[int]
+) -> tuple[list[list[OffloadedWeight]], list[tuple[nn.Module, int]]]:
     """Return the units of weights that are read together, and the unit of each module.
 
     One unit serves a module of the placement and the modules that are tied to it. With ``lanes`` to a GPU, weights on the host
     are units, too. ``apart``: parameters that are read in another way."""
-    units: list[list[Weight]] = []
+    units: list[list[OffloadedWeight]] = []
     hooked: list[tuple[nn.Module, int]] = []
     of: dict[int, int] = {}  # unit by parameter
     by_parameter = {id(weight.parameter): weight for weight in on_disk.values()}
@@ -102,7 +102,7 @@ def units_of(
     for place in placement.modules:
         module = modules.get(place.name)
         waits = place.device == DISK or (place.device == CPU and lanes is not None)
-        if not waits or not place.streams or module is None or is_looked_up(module):
+        if not waits or not place.streams or module is None or reads_rows_only(module):
             continue
         own = list({id(weight): weight for weight in module.parameters() if id(weight) not in apart}.values())
         if not own:
@@ -120,7 +120,7 @@ def units_of(
     return units, hooked
 
 
-def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list[Weight]:
+def _held(parameters: Sequence[nn.Parameter], lanes: CopyStream, number: int) -> list[OffloadedWeight]:
     """Move parameters into pinned memory, packed as the pieces that are sent."""
     starts = []
     end = 0
@@ -136,22 +136,24 @@ def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list
         parameter.data = resting
         shape = tuple(parameter.shape)
         place = Path(f"host {number}")
-        stored = StoredTensor(f"{start}", NAMES[parameter.dtype], shape, place, start, parameter.nbytes)
-        found.append(Weight(parameter, resting, stored, memory))
+        stored = StoredTensor(f"{start}", DTYPE_NAMES[parameter.dtype], shape, place, start, parameter.nbytes)
+        found.append(OffloadedWeight(parameter, resting, stored, memory))
     return found
 
 
-Units = Sequence[Sequence[Weight]]
-Starts = list[list[tuple[int, int]]]  # for each unit, for each weight: its piece, and where it starts in the piece
+Units = Sequence[Sequence[OffloadedWeight]]
+ChunkOffsets = list[list[tuple[int, int]]]  # for each unit, for each weight: its piece, and where it starts in the piece
 
 
 @dataclass(frozen=True)
-class Feed:
-    reader: Reader
-    starts: Starts
+class WeightReader:
+    reader: PrefetchReader
+    starts: ChunkOffsets
 
 
-def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, lanes: Lanes | None) -> Feed:
+def make_weight_reader(
+    units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, lanes: CopyStream | None
+) -> WeightReader:
     """Make the reader that brings the weights of all units, in their order.
 
     ``budgets``: bytes that may be on their way, on the host (cpu) and on the main device. ``keep``: the page cache has room."""
@@ -165,23 +167,23 @@ def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool
     disk = None
     if on_disk:
         wanted = [waiting[number] for number in on_disk]
-        slots = BufferSlots([stored.file for unit in wanted for stored in unit], keep=keep, pin=lanes.pin)
-        disk = Reader(make_groups(wanted, size), slots, budget=budgets.get(CPU, 0))
-    sending = DeviceSlots(lanes, in_memory, disk, {group: number for number, group in enumerate(on_disk)})
-    return Feed(Reader(groups, sending, budget=budgets.get(main, 0)), _starts(groups, units))
+        slots = HostBufferPool([stored.file for unit in wanted for stored in unit], keep=keep, pin=lanes.pin)
+        disk = PrefetchReader(make_groups(wanted, size), slots, budget=budgets.get(CPU, 0))
+    sending = DeviceBufferPool(lanes, in_memory, disk, {group: number for number, group in enumerate(on_disk)})
+    return WeightReader(PrefetchReader(groups, sending, budget=budgets.get(main, 0)), _starts(groups, units))
 
 
-def _to_cpu(units: Units, budget: int, *, keep: bool) -> Feed:
+def _to_cpu(units: Units, budget: int, *, keep: bool) -> WeightReader:
     wanted = [[weight.stored for weight in unit] for unit in units]
     tensors = [stored for unit in wanted for stored in unit]
     files = [stored.file for stored in tensors]
-    in_place = can_be_pages(tensors)
+    in_place = can_map_in_place(tensors)
     groups = make_groups(wanted, budget, in_place=in_place)
-    slots = PageSlots(files, keep=keep) if in_place else BufferSlots(files, keep=keep)
-    return Feed(Reader(groups, slots, budget=budget), _starts(groups, units))
+    slots = PagePool(files, keep=keep) if in_place else HostBufferPool(files, keep=keep)
+    return WeightReader(PrefetchReader(groups, slots, budget=budget), _starts(groups, units))
 
 
-def _starts(groups: Sequence[Group], units: Units) -> Starts:
+def _starts(groups: Sequence[ReadGroup], units: Units) -> ChunkOffsets:
     starts = []
     for group, unit in zip(groups, units, strict=True):
         found = {

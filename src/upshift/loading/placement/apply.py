@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import SET_TENSOR
 from upshift.loading.files.checkpoint import Checkpoint
-from upshift.loading.files.mapped_file import Mapped
+from upshift.loading.files.mapped_file import MappedFiles
 from upshift.loading.fill import Filling, Progress
-from upshift.loading.offload.disk_store import check_placed_together, stored_on_disk
-from upshift.loading.offload.gpu_copy import CudaLanes
-from upshift.loading.offload.hooks import dispatch
+from upshift.loading.offload.disk_store import check_groups_undivided, find_or_convert
+from upshift.loading.offload.gpu_copy import CudaCopyStream
+from upshift.loading.offload.hooks import register_offload_hooks
 from upshift.loading.placement.modules import place_model
 from upshift.loading.placement.place import CPU, DISK, Placement
 
@@ -24,7 +24,7 @@ DeviceMap = str | int | Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
-class Where:
+class PlacementOptions:
     """A user's choice of devices, and the work that needs room beside the weights."""
 
     device_map: DeviceMap
@@ -34,28 +34,32 @@ class Where:
     sequence_length: int | None = None  # None: the default for the model
 
 
-def fill_placed(
-    filling: Filling, checkpoint: Checkpoint, where: Where, finish: Callable[[dict[str, str]], None], progress: Progress | None
+def fill_and_dispatch(
+    filling: Filling,
+    checkpoint: Checkpoint,
+    where: PlacementOptions,
+    finish: Callable[[dict[str, str]], None],
+    progress: Progress | None,
 ) -> None:
     """Fill a divided model. ``finish``: is called with the devices of modules when all weights are there."""
     model = filling.model
-    placement = placed(model, checkpoint, where)
-    check_placed_with_main(placement)
-    check_placed_together(filling, placement)
-    stored = stored_on_disk(filling, placement, where.offload_folder)
+    placement = plan_placement(model, checkpoint, where)
+    check_loose_parameters(placement)
+    check_groups_undivided(filling, placement)
+    stored = find_or_convert(filling, placement, where.offload_folder)
     filling.run(lambda name: _device(placement, name), progress)
-    mapped = Mapped()
+    mapped = MappedFiles()
     for name, tensor in stored.items():
         SET_TENSOR.get()(model, name, mapped.tensor(tensor), filling.info, None)
     finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
     if placement.main == CPU:
-        dispatch(model, placement, stored)
+        register_offload_hooks(model, placement, stored)
     elif set(placement.device_map.values()) != {placement.main}:
-        dispatch(model, placement, stored, lanes=CudaLanes(torch.device(placement.main)))
+        register_offload_hooks(model, placement, stored, lanes=CudaCopyStream(torch.device(placement.main)))
 
 
-def placed(
-    model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where, memory_bytes_per_second: float | None = None
+def plan_placement(
+    model: PreTrainedModel, checkpoint: Checkpoint | None, where: PlacementOptions, memory_bytes_per_second: float | None = None
 ) -> Placement:
     return place_model(
         model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
@@ -63,7 +67,7 @@ def placed(
     )  # fmt: skip
 
 
-def check_placed_with_main(placement: Placement) -> None:
+def check_loose_parameters(placement: Placement) -> None:
     """Raise RequestError if a parameter beside modules is on another device than the code that uses it.
 
     No forward can wait for such a parameter."""

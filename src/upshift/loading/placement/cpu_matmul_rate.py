@@ -16,7 +16,7 @@ BYTES = 64 * MIB
 TIMES = 5
 
 
-def product_rate(dtype: torch.dtype) -> float:
+def matmul_rate(dtype: torch.dtype) -> float:
     """Return the bytes of weights that the CPU multiplies in a second."""
     weight = torch.zeros(BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
     token = torch.zeros(1, COLUMNS, dtype=dtype)

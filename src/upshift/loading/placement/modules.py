@@ -18,11 +18,11 @@ from upshift.hardware.spec import Host
 from upshift.internals.torch_names import PARAMETERS
 from upshift.internals.transformers_names import WHOLE_MODULES
 from upshift.loading.files.checkpoint import Checkpoint
-from upshift.loading.offload.units import experts_in, is_looked_up
+from upshift.loading.offload.units import reads_rows_only, routed_experts_in
 from upshift.loading.placement.cost import predict
-from upshift.loading.placement.cpu_matmul_rate import product_rate
+from upshift.loading.placement.cpu_matmul_rate import matmul_rate
 from upshift.loading.placement.memory_limits import memory_limits, read_device
-from upshift.loading.placement.place import CPU, Placement, Unit, Work, follow, place
+from upshift.loading.placement.place import CPU, MemoryNeeds, Placement, PlacementUnit, follow_device_map, place_units
 from upshift.models.build import find_stacks
 from upshift.models.describe import max_positions
 from upshift.models.kv_cache import returned_cache
@@ -34,7 +34,7 @@ CACHED_TOKENS = 8  # enough to see what the cache keeps of a token
 
 
 @dataclass
-class _Found:
+class _UnitDraft:
     """A unit that is still being put together."""
 
     names: list[str]
@@ -66,18 +66,20 @@ def place_model(
     if sequence_length is None:
         sequence_length = default_length(max_positions(model))
     if device_map == "auto":
-        placement = place(*work_of(model, units_of(model), limits, batch=batch, sequence_length=sequence_length))
+        placement = place_units(
+            *measure_needs(model, placement_units(model), limits, batch=batch, sequence_length=sequence_length)
+        )
     else:
         said = device_map if isinstance(device_map, Mapping) else {"": device_map}
         devices = check_device_map(model, said, host)
-        units = units_of(model, inside=devices)
-        placement = follow(devices, *work_of(model, units, limits, batch=batch, sequence_length=sequence_length))
+        units = placement_units(model, inside=devices)
+        placement = follow_device_map(devices, *measure_needs(model, units, limits, batch=batch, sequence_length=sequence_length))
     if memory_bytes_per_second is None:
         return placement
     return predict(
         placement, host, memory_bytes_per_second=memory_bytes_per_second,
         disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
-        stored_bytes=None if checkpoint is None else checkpoint.total_bytes, products_bytes_per_second=product_rate(model.dtype),
+        stored_bytes=None if checkpoint is None else checkpoint.total_bytes, products_bytes_per_second=matmul_rate(model.dtype),
     )  # fmt: skip
 
 
@@ -99,16 +101,16 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host
     return devices
 
 
-def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = None) -> tuple[Unit, ...]:
+def placement_units(model: PreTrainedModel, *, inside: Mapping[str, object] | None = None) -> tuple[PlacementUnit, ...]:
     """Return the units in the order in which the model lists them. No name of ``inside`` is within a unit."""
     whole = set(WHOLE_MODULES.read(model) or ()) or {type(layer).__name__ for _, stack in find_stacks(model) for layer in stack}
-    found: dict[int, _Found] = {}
+    found: dict[int, _UnitDraft] = {}
     for path, module, alone in _parts(model, "", whole, set(inside or ())):
         _add(found, path, module, alone)
     _tie(model, found.values())
     merged = _joined_by_ties(list(found.values()))
     return tuple(
-        Unit(
+        PlacementUnit(
             names=tuple(unit.names),
             nbytes=(size := sum(weight.numel() * weight.element_size() for weight in unit.parameters.values())),
             read=0 if unit.looked_up else size,
@@ -131,20 +133,20 @@ def _parts(module: nn.Module, path: str, whole: set[str], inside: set[str]) -> I
         yield from _parts(child, f"{path}.{name}" if path else name, whole, inside)
 
 
-def _add(found: dict[int, _Found], path: str, module: nn.Module, alone: bool) -> None:
+def _add(found: dict[int, _UnitDraft], path: str, module: nn.Module, alone: bool) -> None:
     prefix = f"{path}." if path else ""
     if not alone or type(module).forward is nn.Module.forward:  # a list of parameters has no forward to wait for
         for name, parameter in module.named_parameters(recurse=alone):
-            found[id(parameter)] = _Found([prefix + name], {id(parameter): parameter}, looked_up=False)
+            found[id(parameter)] = _UnitDraft([prefix + name], {id(parameter): parameter}, looked_up=False)
         return
-    unit = found.setdefault(id(module), _Found([]))
+    unit = found.setdefault(id(module), _UnitDraft([]))
     unit.names.append(path)
     unit.parameters = {id(parameter): parameter for parameter in module.parameters()}
-    unit.looked_up = is_looked_up(module)
+    unit.looked_up = reads_rows_only(module)
     unit.streams = True
 
 
-def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
+def _tie(model: PreTrainedModel, units: Iterable[_UnitDraft]) -> None:
     """Replace weights by those that they will be tied to. The model lists its ties, and makes them only when it is filled."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", {}).items()
@@ -154,10 +156,10 @@ def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
         unit.parameters = {id(weight): weight for weight in tied}
 
 
-def _joined_by_ties(units: list[_Found]) -> list[_Found]:
+def _joined_by_ties(units: list[_UnitDraft]) -> list[_UnitDraft]:
     """Join units that share a parameter into one, at the place of the first."""
-    owner: dict[int, _Found] = {}
-    kept: list[_Found] = []
+    owner: dict[int, _UnitDraft] = {}
+    kept: list[_UnitDraft] = []
     for unit in units:
         for first in {id(owner[key]): owner[key] for key in unit.parameters if key in owner}.values():
             unit = _joined(first, unit)
@@ -168,8 +170,8 @@ def _joined_by_ties(units: list[_Found]) -> list[_Found]:
     return sorted(kept, key=lambda unit: min(order[key] for key in unit.parameters))
 
 
-def _joined(first: _Found, second: _Found) -> _Found:
-    return _Found(
+def _joined(first: _UnitDraft, second: _UnitDraft) -> _UnitDraft:
+    return _UnitDraft(
         first.names + second.names,
         first.parameters | second.parameters,
         looked_up=first.looked_up and second.looked_up,
@@ -181,9 +183,9 @@ def _parameters(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def work_of(
-    model: PreTrainedModel, units: tuple[Unit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
-) -> tuple[tuple[Unit, ...], dict[str, int], Work]:
+def measure_needs(
+    model: PreTrainedModel, units: tuple[PlacementUnit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
+) -> tuple[tuple[PlacementUnit, ...], dict[str, int], MemoryNeeds]:
     """Return the units with the bytes that they keep of ``batch`` sequences, ``limits``, and the memory beside the weights."""
     if next(iter(limits)) == CPU:
         met = _experts_met(model)
@@ -192,7 +194,7 @@ def work_of(
     if kept is not None:
         inside = [sum(kept.get(number, 0) for number in _layers_in(model, unit)) for unit in units]
         units = tuple(replace(unit, cache=batch * size) for unit, size in zip(units, inside, strict=True))
-    work = Work(
+    work = MemoryNeeds(
         batch=batch,
         sequence=sequence_length,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
@@ -204,7 +206,7 @@ def work_of(
 
 def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
     """Return how many experts a token meets, by the module of experts, or {} if a pass without numbers is not possible."""
-    if next(experts_in(model), None) is None:
+    if next(routed_experts_in(model), None) is None:
         return {}
     try:
         with fake_masks(masked=False):
@@ -214,18 +216,18 @@ def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
     return {model.get_submodule(path): number for path, number in met.items()}
 
 
-def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.Module, int]) -> int:
+def _not_chosen(model: PreTrainedModel, unit: PlacementUnit, batch: int, met: Mapping[nn.Module, int]) -> int:
     """Return the expected bytes of experts that a pass of one token a sequence does not use, if each is chosen as often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
     idle = 0.0
-    for experts in (inner for module in modules for inner in experts_in(module) if inner in met):
+    for experts in (inner for module in modules for inner in routed_experts_in(module) if inner in met):
         number: Any = experts.num_experts  # an int; a module's attributes have no types
         left_out = 1 - met[experts] / number
         idle += left_out**batch * sum(weight.nbytes for weight in experts.parameters())
     return int(idle)
 
 
-def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
+def _layers_in(model: nn.Module, unit: PlacementUnit) -> set[int]:
     """Return the numbers by which a cache knows the layers of a unit."""
     inside = (module for name in unit.names if not _is_parameter(model, name) for module in model.get_submodule(name).modules())
     return {number for module in inside if isinstance(number := getattr(module, "layer_idx", None), int)}

@@ -22,7 +22,7 @@ CPU = "cpu"
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlacementUnit:
     """Modules and parameters that stay together: a layer that must not be split, tied weights, or a single leaf."""
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Work:
+class MemoryNeeds:
     """Memory beside the weights, on the devices that compute. None: not known, and not counted."""
 
     batch: int
@@ -47,7 +47,7 @@ class Work:
         return self.activations or 0
 
 
-class Place(Value):
+class ModulePlacement(Value):
     name: str  # of a module, or of a parameter that stands beside modules
     device: str  # cpu, disk, cuda:0 ...
     bytes: int  # 0 where they are counted at the module that it is tied to
@@ -57,7 +57,7 @@ class Place(Value):
 
 
 class Placement(Value):
-    modules: tuple[Place, ...]
+    modules: tuple[ModulePlacement, ...]
     limits: dict[str, int]
     main: str  # the device that computes all modules that are on no other GPU
     buffers: int  # of the model, on that device
@@ -74,13 +74,13 @@ class Placement(Value):
 
     @property
     def device_map(self) -> dict[str, str]:
-        return {place.name: place.device for place in self.modules}
+        return {place_units.name: place_units.device for place_units in self.modules}
 
     @property
     def totals(self) -> dict[str, int]:
         found = dict.fromkeys([*self.limits, DISK], 0)
-        for place in self.modules:
-            found[place.device] = found.get(place.device, 0) + place.bytes
+        for place_units in self.modules:
+            found[place_units.device] = found.get(place_units.device, 0) + place_units.bytes
         return found
 
     @property
@@ -90,7 +90,7 @@ class Placement(Value):
     @property
     def disk_read(self) -> int:
         """Return the bytes that one forward pass reads from the disk."""
-        return sum(place.read for place in self.modules if place.device == DISK)
+        return sum(place_units.read for place_units in self.modules if place_units.device == DISK)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -111,14 +111,14 @@ class Placement(Value):
 
 
 @dataclass
-class _Fill:
+class _Assignment:
     """One way to place the units. ``room`` is the rest of each limit."""
 
     room: dict[str, int]
     reserves: dict[str, int]
     devices: dict[int, str] = field(default_factory=dict)
 
-    def cost(self, units: Sequence[Unit], main: str) -> tuple[int, int, int, int]:
+    def cost(self, units: Sequence[PlacementUnit], main: str) -> tuple[int, int, int, int]:
         """Return bytes that a pass reads from the disk, bytes that it reads from the host, bytes on the disk, and bytes of
         buffers."""
         slow = [unit for number, unit in enumerate(units) if self.devices[number] == DISK]
@@ -129,7 +129,7 @@ class _Fill:
         )  # fmt: skip
 
 
-def place(units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
+def place_units(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds) -> Placement:
     """Place the units. ``limits``: by device, fastest first. Raise NothingFits if not even the largest part and its work fit."""
     main = next(iter(limits))
     kept_elsewhere = 0  # keys and values of layers that are streamed, which stay on the main device
@@ -145,8 +145,8 @@ def place(units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Place
 
 
 def _fills(
-    units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, kept_elsewhere: int
-) -> Iterator[_Fill | None]:
+    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, kept_elsewhere: int
+) -> Iterator[_Assignment | None]:
     """Yield one placement for every size that the largest part from the host, and from the disk, may have.
 
     None: it does not fit."""
@@ -161,10 +161,10 @@ def _fills(
             reserves = {main: from_disk} if main == CPU else {main: from_host, CPU: from_disk}
             for device, reserve in reserves.items():
                 room[device] = room.get(device, 0) - reserve
-            yield _fill(units, _Fill(room, reserves), main) if min(room.values()) >= 0 else None
+            yield _fill(units, _Assignment(room, reserves), main) if min(room.values()) >= 0 else None
 
 
-def _fill(units: Sequence[Unit], fill: _Fill, main: str) -> _Fill | None:
+def _fill(units: Sequence[PlacementUnit], fill: _Assignment, main: str) -> _Assignment | None:
     """Place all units, or return None if a part that is larger than its buffer finds no room."""
     gpus = [device for device in fill.room if device != CPU]
     on_gpus = _put(units, range(len(units)), gpus, fill, fill.reserves[main] if main != CPU else 0)
@@ -176,7 +176,9 @@ def _fill(units: Sequence[Unit], fill: _Fill, main: str) -> _Fill | None:
     return fill
 
 
-def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], fill: _Fill, streamed: int) -> bool:
+def _put(
+    units: Sequence[PlacementUnit], numbers: Iterable[int], devices: Sequence[str], fill: _Assignment, streamed: int
+) -> bool:
     """Put units on the first device with room: those too large to be streamed, then the rest in order, then look-ups.
 
     Return False if a unit that cannot be streamed finds no room."""
@@ -200,7 +202,9 @@ def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], 
     return True
 
 
-def _placement(units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, fill: _Fill) -> Placement:
+def _placement(
+    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, fill: _Assignment
+) -> Placement:
     """Return the placement.
 
     The rest of a limit enlarges its buffers, up to two of the largest part: one is read while one computes."""
@@ -211,27 +215,39 @@ def _placement(units: Sequence[Unit], limits: Mapping[str, int], work: Work, mai
     places = []
     for number, unit in enumerate(units):
         why = _why(unit, fill.devices[number], limits, fill)
-        places += places_of(unit, fill.devices[number], why)
+        places += module_placements(unit, fill.devices[number], why)
     return Placement(
         modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
         cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream,
     )  # fmt: skip
 
 
-def follow(devices: Mapping[str, str], units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
+def follow_device_map(
+    devices: Mapping[str, str], units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds
+) -> Placement:
     """Place units as a user's map says, for every name or for a name around it.
 
     Raise RequestError if the map divides tied weights, and NothingFits if a device would hold more than its limit."""
     main = next(iter(limits))
-    places: list[Place] = []
+    places: list[ModulePlacement] = []
     for unit in units:
         said = {name: _said(devices, name) for name in unit.names}
         if len(set(said.values())) > 1:
             apart = ", ".join(f"{name} on {device}" for name, device in said.items())
             raise RequestError(f"device_map divides tied weights ({apart}); give them one device")
-        places += places_of(unit, said[unit.names[0]], "device_map says so")
-    from_disk = max((place.bytes for place in places if place.device == DISK and place.streams and place.read), default=0)
-    from_host = max((place.bytes for place in places if place.device in (CPU, DISK) and place.streams and place.read), default=0)
+        places += module_placements(unit, said[unit.names[0]], "device_map says so")
+    from_disk = max(
+        (place_units.bytes for place_units in places if place_units.device == DISK and place_units.streams and place_units.read),
+        default=0,
+    )
+    from_host = max(
+        (
+            place_units.bytes
+            for place_units in places
+            if place_units.device in (CPU, DISK) and place_units.streams and place_units.read
+        ),
+        default=0,
+    )
     stream = {CPU: 2 * from_disk} if main == CPU else {main: 2 * from_host, CPU: 2 * from_disk}
     placement = Placement(
         modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
@@ -252,15 +268,18 @@ def _said(devices: Mapping[str, str], name: str) -> str:
     return next(device for length in range(len(parts), -1, -1) if (device := devices.get(".".join(parts[:length]))))
 
 
-def places_of(unit: Unit, device: str, why: str) -> list[Place]:
+def module_placements(unit: PlacementUnit, device: str, why: str) -> list[ModulePlacement]:
     first, *tied = unit.names
     return [
-        Place(name=first, device=device, bytes=unit.nbytes, read=unit.read, streams=unit.streams, why=why),
-        *(Place(name=name, device=device, bytes=0, read=0, streams=unit.streams, why=f"tied to {first}") for name in tied),
+        ModulePlacement(name=first, device=device, bytes=unit.nbytes, read=unit.read, streams=unit.streams, why=why),
+        *(
+            ModulePlacement(name=name, device=device, bytes=0, read=0, streams=unit.streams, why=f"tied to {first}")
+            for name in tied
+        ),
     ]
 
 
-def _why(unit: Unit, device: str, limits: Mapping[str, int], fill: _Fill) -> str:
+def _why(unit: PlacementUnit, device: str, limits: Mapping[str, int], fill: _Assignment) -> str:
     order = list(limits)
     full = order if device == DISK else order[: order.index(device)]
     if not full:
@@ -271,7 +290,7 @@ def _why(unit: Unit, device: str, limits: Mapping[str, int], fill: _Fill) -> str
     return f"{left}, it takes {format_bytes(unit.nbytes)}"
 
 
-def _nothing_fits(units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str) -> NothingFits:
+def _nothing_fits(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str) -> NothingFits:
     smallest = min((unit.nbytes for unit in units if unit.streams and unit.read), default=0)
     largest = max((unit.nbytes for unit in units if unit.streams and unit.read), default=smallest)
     cache = sum(unit.cache for unit in units)

@@ -13,8 +13,8 @@ import transformers
 from upshift.errors import RequestError
 from upshift.loading.files.checkpoint import CONFIG, METADATA, Checkpoint, find_checkpoint, find_model_folder, small_files
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.safetensors_writer import NewTensor, copy_of, stored_pieces
-from upshift.loading.files.tensors import COMPUTED, DTYPES, NAMES, bytes_of
+from upshift.loading.files.safetensors_writer import NewTensor, copy_tensor, read_chunks
+from upshift.loading.files.tensors import COMPUTE_DTYPES, DTYPE_NAMES, DTYPES, bytes_of
 from upshift.loading.fill import Filling, check_coverage
 from upshift.loading.gguf import SUFFIX, convert_gguf
 from upshift.loading.key_mapping import map_names
@@ -31,8 +31,8 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
     """Write a model's folder with its weights in another dtype.
 
     Tensors of whole numbers stay as they are. Tensors that the model's class keeps in fp32 stay in fp32."""
-    if dtype not in COMPUTED:
-        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTED))}")
+    if dtype not in COMPUTE_DTYPES:
+        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTE_DTYPES))}")
     if Path(model).suffix == SUFFIX:
         return convert_gguf(Path(model), output, dtype=dtype, progress=progress)
     source, folder = find_model_folder(model)
@@ -88,8 +88,8 @@ def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> 
 
 def _converted(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[str, int]) -> NewTensor:
     if dtype is None or DTYPES[stored.dtype] == dtype:
-        return copy_of(stored)
-    return NewTensor(stored.name, NAMES[dtype], stored.shape, partial(_pieces, stored, dtype, noted))
+        return copy_tensor(stored)
+    return NewTensor(stored.name, DTYPE_NAMES[dtype], stored.shape, partial(_pieces, stored, dtype, noted))
 
 
 def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
@@ -97,7 +97,7 @@ def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> 
 
     ``noted`` receives how many numbers became infinite: fp16 has no finite number above 65,504."""
     infinite = 0
-    for piece in stored_pieces(stored):
+    for piece in read_chunks(stored):
         before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
         after = before.to(dtype)
         if dtype == torch.float16 and before.itemsize > 1:  # numbers of 8 bits fit into fp16

@@ -24,9 +24,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.internals.transformers_names import MODEL_MAPPING, REVERT, WEIGHT_CONVERSIONS
 from upshift.loading.files.checkpoint import CONFIG, METADATA, Checkpoint, find_checkpoint, find_model_folder, small_files
-from upshift.loading.files.safetensors_header import StoredTensor, read_header, shown
-from upshift.loading.files.safetensors_writer import NewTensor, copy_of, stored_pieces
-from upshift.loading.files.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into, read_tensor, shape_of
+from upshift.loading.files.safetensors_header import StoredTensor, quote, read_header
+from upshift.loading.files.safetensors_writer import NewTensor, copy_tensor, read_chunks
+from upshift.loading.files.tensors import DTYPE_NAMES, DTYPES, bytes_of, dtype_of, read_into, read_tensor, shape_of
 from upshift.loading.key_mapping import Group, Names, convert, filled, map_names
 from upshift.loading.load import build_empty, class_of
 from upshift.loading.lora import Part, merged_rows
@@ -157,7 +157,7 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
         if name in together.tensors:
             found.append(together.tensors[name])
         else:
-            found.append(copy_of(stored) if part is None or part.is_base else _changed(name, stored, part))
+            found.append(copy_tensor(stored) if part is None or part.is_base else _changed(name, stored, part))
         if part is not None:
             written.add(part.key)
             origins[part.origin] = stored
@@ -188,16 +188,16 @@ def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
 def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(first == second for first, second in zip(stored_pieces(one), stored_pieces(other), strict=True))
+    return all(first == second for first, second in zip(read_chunks(one), read_chunks(other), strict=True))
 
 
 def _changed(name: str, stored: StoredTensor | None, part: Part) -> NewTensor:
     if part.given is not None:
-        return NewTensor(name, NAMES[part.given.dtype], part.shape, partial(_pieces, part, None))
+        return NewTensor(name, DTYPE_NAMES[part.given.dtype], part.shape, partial(_pieces, part, None))
     assert stored is not None
     if stored.shape != part.shape:
         raise RequestError(
-            f"{stored.file}: tensor {shown(stored.name)} is {list(stored.shape)} where config.json says {list(part.shape)}; "
+            f"{stored.file}: tensor {quote(stored.name)} is {list(stored.shape)} where config.json says {list(part.shape)}; "
             "take both from one model"
         )
     return NewTensor(name, stored.dtype, part.shape, partial(_pieces, part, stored))
@@ -264,7 +264,7 @@ class _Merging:
         self._made: dict[str, Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> NewTensor:
-        return NewTensor(stored.name, NAMES[dtype_of(stored)], shape_of(stored), partial(self._pieces, stored.name))
+        return NewTensor(stored.name, DTYPE_NAMES[dtype_of(stored)], shape_of(stored), partial(self._pieces, stored.name))
 
     def _pieces(self, name: str) -> Iterator[memoryview]:
         if name not in self._made:

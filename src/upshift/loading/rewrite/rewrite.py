@@ -15,7 +15,15 @@ from pathlib import Path
 
 from upshift.errors import RequestError
 from upshift.loading.files.checkpoint import CONFIG, INDEX, METADATA, WEIGHTS, find_checkpoint, find_model_folder, small_files
-from upshift.loading.files.safetensors_writer import NewTensor, Told, check_file, copy_of, header_of, in_order, write_file
+from upshift.loading.files.safetensors_writer import (
+    NewTensor,
+    OnBytes,
+    check_file,
+    copy_tensor,
+    encode_header,
+    sort_tensors,
+    write_file,
+)
 from upshift.loading.rewrite.output_folder import OutputFolder
 from upshift.units import GIGA
 from upshift.value import Value
@@ -99,9 +107,9 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
     if shard or not found:
         found.append(shard)
     if len(found) == 1:
-        return {WEIGHTS: in_order(found[0])}
+        return {WEIGHTS: sort_tensors(found[0])}
     stem, suffix = os.path.splitext(WEIGHTS)
-    return {f"{stem}-{number:05d}-of-{len(found):05d}{suffix}": in_order(part) for number, part in enumerate(found, start=1)}
+    return {f"{stem}-{number:05d}-of-{len(found):05d}{suffix}": sort_tensors(part) for number, part in enumerate(found, start=1)}
 
 
 def _check_kept(
@@ -113,7 +121,7 @@ def _check_kept(
     need = 0
     for name, tensors in shards.items():
         file = folder.path / name
-        header = header_of(tensors, metadata)
+        header = encode_header(tensors, metadata)
         size = len(header) + _bytes(tensors)
         if name in folder.manifest.shards and file.is_file() and file.stat().st_size == size:
             with file.open("rb") as handle:
@@ -153,7 +161,7 @@ def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTens
 
 
 def _write_shard(
-    folder: OutputFolder, name: str, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: Told
+    folder: OutputFolder, name: str, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: OnBytes
 ) -> dict[str, str]:
     with folder.new(name) as partial:
         hashes = write_file(partial, tensors, metadata, told)
@@ -184,7 +192,7 @@ def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress)
     job = Rewrite(
         words=f"shard {model}",
         folder=folder,
-        tensors=[copy_of(tensor) for tensor in checkpoint.tensors.values()],
+        tensors=[copy_tensor(tensor) for tensor in checkpoint.tensors.values()],
         sources=checkpoint.files,
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
