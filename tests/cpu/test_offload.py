@@ -118,7 +118,7 @@ def test_everything_on_the_disk_says_what_memory_says(
     assert_same_answers(ours, theirs)
     offload = ours._upshift_offload
     assert offload.reader.bytes_read > 0
-    assert offload.reader.most_held <= offload.reader.budget
+    assert offload.reader.peak_bytes <= offload.reader.budget
     expected = theirs.state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
 
@@ -157,7 +157,7 @@ def test_placed_by_memory_it_says_the_same_and_reads_what_was_said(folder: Folde
     path = folder("untied")
     total = find_checkpoint(path).total_bytes
     where = PlacementOptions("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
-    ours = load_source(find_model(str(path)), where=where)
+    ours = load_source(find_model(str(path)), placement_options=where)
     theirs = AutoModelForCausalLM.from_pretrained(path).eval()
     assert_same_answers(ours, theirs)
     with torch.device("meta"):
@@ -188,7 +188,7 @@ def test_gradients_pass_through_frozen_weights_that_are_read_again(folder: Folde
     reader = ours._upshift_offload.reader
     for _ in range(3):
         assert torch.equal(gradient(ours), gradient(theirs))
-    assert reader.most_held <= reader.budget
+    assert reader.peak_bytes <= reader.budget
     forward = sum(group.nbytes for group in reader.groups)
     assert reader.bytes_read >= 1.5 * 3 * forward  # not kept: each pass reads them forward and again backward
 
@@ -302,7 +302,7 @@ def test_groups_in_any_order_and_held_together_are_what_the_file_has(seed: int, 
         held, kept = [], []
         for _ in range(30):
             held.append(random.randrange(len(groups)))
-            for piece, memory in zip(made[held[-1]].pieces, reader.acquire(held[-1]), strict=True):
+            for piece, memory in zip(made[held[-1]].chunks, reader.acquire(held[-1]), strict=True):
                 for stored, start in zip(piece.tensors, piece.starts, strict=True):
                     view = memory[start : start + stored.nbytes]
                     assert bytes(view.numpy()) == content[stored.offset : stored.offset + stored.nbytes]
@@ -383,7 +383,7 @@ def two_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (folder / name).open("wb", buffering=0) as file:
             file.write(encode_header(tensors, {"format": "pt"}))
             for tensor in tensors:
-                for piece in tensor.pieces():
+                for piece in tensor.chunks():
                     file.write(piece)
     of = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
@@ -422,7 +422,7 @@ def test_inspect_placement(upshift: Command, folder: Folder, tmp_path: Path) -> 
     assert "model.layers." in answer.out and "disk" in answer.out and "to read" in answer.out
     document = json.loads(upshift(*asked, "--json").out)
     total = find_checkpoint(folder("untied")).total_bytes
-    assert sum(document["totals"].values()) == sum(place_units["bytes"] for place_units in document["modules"]) == total
+    assert sum(document["totals"].values()) == sum(place["bytes"] for place in document["modules"]) == total
     assert document["peak_bytes"]["cpu"] <= 500_000
     config = tmp_path / "config.json"
     config.write_bytes((folder("untied") / "config.json").read_bytes())

@@ -101,7 +101,7 @@ def divided(path: Path, shares: tuple[float, float]) -> tuple[PreTrainedModel, P
     checkpoint = find_checkpoint(path)
     names = map_names(model, checkpoint.tensors)
     stored = {group.target: checkpoint.tensors[group.sources[0][1]] for group in names.groups}
-    register_offload_hooks(model, placement, stored, lanes=lanes)
+    register_offload_hooks(model, placement, stored, copy_stream=lanes)
     return model, placement, lanes
 
 
@@ -118,13 +118,13 @@ def answers(model: PreTrainedModel) -> list[torch.Tensor]:
 def test_divided_between_a_device_the_host_and_the_disk(name: str, shares: tuple[float, float], saved) -> None:
     expected = answers(upshift.load_model(str(saved(name))))
     model, placement, lanes = divided(saved(name), shares)
-    devices = {place_units.device for place_units in placement.modules if place_units.read}
+    devices = {place.device for place in placement.modules if place.read}
     assert devices >= ({GPU, CPU, DISK} if shares == (0.3, 0.3) else {CPU} if shares[1] else {DISK})
     for one, other in zip(answers(model), expected, strict=True):
         assert torch.equal(one, other)
     reader = model._upshift_offload.reader
     assert reader.bytes_read > 0 and lanes.sent > 0
-    assert reader.most_held <= max(reader.budget, placement.stream_bytes[GPU])
+    assert reader.peak_bytes <= max(reader.budget, placement.stream_bytes[GPU])
 
 
 def test_gradients_pass_through_weights_that_are_sent_again(saved) -> None:
@@ -143,7 +143,7 @@ def test_gradients_pass_through_weights_that_are_sent_again(saved) -> None:
 
 def test_weights_that_wait_are_frozen_and_errors_of_the_disk_are_one_error(saved, monkeypatch: pytest.MonkeyPatch) -> None:
     model, placement, _ = divided(saved("untied"), (0.0, 0.4))
-    waiting = next(place_units.name for place_units in placement.modules if place_units.device == CPU and place_units.read)
+    waiting = next(place.name for place in placement.modules if place.device == CPU and place.read)
     model.get_submodule(waiting).requires_grad_(True)
     with pytest.raises(RequestError, match="frozen"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long))

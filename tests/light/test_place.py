@@ -38,7 +38,7 @@ works = st.builds(MemoryNeeds, batch=st.just(1), sequence=st.just(8), buffers=st
 
 def in_order(units: list[PlacementUnit], limit: int, work: MemoryNeeds) -> int:
     """Bytes that a pass reads where parts go to the CPU in their order, room being left for the largest of the others."""
-    room = limit - work.everywhere - work.buffers - sum(unit.cache for unit in units)
+    room = limit - work.per_device - work.buffers - sum(unit.cache for unit in units)
     used = 0
     for number, unit in enumerate(units):
         rest = max(other.nbytes for other in units[number:])
@@ -56,19 +56,15 @@ def test_everything_has_one_place_within_the_limits(
     try:
         placement = place_units(units, limits, work)
     except NothingFits:
-        assert min(limits.values()) < work.everywhere + work.buffers + (work.cache or 0) + max(unit.nbytes for unit in units)
+        assert min(limits.values()) < work.per_device + work.buffers + (work.cache or 0) + max(unit.nbytes for unit in units)
         return
-    assert [place_units.name for place_units in placement.modules] == [name for unit in units for name in unit.names]
+    assert [place.name for place in placement.modules] == [name for unit in units for name in unit.names]
     for unit in units:
         assert len({placement.device_of(f"{name}.weight") for name in unit.names}) == 1
     assert sum(placement.totals.values()) == sum(unit.nbytes for unit in units)
-    streamed = [
-        place_units
-        for place_units in placement.modules
-        if place_units.device == DISK and place_units.read and place_units.streams
-    ]
+    streamed = [place for place in placement.modules if place.device == DISK and place.read and place.streams]
     if streamed:
-        assert placement.stream_bytes[CPU] >= max(place_units.bytes for place_units in streamed)
+        assert placement.stream_bytes[CPU] >= max(place.bytes for place in streamed)
     if placement.main == CPU:
         assert placement.peak_bytes[CPU] <= limits[CPU]
         assert placement.disk_read <= in_order(units, limits[CPU], work)

@@ -27,14 +27,14 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 def run(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
-    from upshift.loading.load import empty_with_files, place_empty
+    from upshift.loading.load import build_empty_with_files, place_empty
     from upshift.loading.placement.apply import PlacementOptions
     from upshift.models.sequence_length import sequence_length_of
     from upshift.models.source import find_model
 
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
-    empty, checkpoint = empty_with_files(source, dtype)
+    empty, checkpoint = build_empty_with_files(source, dtype)
     where = PlacementOptions("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
         placement = place_empty(empty, checkpoint, where)

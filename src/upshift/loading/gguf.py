@@ -58,35 +58,35 @@ class GgufFile:
         empty = model.state_dict()
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(empty[name].shape) for name in self._sources}
         tied = set(model.all_tied_weights_keys)
-        lost = sorted(name for name, _ in model.named_parameters() if name not in self._sources and name not in tied)
-        if lost:
-            raise RequestError(f"{file} has no tensor for {quote(lost[0])} of {type(model).__name__}; take another file of it")
+        missing = sorted(name for name, _ in model.named_parameters() if name not in self._sources and name not in tied)
+        if missing:
+            raise RequestError(f"{file} has no tensor for {quote(missing[0])} of {type(model).__name__}; take another file of it")
 
     def read(self, name: str) -> Tensor:
         """Return a weight in fp32. Raise RequestError if the tensor has not the shape that the config says."""
         from gguf import dequantize
 
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for stored in self._sources[name]:
             try:
                 result = self._processor.process(
                     weights=dequantize(stored.data, stored.tensor_type),
                     name=stored.name,
                     tensor_key_mapping=self._names,
-                    parsed_parameters={"tensors": made},
+                    parsed_parameters={"tensors": tensors},
                 )
             except Exception as error:  # gguf and transformers check little, and the file may be anything
-                raise _damaged(self.file, f"tensor {quote(stored.name)}: {error}") from None
+                raise _damaged_error(self.file, f"tensor {quote(stored.name)}: {error}") from None
             if result.name is not None:
-                made[name] = torch.from_numpy(result.weights.copy())
-        tensor = made.get(name)
+                tensors[name] = torch.from_numpy(result.weights.copy())
+        tensor = tensors.get(name)
         if tensor is None or tuple(tensor.shape) != self.shapes[name]:
-            has = "no such weight" if tensor is None else f"the shape {tuple(tensor.shape)}"
-            raise _damaged(self.file, f"its tensor for {quote(name)} of the shape {self.shapes[name]} has {has}")
+            actual = "no such weight" if tensor is None else f"the shape {tuple(tensor.shape)}"
+            raise _damaged_error(self.file, f"its tensor for {quote(name)} of the shape {self.shapes[name]} has {actual}")
         return tensor
 
 
-class _Waiting:
+class _LazyTensor:
     """A tensor of the file in the form that from_pretrained takes. It is read when from_pretrained indexes it."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
@@ -110,15 +110,15 @@ def open_gguf(file: Path) -> GgufFile:
 
     try:
         metadata, _ = GGUF_METADATA.get()(str(file))  # this ends at the end of the file; the gguf package may loop for ever
-        said = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
-        config = transformers.AutoConfig.for_model(**said)
-        model = _empty(config, file)
+        config_fields = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
+        config = transformers.AutoConfig.for_model(**config_fields)
+        model = _build_empty(config, file)
         processor = GGUF_PROCESSORS.get().get(metadata["general.architecture"], GGUF_PROCESSOR.get())
-        return GgufFile(file, GGUFReader(file), config, processor(config=said), model)
+        return GgufFile(file, GGUFReader(file), config, processor(config=config_fields), model)
     except RequestError:
         raise
     except Exception as error:  # as above
-        raise _damaged(file, str(error) or type(error).__name__) from None
+        raise _damaged_error(file, str(error) or type(error).__name__) from None
 
 
 def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
@@ -127,23 +127,26 @@ def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrain
     Memory holds its weights and the few that are being read."""
     if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
         raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
-    found = open_gguf(file)
+    opened = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
-    waiting = {name: _Waiting(found, name) for name in found.shapes}
-    model: PreTrainedModel = found.model_class.from_pretrained(None, config=found.config, state_dict=waiting, dtype=dtype)
+    state_dict = {name: _LazyTensor(opened, name) for name in opened.shapes}
+    model: PreTrainedModel = opened.model_class.from_pretrained(None, config=opened.config, state_dict=state_dict, dtype=dtype)
     return model
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
     """Write the file's weights as safetensors with a config.json. The tokenizer is not written, because it is in another form."""
-    found = open_gguf(file)
-    made: torch.dtype = getattr(torch, dtype)
-    config = found.config.to_dict() | {"architectures": [found.model_class.__name__], "dtype": dtype}
-    stored = DTYPE_NAMES[made]
+    opened = open_gguf(file)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    config = opened.config.to_dict() | {"architectures": [opened.model_class.__name__], "dtype": dtype}
+    dtype_name = DTYPE_NAMES[torch_dtype]
     job = Rewrite(
-        words=f"convert {file} to {dtype}",
+        description=f"convert {file} to {dtype}",
         folder=file.parent,
-        tensors=[NewTensor(name, stored, shape, partial(_pieces, found, name, made)) for name, shape in found.shapes.items()],
+        tensors=[
+            NewTensor(name, dtype_name, shape, partial(_weight_bytes, opened, name, torch_dtype))
+            for name, shape in opened.shapes.items()
+        ],
         sources=(file,),
         metadata=METADATA,
         copies={},
@@ -152,11 +155,11 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
     return rewrite(job, output, progress)
 
 
-def _pieces(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+def _weight_bytes(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
     yield bytes_of(file.read(name).to(dtype))
 
 
-def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
+def _build_empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
     """Return an empty model of the class that the metadata names, as for an encoder of T5, else of the class that generates."""
     if config.architectures:
         model_class: Any = find_architecture(config, str(file)).model_class
@@ -168,6 +171,6 @@ def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
     return model
 
 
-def _damaged(file: Path, what: str) -> RequestError:
-    said = " ".join(what.split())[:300]
-    return RequestError(f"{file} cannot be read ({said}); it is damaged, or transformers does not know this form of GGUF")
+def _damaged_error(file: Path, problem: str) -> RequestError:
+    reason = " ".join(problem.split())[:300]
+    return RequestError(f"{file} cannot be read ({reason}); it is damaged, or transformers does not know this form of GGUF")

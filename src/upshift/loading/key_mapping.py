@@ -29,27 +29,27 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameMapping:
     groups: tuple[Group, ...]
     unexpected: frozenset[str]  # by the names that they would have in the model
-    used: tuple[Any, ...]  # transforms that matched, which saving turns around
+    used_transforms: tuple[Any, ...]  # transforms that matched, which saving turns around
 
 
-def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> Names:
+def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> NameMapping:
     """Return which stored tensors fill which weights. ``model``: on the meta device."""
     transforms = NAME_CHANGES.get()(model, None, quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, RENAMING.get())]
     converters = [transform for transform in transforms if isinstance(transform, CONVERTER.get())]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted = model.state_dict()
+    model_names = model.state_dict()
     sources: dict[str, list[tuple[str, str]]] = {}
     converted: dict[str, Any] = {}
     unexpected: set[str] = set()
     for name in sorted(stored, key=NAME_ORDER.get()):  # some transforms depend on what they saw before
-        target, pattern = RENAME.get()(name, renamings, converters, model.base_model_prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = RENAME.get()(name, [], [], model.base_model_prefix, wanted)
-        if target in wanted:
+        target, pattern = RENAME.get()(name, renamings, converters, model.base_model_prefix, model_names)
+        if target not in model_names and name in model_names:
+            target, pattern = RENAME.get()(name, [], [], model.base_model_prefix, model_names)
+        if target in model_names:
             if target not in sources and pattern is not None:
                 converted[target] = by_pattern[pattern]
             sources.setdefault(target, []).append((pattern or name, name))
@@ -57,15 +57,17 @@ def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = No
             unexpected.add(target)
         else:
             first, *_ = patterns = by_pattern[pattern].target_patterns
-            unexpected |= {target.replace(first, other) for other in patterns}
-    return Names(
-        groups=tuple(Group(target, tuple(found), converted.get(target)) for target, found in sources.items()),
+            unexpected |= {target.replace(first, pattern_) for pattern_ in patterns}
+    return NameMapping(
+        groups=tuple(
+            Group(target, tuple(sources_of_target), converted.get(target)) for target, sources_of_target in sources.items()
+        ),
         unexpected=frozenset(unexpected),
-        used=tuple(transform for transform in transforms if transform.was_used()),
+        used_transforms=tuple(transform for transform in transforms if transform.was_used()),
     )
 
 
-def convert(
+def convert_group(
     group: Group, tensors: Mapping[str, Tensor], model: PreTrainedModel, *, quantizer: Any = None, info: Any = None
 ) -> dict[str, Tensor]:
     """Return the weights that a group fills, made of its stored tensors by their names.
@@ -78,22 +80,22 @@ def convert(
     if quantizer is not None:
         transform.quantization_operation = quantizer.get_quantize_ops()
     try:
-        made = transform.convert(group.target, model=model, config=model.config, hf_quantizer=quantizer, loading_info=info)
+        weights = transform.convert(group.target, model=model, config=model.config, hf_quantizer=quantizer, loading_info=info)
     except (SKIPPED.get(), RuntimeError, ValueError, IndexError, KeyError) as error:
         reason = error if info is None else info.conversion_errors.pop(group.target, error)
         raise RequestError(
             f"{len(group.sources)} stored tensors, {group.sources[0][1]} the first, do not become {group.target} "
             f"({_one_line(reason)}); the checkpoint is not whole, or its config.json is that of another model"
         ) from error
-    return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in weights.items()}
 
 
-def filled(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedModel) -> dict[str, torch.Size]:
+def filled_shapes(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedModel) -> dict[str, torch.Size]:
     """Return the weights that a group fills and their shapes, without reading anything. ``shapes``: of stored tensors."""
     if group.converter is None:
         return {group.target: shapes[group.sources[0][1]]}
     empty = {name: torch.empty(shapes[name], device="meta") for _, name in group.sources}
-    return {name: tensor.shape for name, tensor in convert(group, empty, model).items()}
+    return {name: tensor.shape for name, tensor in convert_group(group, empty, model).items()}
 
 
 def _one_line(reason: object) -> str:

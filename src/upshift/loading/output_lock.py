@@ -32,7 +32,7 @@ class OutputLock:
     def __init__(self, output: Path, lock_file: Path) -> None:
         self.output = output
         self.lock_file = lock_file
-        self.descriptor = self._locked()
+        self.descriptor = self._acquire()
         with suppress(OSError):  # the disk is full: the lock holds without the holder's name
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
@@ -49,10 +49,10 @@ class OutputLock:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for children that have inherited the descriptor
         os.close(self.descriptor)
 
-    def _locked(self) -> int:
+    def _acquire(self) -> int:
         start = time.monotonic()
         while True:
-            descriptor = self._opened()
+            descriptor = self._open_file()
             try:
                 _flock(descriptor)
                 if _is_at(descriptor, self.lock_file):
@@ -66,7 +66,7 @@ class OutputLock:
                     raise RequestError(self._refusal(holder)) from None
                 time.sleep(POLL_SECONDS)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         try:
             return os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -91,7 +91,7 @@ def claimed(output: Path) -> Iterator[None]:
     """
     if output.exists() and not output.is_dir():
         raise RequestError(f"output directory {output} is a file; give a directory")
-    made = not output.exists()
+    was_created = not output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,7 +100,7 @@ def claimed(output: Path) -> Iterator[None]:
         with _held_once(output):
             yield
     except BaseException:
-        if made:
+        if was_created:
             with suppress(OSError):  # the folder is not empty
                 output.rmdir()
         raise
@@ -142,8 +142,8 @@ def check_free(output: Path, lock_file: Path) -> None:
 
 def held_descriptors(output: Path) -> tuple[int, ...]:
     """Return the descriptors that a child process inherits, so that the lock of a folder lasts as long as the child."""
-    held = _held.get(output.resolve() / LOCK_NAME)
-    return () if held is None else (held[1].descriptor,)
+    locks = _held.get(output.resolve() / LOCK_NAME)
+    return () if locks is None else (locks[1].descriptor,)
 
 
 def lock_file_beside(output: Path) -> Path:

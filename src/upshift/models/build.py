@@ -166,9 +166,9 @@ def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
         if fits_kind and not is_decoder and not has_text_part:
             return Architecture(model_class, objective)
     for name in _class_names("MODEL_MAPPING_NAMES", config.model_type):
-        model_class = getattr(transformers, name, None)
-        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) and _accepts_config(model_class, config):
-            return Architecture(model_class, None)
+        candidate = getattr(transformers, name, None)
+        if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) and _accepts_config(candidate, config):
+            return Architecture(candidate, None)
     return None
 
 

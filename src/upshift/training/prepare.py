@@ -117,7 +117,7 @@ def load_elsewhere(
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
     where = PlacementOptions(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
-    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
+    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, placement_options=where)
 
 
 def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:

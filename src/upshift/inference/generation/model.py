@@ -59,10 +59,10 @@ def generation_task(source: ModelSource) -> Task:
 def check_weights(source: ModelSource) -> None:
     """Raise RequestError if the files lack weights of the model. Only the headers of the files are read."""
     from upshift.loading.fill import check_files
-    from upshift.loading.load import empty_of
+    from upshift.loading.load import build_empty_model
 
     if stored_for(source) is None:  # other weights are in a form that only one engine knows
-        check_files(source, empty_of(source))
+        check_files(source, build_empty_model(source))
 
 
 def attends_to_all(source: ModelSource) -> bool:
@@ -89,7 +89,7 @@ def load_model(
 
     generation_task(source)
     if where is not None:
-        return load_source(source, where=where)
+        return load_source(source, placement_options=where)
     model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"))  # the type of transformers' ``to`` takes no device
     return model.to(device)
 
@@ -153,7 +153,7 @@ def divide(
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free) if free is not None else 0}
     where = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
-    placement = place_source(source, where=where)
+    placement = place_source(source, placement_options=where)
     speed = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
     reason = (
         f"no race: transformers in fp32 takes {format_bytes(needed_memory(source, 'fp32'))}, and {format_bytes(free or 0)} is "

@@ -53,7 +53,7 @@ class Checkpoint:
 def find_checkpoint(folder: Path) -> Checkpoint:
     """Return the folder's safetensors files. If it has pickles only, rewrite them once as safetensors into the cache."""
     if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and find_pickle(folder):
-        return find_safetensors(_rewritten(folder))
+        return find_safetensors(_find_or_rewrite_pickles(folder))
     return find_safetensors(folder)
 
 
@@ -65,9 +65,9 @@ def find_safetensors(folder: Path) -> Checkpoint:
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
         if not isfile(folder / WEIGHTS) and (pickles := find_pickle(folder)):
             raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift shard")
-        return _gathered(folder, {checked_file(folder, WEIGHTS): None})
+        return _read_checkpoint(folder, {checked_file(folder, WEIGHTS): None})
     shards = read_index(folder / INDEX)
-    return _gathered(folder, {checked_file(folder, name): tensors for name, tensors in shards.items()})
+    return _read_checkpoint(folder, {checked_file(folder, name): tensors for name, tensors in shards.items()})
 
 
 def find_pickle(folder: Path) -> str | None:
@@ -75,24 +75,24 @@ def find_pickle(folder: Path) -> str | None:
     return next((name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if isfile(folder / name)), None)
 
 
-def _gathered(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpoint:
+def _read_checkpoint(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpoint:
     """Read the headers of files. ``expected``: the tensors that an index names for each file, or None without an index."""
     tensors: dict[str, StoredTensor] = {}
     headers: list[Header] = []
     for file, names in expected.items():
         header = read_header(file)
-        found = header.by_name()
+        stored_tensors = header.by_name()
         if names is not None:
-            check_names(file, found.keys(), names, INDEX)
-        tensors |= found
+            check_names(file, stored_tensors.keys(), names, INDEX)
+        tensors |= stored_tensors
         headers.append(header)
     return Checkpoint(folder, tuple(expected), tensors, headers[0].metadata)
 
 
-def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> None:
+def check_names(file: Path, names: Set[str], expected: Set[str], index: str) -> None:
     """Raise RequestError if a shard holds other tensors than its index says."""
-    if found != expected:
-        name = min(found ^ expected)
+    if names != expected:
+        name = min(names ^ expected)
         problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
         raise RequestError(f"{file} {problem} {quote(name)}; copy the shards and {index} again, of one and the same model")
 
@@ -100,14 +100,14 @@ def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> 
 def read_index(file: Path) -> dict[str, set[str]]:
     """Return the names of the tensors of each shard, by the shard's name in the index."""
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tensors_by_shard = dict(pairs)
+        if len(tensors_by_shard) < len(pairs):
             raise ValueError("a key is there twice")
-        return found
+        return tensors_by_shard
 
     try:
-        index = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=checked)
+        index = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -115,10 +115,10 @@ def read_index(file: Path) -> dict[str, set[str]]:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise RequestError(f'{file} has no "weight_map" from tensors to files; copy it, or save the model, again')
-    found: dict[str, set[str]] = {name: set() for name in sorted(set(shards.values()))}
+    tensors_by_shard: dict[str, set[str]] = {name: set() for name in sorted(set(shards.values()))}
     for tensor, name in shards.items():
-        found[name].add(tensor)
-    return found
+        tensors_by_shard[name].add(tensor)
+    return tensors_by_shard
 
 
 def checked_file(folder: Path, name: str) -> Path:
@@ -139,7 +139,7 @@ def checked_file(folder: Path, name: str) -> Path:
     homes = [home]
     if home.parent.name == "snapshots":
         homes += [home.parents[1] / "blobs", home.parents[2] / "blobs"]
-    if not any(target.is_relative_to(there) for there in homes):
+    if not any(target.is_relative_to(home) for home in homes):
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
     if not isfile(target):
         raise RequestError(
@@ -149,58 +149,58 @@ def checked_file(folder: Path, name: str) -> Path:
     return file
 
 
-def _rewritten(folder: Path) -> Path:
+def _find_or_rewrite_pickles(folder: Path) -> Path:
     """Return the folder of the rewritten weights.
 
     Raise RequestError for a pickle that holds more than weights, JobFailed if the disk is full."""
     names = {PICKLED_WEIGHTS: None} if isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
     files = {checked_file(folder, name): tensors for name, tensors in names.items()}
-    place = read_settings().cache_dir / "checkpoints" / _identity(files)
-    with _alone(place):
-        if not place.is_dir():
-            _check_room(place.parent, sum(file.stat().st_size for file in files))
-            _make(place, folder, files)
-    return place
+    target = read_settings().cache_dir / "checkpoints" / _identity(files)
+    with _exclusive(target):
+        if not target.is_dir():
+            _check_room(target.parent, sum(file.stat().st_size for file in files))
+            _rewrite_pickles(target, folder, files)
+    return target
 
 
-def _make(place: Path, folder: Path, files: dict[Path, set[str] | None]) -> None:
-    temporary = place.with_name(f"{place.name}.tmp")
+def _rewrite_pickles(target: Path, folder: Path, files: dict[Path, set[str] | None]) -> None:
+    temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
     temporary.mkdir()
     try:
         index: dict[str, str] = {}
         for file, tensors in files.items():
-            made = temporary / _new_name(file.relative_to(folder))
-            made.parent.mkdir(parents=True, exist_ok=True)
-            _rewrite(file, made)
-            found = read_header(made).by_name()
+            rewritten = temporary / _safetensors_name(file.relative_to(folder))
+            rewritten.parent.mkdir(parents=True, exist_ok=True)
+            _rewrite_pickle(file, rewritten)
+            stored_tensors = read_header(rewritten).by_name()
             if tensors is not None:
-                check_names(file, found.keys(), tensors, PICKLED_INDEX)
-            index |= dict.fromkeys(found, made.relative_to(temporary).as_posix())
+                check_names(file, stored_tensors.keys(), tensors, PICKLED_INDEX)
+            index |= dict.fromkeys(stored_tensors, rewritten.relative_to(temporary).as_posix())
         if len(files) > 1 or None not in files.values():
             (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
         find_safetensors(temporary)
-        temporary.rename(place)
+        temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _new_name(name: Path) -> Path:
+def _safetensors_name(name: Path) -> Path:
     return name.with_name(f"{name.stem.replace('pytorch_model', 'model', 1)}.safetensors")
 
 
-def _rewrite(file: Path, made: Path) -> None:
-    command = parent_process.command(PROCESS, str(file), str(made), options=("-P",))
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode == 0:
+def _rewrite_pickle(file: Path, target: Path) -> None:
+    command = parent_process.command(PROCESS, str(file), str(target), options=("-P",))
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
+    if process.returncode == 0:
         return
-    said = done.stdout.splitlines()
-    if said and said[-1].startswith("{"):
-        answer = json.loads(said[-1])
+    lines = process.stdout.splitlines()
+    if lines and lines[-1].startswith("{"):
+        answer = json.loads(lines[-1])
         raise JobFailed(answer["failed"]) if "failed" in answer else RequestError(answer["refused"])
-    reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    if done.returncode == -signal.SIGXCPU:
+    reason = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    if process.returncode == -signal.SIGXCPU:
         reason = "it took more time than any weights of that size"
     raise RequestError(f"{file} was refused: the process that reads it ended ({reason[:200]}); save the model as safetensors")
 
@@ -216,20 +216,20 @@ def _check_room(folder: Path, need: int) -> None:
 
 def _identity(files: dict[Path, set[str] | None]) -> str:
     """Return a hash of the files as they are now: paths, sizes and times of change."""
-    said = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    states = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def _exclusive(target: Path) -> Iterator[None]:
     """Hold a lock. Another process that rewrites the same files waits until this one has finished."""
     with ExitStack() as stack:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(place))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(target))
         except OSError as error:
             raise RequestError(
-                f"pickled weights are rewritten into {place.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE "
+                f"pickled weights are rewritten into {target.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE "
                 "to a folder that can be written"
             ) from None
         yield
@@ -259,22 +259,22 @@ def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
 
 def small_files(folder: Path) -> dict[str, Path]:
     """Return the files that are not weights, by their name in the folder. Links are followed: their targets are copied."""
-    found = {file.name: file for file in _files(folder)}
-    for name in _modules(folder):
+    files = {file.name: file for file in _small_files_in(folder)}
+    for name in _module_folders(folder):
         if any(file.suffix in WEIGHT_SUFFIXES for file in (folder / name).iterdir()):
             raise RequestError(f"{folder} has weights in {name}, too ({MODULES}); only one set of weights can be rewritten")
-        found |= {f"{name}/{file.name}": file for file in _files(folder / name)}
-    return found | {f"{TEMPLATES}/{file.name}": file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
+        files |= {f"{name}/{file.name}": file for file in _small_files_in(folder / name)}
+    return files | {f"{TEMPLATES}/{file.name}": file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _small_files_in(folder: Path) -> Iterator[Path]:
     for file in sorted(folder.iterdir()):
         is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and not file.name.startswith(".") and file.name != MANIFEST:
             yield file
 
 
-def _modules(folder: Path) -> list[str]:
+def _module_folders(folder: Path) -> list[str]:
     file = folder / MODULES
     if not file.is_file():
         return []

@@ -34,33 +34,31 @@ class MappedFiles:
     def __init__(self) -> None:
         self._files: dict[tuple[Path, bool], mmap.mmap] = {}
 
-    def tensor(self, stored: StoredTensor, *, looked_up: bool = False) -> Tensor:
+    def tensor(self, stored: StoredTensor, *, by_rows: bool = False) -> Tensor:
         """Return a stored tensor as a view of its file.
 
         ``looked_up``: the tensor is read by rows, so no neighbours are read ahead. Such tensors have a mapping of their own."""
         if stored.nbytes == 0:
             return torch.empty(shape_of(stored), dtype=dtype_of(stored))
         return (
-            self.content(stored.file, stored.offset, stored.nbytes, looked_up=looked_up)
-            .view(dtype_of(stored))
-            .view(shape_of(stored))
+            self.content(stored.file, stored.offset, stored.nbytes, by_rows=by_rows).view(dtype_of(stored)).view(shape_of(stored))
         )
 
-    def content(self, path: Path, offset: int, nbytes: int, *, looked_up: bool = False) -> Tensor:
+    def content(self, path: Path, offset: int, nbytes: int, *, by_rows: bool = False) -> Tensor:
         """Return bytes of a file. Raise JobFailed if the file is shorter."""
-        pages = self.open(path, looked_up=looked_up)
+        pages = self.open(path, by_rows=by_rows)
         if offset + nbytes > len(pages):
             raise truncated_error(path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it must not be writable
             return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def open(self, path: Path, *, looked_up: bool = False) -> mmap.mmap:
-        key = path, looked_up
+    def open(self, path: Path, *, by_rows: bool = False) -> mmap.mmap:
+        key = path, by_rows
         if key not in self._files:
             with path.open("rb") as file:
                 self._files[key] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if looked_up and hasattr(mmap, "MADV_RANDOM"):
+            if by_rows and hasattr(mmap, "MADV_RANDOM"):
                 self._files[key].madvise(mmap.MADV_RANDOM)
         return self._files[key]
 
@@ -75,12 +73,12 @@ def can_populate() -> bool:
 
 def prefetch_pages(content: Tensor) -> None:
     """Tell the kernel that the pages are needed soon, so that the disk may begin."""
-    _advise(*_pages(content), WILL_NEED)
+    _advise(*_page_range(content), WILL_NEED)
 
 
 def populate(content: Tensor, path: Path) -> None:
     """Bring the pages in. Raise JobFailed if the file cannot be read any more."""
-    start, nbytes = _pages(content)
+    start, nbytes = _page_range(content)
     error = _advise(start, nbytes, POPULATE_READ)
     if error:
         if error == errno.EFAULT:
@@ -94,10 +92,10 @@ def truncated_error(path: Path) -> JobFailed:
 
 def drop_pages(content: Tensor) -> None:
     """Remove the pages from this process. They are read again when they are touched."""
-    _advise(*_pages(content), DONT_NEED)
+    _advise(*_page_range(content), DONT_NEED)
 
 
-def _pages(content: Tensor) -> tuple[int, int]:
+def _page_range(content: Tensor) -> tuple[int, int]:
     first = content.data_ptr()
     start = first - first % PAGE
     return start, first + content.nbytes - start

@@ -68,9 +68,9 @@ def read_header(file: Path) -> Header:
         with file.open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
             content = handle.read(LENGTH_BYTES)
-            content += handle.read(_length(content, size))
+            content += handle.read(_header_length(content, size))
     except _InvalidHeader as wrong:
-        raise _error(file, str(wrong)) from None
+        raise _header_error(file, str(wrong)) from None
     except OSError as error:
         raise RequestError(f"cannot read {str(file)!r}: {error.strerror}") from None
     return parse_header(content, file=file, file_bytes=size)
@@ -81,16 +81,16 @@ def parse_header(content: bytes, *, file: Path, file_bytes: int) -> Header:
 
     Raise RequestError for a header that is not valid."""
     try:
-        end = LENGTH_BYTES + _length(content, file_bytes)
+        end = LENGTH_BYTES + _header_length(content, file_bytes)
         if len(content) < end:
             raise _InvalidHeader(f"of a header of {end} bytes, {len(content)} are there")
-        return _checked(_parsed(content[LENGTH_BYTES:end]), file, end, file_bytes)
+        return _check_layout(_parse_json(content[LENGTH_BYTES:end]), file, end, file_bytes)
     except _InvalidHeader as wrong:
-        raise _error(file, str(wrong)) from None
+        raise _header_error(file, str(wrong)) from None
 
 
-def _error(file: Path, what: str) -> RequestError:
-    return RequestError(f"{file} is no whole safetensors file: {what}; copy or save the file again")
+def _header_error(file: Path, problem: str) -> RequestError:
+    return RequestError(f"{file} is no whole safetensors file: {problem}; copy or save the file again")
 
 
 def quote(text: object) -> str:
@@ -98,7 +98,7 @@ def quote(text: object) -> str:
     return SHORT_REPR.repr(text)
 
 
-def _length(content: bytes, file_bytes: int) -> int:
+def _header_length(content: bytes, file_bytes: int) -> int:
     if min(len(content), file_bytes) < LENGTH_BYTES:
         raise _InvalidHeader(f"it has {file_bytes} bytes, and the length of its header alone takes {LENGTH_BYTES}")
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
@@ -109,12 +109,16 @@ def _length(content: bytes, file_bytes: int) -> int:
     return length
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_json(text: bytes) -> dict[str, Any]:
     try:
         if not text.startswith(b"{"):
             raise _InvalidHeader(f"its header begins with {text[:1]!r} instead of a brace")
         document: dict[str, Any] = json.loads(
-            text.decode(), object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_number
+            text.decode(),
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_int=_parse_integer,
+            parse_float=_reject_number,
+            parse_constant=_reject_number,
         )
         if b"\\u" in text:  # the only way to write half of a surrogate pair
             json.dumps(document, ensure_ascii=False).encode()
@@ -129,29 +133,29 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return document
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise _InvalidHeader(f"its header has the key {quote(twice)} twice")
-    return found
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise _InvalidHeader(f"its header has the key {quote(duplicate)} twice")
+    return document
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if text[0] == "-" or len(text) > 20:  # -0, too; 2**64 has 20 digits
-        _number(text)
+        _reject_number(text)
     return int(text)
 
 
-def _number(text: str) -> Never:
+def _reject_number(text: str) -> Never:
     raise _InvalidHeader(f"its header has the number {quote(text)}; sizes are whole, from 0 to 2**63 - 1")
 
 
-def _checked(document: dict[str, Any], file: Path, start: int, file_bytes: int) -> Header:
+def _check_layout(document: dict[str, Any], file: Path, start: int, file_bytes: int) -> Header:
     metadata = document.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _InvalidHeader(f"{METADATA} must map text to text; it is {quote(metadata)}")
-    tensors = [_tensor(name, entry, file, start) for name, entry in document.items()]
+    tensors = [_parse_tensor(name, entry, file, start) for name, entry in document.items()]
     tensors.sort(key=attrgetter("offset", "nbytes"))
     end = start
     for tensor in tensors:
@@ -165,7 +169,7 @@ def _checked(document: dict[str, Any], file: Path, start: int, file_bytes: int) 
     return Header(tuple(tensors), metadata, start)
 
 
-def _tensor(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
+def _parse_tensor(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != KEYS:
         raise _InvalidHeader(f"tensor {quote(name)} has {quote(entry)} where dtype, shape and data_offsets belong")
     dtype = entry["dtype"]
@@ -182,11 +186,11 @@ def _tensor(name: str, entry: Any, file: Path, start: int) -> StoredTensor:
         raise _InvalidHeader(
             f"tensor {quote(name)} has the data_offsets {quote(offsets)}; they must be its first byte and its end"
         )
-    begin, end = offsets
-    if bits * prod(shape) != 8 * (end - begin):
+    start_offset, end = offsets
+    if bits * prod(shape) != 8 * (end - start_offset):
         raise _InvalidHeader(
-            f"tensor {quote(name)} of {dtype} {quote(shape)} has {end - begin} bytes, which do not fit its shape"
+            f"tensor {quote(name)} of {dtype} {quote(shape)} has {end - start_offset} bytes, which do not fit its shape"
         )
-    if begin == end and bits * prod(size or 1 for size in shape) > MAX_SIZE:
+    if start_offset == end and bits * prod(size or 1 for size in shape) > MAX_SIZE:
         raise _InvalidHeader(f"tensor {quote(name)} has the shape {quote(shape)}, whose sizes are beyond 2**63")
-    return StoredTensor(name, dtype, tuple(shape), file, start + begin, end - begin)
+    return StoredTensor(name, dtype, tuple(shape), file, start + start_offset, end - start_offset)

@@ -31,7 +31,7 @@ class NewTensor:
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
+    chunks: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
 
     @property
     def nbytes(self) -> int:
@@ -44,27 +44,27 @@ def copy_tensor(stored: StoredTensor) -> NewTensor:
 
 def read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, all in the same buffer. Raise JobFailed if the file cannot be read, or has become shorter."""
-    left = stored.nbytes
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+    remaining = stored.nbytes
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, remaining)))
     try:
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.offset)
-            while left:
-                piece = buffer[: min(CHUNK_BYTES, left)]
-                _fill(file, piece)
-                yield piece
-                left -= len(piece)
+            while remaining:
+                chunk = buffer[: min(CHUNK_BYTES, remaining)]
+                _read_fully(file, chunk)
+                yield chunk
+                remaining -= len(chunk)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobFailed(f"cannot read tensor {quote(stored.name)} of {stored.file}: {reason}; copy the file again") from error
 
 
-def _fill(file: FileIO, piece: memoryview) -> None:
-    while piece:
-        count = file.readinto(piece)
+def _read_fully(file: FileIO, chunk: memoryview) -> None:
+    while chunk:
+        count = file.readinto(chunk)
         if not count:
             raise EOFError("the file is shorter than its header says")
-        piece = piece[count:]
+        chunk = chunk[count:]
 
 
 def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
@@ -83,7 +83,7 @@ def sort_tensors(tensors: Iterable[NewTensor]) -> list[NewTensor]:
     return sorted(tensors, key=lambda tensor: (ORDER[tensor.dtype], tensor.name))
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: OnBytes) -> dict[str, str]:
+def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], on_bytes: OnBytes) -> dict[str, str]:
     """Return the SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
     hashes = {}
     with path.open("wb", buffering=0) as file:
@@ -91,34 +91,34 @@ def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, 
         for tensor in tensors:
             digest = hashlib.sha256()
             start = file.tell()
-            for piece in tensor.pieces():
-                digest.update(piece)
-                write_all(file.fileno(), piece)
-                _let_go(file.fileno())
-                told(len(piece))
+            for chunk in tensor.chunks():
+                digest.update(chunk)
+                write_all(file.fileno(), chunk)
+                _drop_from_page_cache(file.fileno())
+                on_bytes(len(chunk))
             assert file.tell() - start == tensor.nbytes, f"{tensor.name}: {file.tell() - start} bytes of {tensor.nbytes}"
             hashes[tensor.name] = digest.hexdigest()
         os.fsync(file.fileno())
-        _let_go(file.fileno())
+        _drop_from_page_cache(file.fileno())
     return hashes
 
 
-def _let_go(descriptor: int) -> None:
+def _drop_from_page_cache(descriptor: int) -> None:
     """Make the system write what it holds of the file now, rather than at the end, and forget it: reading again asks the disk."""
     with suppress(AttributeError, OSError):  # not every system, and not every file system, can
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def check_file(path: Path, hashes: Mapping[str, str], told: OnBytes) -> None:
+def check_file(path: Path, hashes: Mapping[str, str], on_bytes: OnBytes) -> None:
     """Read the whole file again. Raise JobFailed if a tensor is not what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     if stored.keys() != hashes.keys():
         raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")
     for tensor in stored.values():
         digest = hashlib.sha256()
-        for piece in read_chunks(tensor):
-            digest.update(piece)
-            told(len(piece))
+        for chunk in read_chunks(tensor):
+            digest.update(chunk)
+            on_bytes(len(chunk))
         if digest.hexdigest() != hashes[tensor.name]:
             raise JobFailed(
                 f"{path} was read again and tensor {quote(tensor.name)} is not what was written; check the disk and the memory"

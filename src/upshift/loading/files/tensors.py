@@ -29,7 +29,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
 CHUNK_BYTES = 16 * MIB
-PARTS = 64  # of all that is mapped, if it is large
+NUM_MAPPINGS = 64  # of all that is mapped, if it is large
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
@@ -66,40 +66,46 @@ class SharedMappings:
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         tensors = list(tensors)
-        full = max(sum(stored.nbytes for stored in tensors) // PARTS, MIB)
+        max_mapping_bytes = max(sum(stored.nbytes for stored in tensors) // NUM_MAPPINGS, MIB)
         self._lock = threading.Lock()
         self._pages: dict[int, mmap.mmap] = {}  # by the stretch
         self._bounds: list[tuple[Path, int, int]] = []
-        self._of: dict[str, int] = {}
+        self._mapping_of: dict[str, int] = {}
         for stored in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-            last = self._bounds[-1] if self._bounds else None
-            if last is not None and (last[0], last[2]) == (stored.file, stored.offset) and last[2] - last[1] < full:
-                self._bounds[-1] = last[0], last[1], stored.offset + stored.nbytes
+            previous = self._bounds[-1] if self._bounds else None
+            if (
+                previous is not None
+                and (previous[0], previous[2]) == (stored.file, stored.offset)
+                and previous[2] - previous[1] < max_mapping_bytes
+            ):
+                self._bounds[-1] = previous[0], previous[1], stored.offset + stored.nbytes
             else:
                 self._bounds.append((stored.file, stored.offset, stored.offset + stored.nbytes))
-            self._of[stored.name] = len(self._bounds) - 1
+            self._mapping_of[stored.name] = len(self._bounds) - 1
 
     def __contains__(self, stored: StoredTensor) -> bool:
-        return stored.name in self._of
+        return stored.name in self._mapping_of
 
     def tensor(self, stored: StoredTensor) -> Tensor:
         dtype = dtype_of(stored)
         shape = shape_of(stored)
         if stored.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        number = self._of[stored.name]
-        first = self._bounds[number][1]
-        before = stored.offset - (first - first % mmap.ALLOCATIONGRANULARITY)
-        content = torch.frombuffer(self._mapped(number, stored), dtype=torch.uint8, count=stored.nbytes, offset=before)
+        number = self._mapping_of[stored.name]
+        first_byte = self._bounds[number][1]
+        offset_in_mapping = stored.offset - (first_byte - first_byte % mmap.ALLOCATIONGRANULARITY)
+        content = torch.frombuffer(
+            self._open_mapping(number, stored), dtype=torch.uint8, count=stored.nbytes, offset=offset_in_mapping
+        )
         if stored.offset % dtype.itemsize:
             content = content.clone()
         return content.view(dtype).view(shape)
 
-    def _mapped(self, number: int, stored: StoredTensor) -> mmap.mmap:
-        file, first, end = self._bounds[number]
+    def _open_mapping(self, number: int, stored: StoredTensor) -> mmap.mmap:
+        file, first_byte, end = self._bounds[number]
         with self._lock:
             if number not in self._pages:
-                start = first - first % mmap.ALLOCATIONGRANULARITY
+                start = first_byte - first_byte % mmap.ALLOCATIONGRANULARITY
                 try:
                     with file.open("rb") as handle:
                         pages = mmap.mmap(handle.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
@@ -137,8 +143,8 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
             size = min(count, flat.numel() - start)
             offset = stored.offset + start * dtype.itemsize
             source.announce(offset, 2 * CHUNK_BYTES)
-            part = replace(stored, shape=(size,), offset=offset, nbytes=size * dtype.itemsize)
-            flat[start : start + size].copy_(read_tensor(part))  # a mapping converts faster than a copy of the bytes
+            piece = replace(stored, shape=(size,), offset=offset, nbytes=size * dtype.itemsize)
+            flat[start : start + size].copy_(read_tensor(piece))  # a mapping converts faster than a copy of the bytes
 
 
 class OpenFile:
@@ -185,7 +191,7 @@ class Staging:
     """The buffers of one load. Each thread that reads has buffers of its own."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._thread_local = threading.local()
 
     def read_into(self, stored: StoredTensor, destination: Tensor) -> None:
         """Read a tensor into ``destination``, which is contiguous and on a GPU, and convert it there.
@@ -196,18 +202,18 @@ class Staging:
         count = CHUNK_BYTES // dtype.itemsize
         with torch.cuda.device(destination.device), OpenFile(stored) as file:
             for number, start in enumerate(range(0, flat.numel(), count)):
-                buffer, sent = self._buffers()[number % 2]
-                sent.synchronize()
+                buffer, copied = self._buffers()[number % 2]
+                copied.synchronize()
                 size = min(count, flat.numel() - start)
                 content = buffer[: size * dtype.itemsize]
                 file.fill(content, stored.offset + start * dtype.itemsize)
                 flat[start : start + size].copy_(content.view(dtype).to(destination.device, non_blocking=True))
-                sent.record()
+                copied.record()
 
     def _buffers(self) -> list[tuple[Tensor, torch.cuda.Event]]:
-        if not hasattr(self._own, "buffers"):
-            self._own.buffers = [
+        if not hasattr(self._thread_local, "buffers"):
+            self._thread_local.buffers = [
                 (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
             ]
-        buffers: list[tuple[Tensor, torch.cuda.Event]] = self._own.buffers
+        buffers: list[tuple[Tensor, torch.cuda.Event]] = self._thread_local.buffers
         return buffers

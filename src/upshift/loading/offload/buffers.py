@@ -28,7 +28,7 @@ MAX_VIEWS = 1024  # of one preadv: IOV_MAX of Linux and macOS
 @dataclass(frozen=True)
 class Chunk:
     tensors: tuple[StoredTensor, ...]  # of one file, by offset
-    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
     nbytes: int
     group: int = 0
     number: int = 0  # in its group
@@ -41,19 +41,19 @@ class Buffer(Protocol):
 
     capacity: int
 
-    def fill(self, piece: Chunk) -> None: ...
+    def fill(self, chunk: Chunk) -> None: ...
 
     def use(self) -> Tensor:
         """Return its bytes, for computations that start from now on."""
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         """Note that the computations that use the bytes were given to their device."""
 
     def is_free(self) -> bool: ...
 
 
 class BufferPool(Protocol):
-    def new(self, capacity: int) -> Buffer: ...
+    def allocate(self, capacity: int) -> Buffer: ...
 
     def close(self) -> None: ...
 
@@ -68,15 +68,15 @@ class PagePool:
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
         self._mapped = MappedFiles()
-        self._files = None if keep else _open(files)
+        self._files = None if keep else _open_files(files)
         for file in files:
             self._mapped.open(file)
 
-    def new(self, capacity: int) -> Buffer:
+    def allocate(self, capacity: int) -> Buffer:
         return _PageBuffer(capacity, self._mapped, self._files)
 
     def close(self) -> None:
-        _close(self._files or {})
+        _close_files(self._files or {})
 
 
 class _PageBuffer:
@@ -86,10 +86,10 @@ class _PageBuffer:
         self._files = files
         self._content: Tensor | None = None
 
-    def fill(self, piece: Chunk) -> None:
-        self._file = piece.tensors[0].file
-        self._offset = piece.tensors[0].offset
-        content = self._mapped.content(self._file, self._offset, piece.nbytes)
+    def fill(self, chunk: Chunk) -> None:
+        self._file = chunk.tensors[0].file
+        self._offset = chunk.tensors[0].offset
+        content = self._mapped.content(self._file, self._offset, chunk.nbytes)
         populate(content, self._file)
         self._content = content
 
@@ -97,7 +97,7 @@ class _PageBuffer:
         assert self._content is not None
         return self._content
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         pass
 
     def is_free(self) -> bool:
@@ -114,15 +114,15 @@ class HostBufferPool:
     """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
-        self._files = _open(files)
+        self._files = _open_files(files)
         self._keep = keep
         self._pin = pin
 
-    def new(self, capacity: int) -> Buffer:
+    def allocate(self, capacity: int) -> Buffer:
         return _HostBuffer(capacity, self._files, keep=self._keep, pin=self._pin)
 
     def close(self) -> None:
-        _close(self._files)
+        _close_files(self._files)
 
 
 class _HostBuffer:
@@ -132,18 +132,18 @@ class _HostBuffer:
         self.capacity = capacity
         self._files = files
         self._keep = keep
-        self._pinned = None if pin is None else pin(capacity)
-        self._memory = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pinned_memory = None if pin is None else pin(capacity)
+        self._pages = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._content: Tensor | None = None
 
-    def fill(self, piece: Chunk) -> None:
-        self._content = torch.frombuffer(self._memory, dtype=torch.uint8) if self._pinned is None else self._pinned
+    def fill(self, chunk: Chunk) -> None:
+        self._content = torch.frombuffer(self._pages, dtype=torch.uint8) if self._pinned_memory is None else self._pinned_memory
         view = self._content.numpy().data
-        for run in _runs(piece):
-            stored = piece.tensors[run.start]
-            last = piece.tensors[run.stop - 1]
-            views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]
-            _read(self._files[stored.file], views, stored)
+        for run in _contiguous_ranges(chunk):
+            stored = chunk.tensors[run.start]
+            last = chunk.tensors[run.stop - 1]
+            views = [view[chunk.offsets[i] : chunk.offsets[i] + chunk.tensors[i].nbytes] for i in run]
+            _read_views(self._files[stored.file], views, stored)
             if not self._keep:
                 length = last.offset + last.nbytes - stored.offset
                 os.posix_fadvise(self._files[stored.file], stored.offset, length, os.POSIX_FADV_DONTNEED)
@@ -152,34 +152,34 @@ class _HostBuffer:
         assert self._content is not None
         return self._content
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         pass
 
     def is_free(self) -> bool:
         self._content = None
-        return self._pinned is not None or sys.getrefcount(self._memory) <= 2  # this object's own, and the argument's
+        return self._pinned_memory is not None or sys.getrefcount(self._pages) <= 2  # this object's own, and the argument's
 
 
-def _open(files: Sequence[Path]) -> dict[Path, int]:
+def _open_files(files: Sequence[Path]) -> dict[Path, int]:
     return {file: os.open(file, os.O_RDONLY) for file in set(files)}
 
 
-def _close(files: dict[Path, int]) -> None:
+def _close_files(files: dict[Path, int]) -> None:
     while files:
         os.close(files.popitem()[1])
 
 
-def _runs(piece: Chunk) -> Iterator[range]:
+def _contiguous_ranges(chunk: Chunk) -> Iterator[range]:
     """Yield the ranges of tensors that lie behind each other in the file."""
     first = 0
-    for number, tensor in enumerate(piece.tensors):
-        last = number + 1 == len(piece.tensors)
-        if last or piece.tensors[number + 1].offset != tensor.offset + tensor.nbytes or number + 1 - first == MAX_VIEWS:
+    for number, tensor in enumerate(chunk.tensors):
+        is_last = number + 1 == len(chunk.tensors)
+        if is_last or chunk.tensors[number + 1].offset != tensor.offset + tensor.nbytes or number + 1 - first == MAX_VIEWS:
             yield range(first, number + 1)
             first = number + 1
 
 
-def _read(descriptor: int, views: list[memoryview], stored: StoredTensor) -> None:
+def _read_views(descriptor: int, views: list[memoryview], stored: StoredTensor) -> None:
     offset = stored.offset
     views = [view for view in views if view]
     while views:

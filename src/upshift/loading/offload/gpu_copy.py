@@ -68,7 +68,7 @@ class CudaCopyStream:
             if after is not None:
                 self._stream.wait_event(after)
             memory.copy_(content, non_blocking=True)
-            return self._recorded(self._stream)
+            return self._record_event(self._stream)
 
     def wait(self, event: torch.cuda.Event, memory: Tensor) -> None:
         computing = torch.cuda.current_stream(self.device)
@@ -76,12 +76,12 @@ class CudaCopyStream:
         memory.record_stream(computing)  # if the memory is freed early, it is not used again before this stream is done
 
     def mark(self) -> torch.cuda.Event:
-        return self._recorded(torch.cuda.current_stream(self.device))
+        return self._record_event(torch.cuda.current_stream(self.device))
 
     def finish(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
         return event
@@ -93,69 +93,73 @@ class DeviceBufferPool:
     ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
 
     def __init__(
-        self, lanes: CopyStream, held: Mapping[int, Tensor], disk: PrefetchReader | None, numbers: Mapping[int, int]
+        self,
+        copy_stream: CopyStream,
+        pinned_groups: Mapping[int, Tensor],
+        disk_reader: PrefetchReader | None,
+        disk_numbers: Mapping[int, int],
     ) -> None:
-        self._lanes = lanes
-        self._held = held
-        self._disk = disk
-        self._numbers = numbers
-        self._read: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
+        self._copy_stream = copy_stream
+        self._pinned_groups = pinned_groups
+        self._disk_reader = disk_reader
+        self._disk_numbers = disk_numbers
+        self._acquired: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
 
-    def new(self, capacity: int) -> Buffer:
-        return _DeviceBuffer(capacity, self._lanes, self._send)
+    def allocate(self, capacity: int) -> Buffer:
+        return _DeviceBuffer(capacity, self._copy_stream, self._send)
 
     def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
+        if self._disk_reader is not None:
+            self._disk_reader.close()
 
-    def _send(self, piece: Chunk, memory: Tensor, after: Any) -> Any:
-        if piece.group in self._held:
-            start = piece.tensors[0].offset
-            return self._lanes.copy(self._held[piece.group][start : start + piece.nbytes], memory, after)
-        pieces = self._from_disk(piece.group)
-        sent = self._lanes.copy(pieces[piece.number][: piece.nbytes], memory, after)
-        self._lanes.finish(sent)  # before the buffer is read into again
-        if piece.number + 1 == len(pieces):
-            self._let_go()
-        return sent
+    def _send(self, chunk: Chunk, memory: Tensor, after: Any) -> Any:
+        if chunk.group in self._pinned_groups:
+            start = chunk.tensors[0].offset
+            return self._copy_stream.copy(self._pinned_groups[chunk.group][start : start + chunk.nbytes], memory, after)
+        buffers = self._acquire_from_disk(chunk.group)
+        copied = self._copy_stream.copy(buffers[chunk.number][: chunk.nbytes], memory, after)
+        self._copy_stream.finish(copied)  # before the buffer is read into again
+        if chunk.number + 1 == len(buffers):
+            self._release_acquired()
+        return copied
 
-    def _from_disk(self, group: int) -> list[Tensor]:
+    def _acquire_from_disk(self, group: int) -> list[Tensor]:
         """Return the buffers of a group. The group is kept from its first piece to its last, or until another group is needed."""
-        assert self._disk is not None
-        if self._read is None or self._read[0] != group:
-            self._let_go()
-            self._read = group, self._disk.acquire(self._numbers[group])
-        return self._read[1]
+        assert self._disk_reader is not None
+        if self._acquired is None or self._acquired[0] != group:
+            self._release_acquired()
+            self._acquired = group, self._disk_reader.acquire(self._disk_numbers[group])
+        return self._acquired[1]
 
-    def _let_go(self) -> None:
-        if self._disk is not None and self._read is not None:
-            self._disk.release(self._numbers[self._read[0]])
-        self._read = None
+    def _release_acquired(self) -> None:
+        if self._disk_reader is not None and self._acquired is not None:
+            self._disk_reader.release(self._disk_numbers[self._acquired[0]])
+        self._acquired = None
 
 
 class _DeviceBuffer:
-    def __init__(self, capacity: int, lanes: CopyStream, send: Callable[[Chunk, Tensor, Any], Any]) -> None:
+    def __init__(self, capacity: int, copy_stream: CopyStream, send: Callable[[Chunk, Tensor, Any], Any]) -> None:
         self.capacity = capacity
-        self._lanes = lanes
+        self._copy_stream = copy_stream
         self._send = send
-        self._memory = lanes.empty(capacity)
+        self._memory = copy_stream.empty(capacity)
         self._storage = self._memory.untyped_storage()
-        self._alone = self._users()
+        self._initial_users = self._num_users()
         self._last_use: Any = None
 
-    def fill(self, piece: Chunk) -> None:
-        self._ready = self._send(piece, self._memory[: piece.nbytes], self._last_use)
+    def fill(self, chunk: Chunk) -> None:
+        self._copied = self._send(chunk, self._memory[: chunk.nbytes], self._last_use)
 
     def use(self) -> Tensor:
-        self._lanes.wait(self._ready, self._memory)
+        self._copy_stream.wait(self._copied, self._memory)
         return self._memory
 
-    def used(self) -> None:
-        self._last_use = self._lanes.mark()
+    def mark_used(self) -> None:
+        self._last_use = self._copy_stream.mark()
 
     def is_free(self) -> bool:
-        return self._users() <= self._alone
+        return self._num_users() <= self._initial_users
 
-    def _users(self) -> int:
+    def _num_users(self) -> int:
         """Return how many objects hold the memory: tensors, and what autograd saved."""
         return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))

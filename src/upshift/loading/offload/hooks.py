@@ -56,19 +56,19 @@ def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -
     """Register the hooks that move arguments and outputs. ``main``: the GPU that runs the code between modules."""
     modules = dict(model.named_modules())
     layers = {layer for _, stack in find_stacks(model) for layer in stack}
-    for place in placement.modules:
-        module = modules.get(place.name)
+    for placed_module in placement.modules:
+        module = modules.get(placed_module.name)
         if module is None or module is model:
             continue
-        waits = place.device in (CPU, DISK)
+        waits_elsewhere = placed_module.device in (CPU, DISK)
         device = main
-        if waits and reads_rows_only(module):
+        if waits_elsewhere and reads_rows_only(module):
             device = torch.device(CPU)
-        elif not waits and place.device != placement.main:
-            device = torch.device(place.device)
-        module.register_forward_pre_hook(partial(_before, device), with_kwargs=True)
+        elif not waits_elsewhere and placed_module.device != placement.main:
+            device = torch.device(placed_module.device)
+        module.register_forward_pre_hook(partial(_move_arguments, device), with_kwargs=True)
         if device != main and module not in layers:
-            module.register_forward_hook(partial(_after, main))
+            module.register_forward_hook(partial(_move_output, main))
     _ModelHooks(main).attach(model)
 
 
@@ -80,22 +80,22 @@ class _ModelHooks:
         self._came_from = main
 
     def attach(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after_forward)
 
-    def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
-        self._came_from = next((one.device for one in (*arguments, *named.values()) if isinstance(one, Tensor)), self._main)
+    def _before_forward(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
+        self._came_from = next((value.device for value in (*arguments, *named.values()) if isinstance(value, Tensor)), self._main)
         return to_device(arguments, self._main), to_device(named, self._main)
 
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         return to_device(output, self._came_from)
 
 
-def _before(device: torch.device, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
+def _move_arguments(device: torch.device, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
     return to_device(arguments, device), to_device(named, device)
 
 
-def _after(device: torch.device, module: nn.Module, arguments: Any, output: Any) -> Any:
+def _move_output(device: torch.device, module: nn.Module, arguments: Any, output: Any) -> Any:
     return to_device(output, device)
 
 
@@ -106,8 +106,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type != CPU)  # what comes to the CPU must be there before it is read
     if isinstance(value, Mapping):
-        found = {key: to_device(item, device) for key, item in value.items()}
-        return type(value)(**found) if type(value) is not dict else found
+        items = {key: to_device(item, device) for key, item in value.items()}
+        return type(value)(**items) if type(value) is not dict else items
     if isinstance(value, tuple | list):
         items = [to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -120,35 +120,35 @@ class RoutedExperts:
     def __init__(self, module: nn.Module, weights: Sequence[OffloadedWeight], *, keep: bool) -> None:
         self._weights = weights
         self._keep = keep
-        self._place = list(inspect.signature(type(module).forward).parameters).index(ROUTING_ARGUMENT) - 1  # after self
-        self._number = module.num_experts
-        self._chosen: list[tuple[Tensor, OffloadedWeight]] = []
+        self._set_weights = list(inspect.signature(type(module).forward).parameters).index(ROUTING_ARGUMENT) - 1  # after self
+        self._num_experts = module.num_experts
+        self._routed: list[tuple[Tensor, OffloadedWeight]] = []
         self.bytes_read = 0
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave, always_call=True)
+        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
 
-    def _enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        choice: Tensor = named[ROUTING_ARGUMENT] if ROUTING_ARGUMENT in named else arguments[self._place]
-        experts = [number for number in choice.unique().tolist() if 0 <= number < self._number]
-        self._chosen = [(weight.resting[number], weight) for weight in self._weights for number in experts]
-        for content, _ in self._chosen:
+    def _before_forward(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        routing: Tensor = named[ROUTING_ARGUMENT] if ROUTING_ARGUMENT in named else arguments[self._set_weights]
+        experts = [number for number in routing.unique().tolist() if 0 <= number < self._num_experts]
+        self._routed = [(weight.offloaded[number], weight) for weight in self._weights for number in experts]
+        for content, _ in self._routed:
             prefetch_pages(content)
-        for content, weight in self._chosen:
+        for content, weight in self._routed:
             populate(content, weight.stored.file)
             self.bytes_read += content.nbytes
 
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        for content, _ in self._chosen:
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        for content, _ in self._routed:
             drop_pages(content)
         if not self._keep:
-            for file in {weight.stored.file for _, weight in self._chosen}:
+            for file in {weight.stored.file for _, weight in self._routed}:
                 descriptor = os.open(file, os.O_RDONLY)
-                for content, weight in self._chosen:
+                for content, weight in self._routed:
                     if weight.stored.file == file:
-                        start = weight.stored.offset + content.data_ptr() - weight.resting.data_ptr()
+                        start = weight.stored.offset + content.data_ptr() - weight.offloaded.data_ptr()
                         os.posix_fadvise(descriptor, start, content.nbytes, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
-        self._chosen = []
+        self._routed = []
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _SavedView:
     """A view of a weight, as autograd saves it: which piece of which unit, and where in the piece."""
 
     unit: _UnitHooks
-    piece: int
+    chunk: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -170,75 +170,75 @@ class _UnitHooks:
         self.offload = offload
         self.number = number
         self.weights = weights
-        self._inside = 0
+        self._depth = 0
         self._contexts: list[AbstractContextManager[Any]] = []
 
-    def enter(self, module: nn.Module, arguments: Any) -> None:
+    def before_forward(self, module: nn.Module, arguments: Any) -> None:
         if any(weight.parameter.requires_grad for weight in self.weights):
             raise RequestError(
                 "weights that wait on the disk or the host are frozen and cannot be trained; train an adapter around them: LoRA"
             )
-        if self._inside == 0:
-            pieces = self.offload.acquire(self.number)
-            self._place(pieces)
-            self._device = pieces[0].device
-            self._pointers = {piece.data_ptr(): number for number, piece in enumerate(pieces)}
-        self._inside += 1
-        context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._note, _look_up)
+        if self._depth == 0:
+            chunks = self.offload.acquire(self.number)
+            self._set_weights(chunks)
+            self._device = chunks[0].device
+            self._pointers = {chunk.data_ptr(): number for number, chunk in enumerate(chunks)}
+        self._depth += 1
+        context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, _unpack_tensor)
         context.__enter__()
         self._contexts.append(context)
 
-    def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._inside == 0:  # the hook before the forward failed
+    def after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._depth == 0:  # the hook before the forward failed
             return
         self._contexts.pop().__exit__(None, None, None)
-        self._inside -= 1
-        if self._inside == 0:
-            self._rest()
+        self._depth -= 1
+        if self._depth == 0:
+            self._reset_weights()
             self.offload.release(self.number)
 
-    def _place(self, pieces: Sequence[Tensor]) -> None:
+    def _set_weights(self, chunks: Sequence[Tensor]) -> None:
         with torch.inference_mode(False):
-            for weight, (piece, start) in zip(self.weights, self.offload.starts[self.number], strict=True):
-                content = pieces[piece][start : start + weight.stored.nbytes]
-                weight.parameter.data = content.view(weight.resting.dtype).view(weight.resting.shape)
+            for weight, (index, start) in zip(self.weights, self.offload.offsets[self.number], strict=True):
+                content = chunks[index][start : start + weight.stored.nbytes]
+                weight.parameter.data = content.view(weight.offloaded.dtype).view(weight.offloaded.shape)
 
-    def _rest(self) -> None:
+    def _reset_weights(self) -> None:
         for weight in self.weights:
-            weight.parameter.data = weight.resting
+            weight.parameter.data = weight.offloaded
 
-    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def recompute(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a layer's forward again in the backward pass, where no hook of the layer runs.
 
         The tensors that it saves are views of the buffer, which is kept until another unit is needed."""
-        if self._inside:
+        if self._depth:
             return function(*arguments)
-        self._place(self.offload.again(self.number))
+        self._set_weights(self.offload.acquire_for_backward(self.number))
         try:
             return function(*arguments)
         finally:
-            self._rest()
+            self._reset_weights()
 
-    def _note(self, tensor: Tensor) -> Tensor | _SavedView:
-        piece = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device == self._device else None
-        if piece is None:
+    def _pack_tensor(self, tensor: Tensor) -> Tensor | _SavedView:
+        chunk = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device == self._device else None
+        if chunk is None:
             return tensor
-        return _SavedView(self, piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _SavedView(self, chunk, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _look_up(saved: Tensor | _SavedView) -> Tensor:
+def _unpack_tensor(saved: Tensor | _SavedView) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    content = saved.unit.offload.again(saved.unit.number)[saved.piece].view(saved.dtype)
+    content = saved.unit.offload.acquire_for_backward(saved.unit.number)[saved.chunk].view(saved.dtype)
     return content.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class Offload:
     """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
 
-    def __init__(self, units: Sequence[Sequence[OffloadedWeight]], feed: WeightReader) -> None:
-        self.reader = feed.reader
-        self.starts = feed.starts
+    def __init__(self, units: Sequence[Sequence[OffloadedWeight]], weight_reader: WeightReader) -> None:
+        self.reader = weight_reader.reader
+        self.offsets = weight_reader.offsets
         self.units = [_UnitHooks(self, number, weights) for number, weights in enumerate(units)]
         self.mapped_bytes = 0
         self.experts: list[RoutedExperts] = []
@@ -251,7 +251,7 @@ class Offload:
     def release(self, number: int) -> None:
         self.reader.release(number)
 
-    def again(self, number: int) -> list[Tensor]:
+    def acquire_for_backward(self, number: int) -> list[Tensor]:
         """Return the pieces of a unit for the backward pass, which keeps them until it comes to another unit."""
         self._end_backward(number)
         if self._backward is None:
@@ -260,14 +260,14 @@ class Offload:
 
     def _end_backward(self, number: int) -> None:
         if self._backward is not None and self._backward[0] != number:
-            last = self._backward[0]
+            finished = self._backward[0]
             self._backward = None
-            self.reader.release(last)
+            self.reader.release(finished)
 
 
 def register_offload_hooks(
     model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
-    lanes: CopyStream | None = None,
+    copy_stream: CopyStream | None = None,
 ) -> None:  # fmt: skip
     """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
 
@@ -276,23 +276,23 @@ def register_offload_hooks(
     """
     weights = map_weights_on_disk(model, placement, stored)
     total = sum(weight.stored.nbytes for weight in weights.values())
-    free = detect().cpu
-    keep = free is None or free.free_memory_bytes is None or total < free.free_memory_bytes
-    routed = {} if lanes is not None else _experts_read_separately(model, weights)
-    apart = {id(weight.parameter) for own in routed.values() for weight in own}
-    units, hooked = streaming_units(model, placement, weights, lanes, apart=apart)
-    if lanes is not None:
-        move_arguments(model, placement, lanes.device)
+    cpu = detect().cpu
+    keep = cpu is None or cpu.free_memory_bytes is None or total < cpu.free_memory_bytes
+    routed = {} if copy_stream is not None else _experts_read_separately(model, weights)
+    excluded = {id(weight.parameter) for expert_weights in routed.values() for weight in expert_weights}
+    units, hooked_modules = streaming_units(model, placement, weights, copy_stream, excluded=excluded)
+    if copy_stream is not None:
+        move_arguments(model, placement, copy_stream.device)
     if weights:
         model._upshift_offload = True  # type: ignore[assignment]
-    experts = [RoutedExperts(module, own, keep=keep) for module, own in routed.items()]
+    experts = [RoutedExperts(module, expert_weights, keep=keep) for module, expert_weights in routed.items()]
     if not units:
         return
     budgets = dict(placement.stream_bytes) | ({} if buffer_bytes is None else {CPU: buffer_bytes})
-    offload = Offload(units, make_weight_reader(units, budgets, placement.main, keep=keep, lanes=lanes))
-    for module, number in hooked:
-        module.register_forward_pre_hook(offload.units[number].enter)
-        module.register_forward_hook(offload.units[number].leave, always_call=True)
+    offload = Offload(units, make_weight_reader(units, budgets, placement.main, keep=keep, copy_stream=copy_stream))
+    for module, number in hooked_modules:
+        module.register_forward_pre_hook(offload.units[number].before_forward)
+        module.register_forward_hook(offload.units[number].after_forward, always_call=True)
         module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
     offload.mapped_bytes = total
@@ -302,10 +302,21 @@ def register_offload_hooks(
 
 def _experts_read_separately(model: nn.Module, weights: Mapping[int, OffloadedWeight]) -> dict[nn.Module, list[OffloadedWeight]]:
     """Return the modules of experts that are on the disk and whose weights can be used as pages of their file."""
-    of = {id(weight.parameter): weight for weight in weights.values()}
-    found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in routed_experts_in(model)}
-    whole = {module: own for module, own in found.items() if len(own) == len(list(module.parameters()))}
-    return {module: own for module, own in whole.items() if can_map_in_place([weight.stored for weight in own])}
+    weight_of_parameter = {id(weight.parameter): weight for weight in weights.values()}
+    weights_of_module = {
+        module: [weight_of_parameter[id(parameter)] for parameter in module.parameters() if id(parameter) in weight_of_parameter]
+        for module in routed_experts_in(model)
+    }
+    complete = {
+        module: expert_weights
+        for module, expert_weights in weights_of_module.items()
+        if len(expert_weights) == len(list(module.parameters()))
+    }
+    return {
+        module: expert_weights
+        for module, expert_weights in complete.items()
+        if can_map_in_place([weight.stored for weight in expert_weights])
+    }
 
 
 def recompute_offloaded(model: nn.Module) -> None:
@@ -319,7 +330,7 @@ def recompute_offloaded(model: nn.Module) -> None:
 
 
 def _checkpointed(unit: _UnitHooks, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
-    return checkpoint(partial(unit.compute, function), *arguments)
+    return checkpoint(partial(unit.recompute, function), *arguments)
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -334,9 +345,9 @@ def mapped_bytes(model: nn.Module) -> int:
 
 def buffer_bytes(model: nn.Module) -> int:
     """Return the most bytes that the buffers held at once."""
-    return sum(offload.reader.most_held for offload in _offloads(model))
+    return sum(offload.reader.peak_bytes for offload in _offloads(model))
 
 
 def _offloads(model: nn.Module) -> list[Offload]:
-    found = (vars(module).get("_upshift_offload") for module in model.modules())
-    return [offload for offload in found if isinstance(offload, Offload)]
+    values = (vars(module).get("_upshift_offload") for module in model.modules())
+    return [offload for offload in values if isinstance(offload, Offload)]

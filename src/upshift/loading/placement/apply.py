@@ -37,20 +37,20 @@ class PlacementOptions:
 def fill_and_dispatch(
     filling: Filling,
     checkpoint: Checkpoint,
-    where: PlacementOptions,
+    options: PlacementOptions,
     finish: Callable[[dict[str, str]], None],
     progress: Progress | None,
 ) -> None:
     """Fill a divided model. ``finish``: is called with the devices of modules when all weights are there."""
     model = filling.model
-    placement = plan_placement(model, checkpoint, where)
+    placement = plan_placement(model, checkpoint, options)
     check_loose_parameters(placement)
     check_groups_undivided(filling, placement)
-    stored = find_or_convert(filling, placement, where.offload_folder)
-    filling.run(lambda name: _device(placement, name), progress)
-    mapped = MappedFiles()
+    stored = find_or_convert(filling, placement, options.offload_folder)
+    filling.run(lambda name: _torch_device(placement, name), progress)
+    mapped_files = MappedFiles()
     for name, tensor in stored.items():
-        SET_TENSOR.get()(model, name, mapped.tensor(tensor), filling.info, None)
+        SET_TENSOR.get()(model, name, mapped_files.tensor(tensor), filling.info, None)
     finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
     if placement.main == CPU:
         register_offload_hooks(model, placement, stored)
@@ -59,11 +59,11 @@ def fill_and_dispatch(
 
 
 def plan_placement(
-    model: PreTrainedModel, checkpoint: Checkpoint | None, where: PlacementOptions, memory_bytes_per_second: float | None = None
+    model: PreTrainedModel, checkpoint: Checkpoint | None, options: PlacementOptions, memory_bytes_per_second: float | None = None
 ) -> Placement:
     return place_model(
-        model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
-        sequence_length=where.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
+        model, device_map=options.device_map, max_memory=options.max_memory, checkpoint=checkpoint, batch=options.batch,
+        sequence_length=options.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
     )  # fmt: skip
 
 
@@ -71,15 +71,19 @@ def check_loose_parameters(placement: Placement) -> None:
     """Raise RequestError if a parameter beside modules is on another device than the code that uses it.
 
     No forward can wait for such a parameter."""
-    apart = [place for place in placement.modules if not place.streams and place.device != placement.main]
-    if placement.main != CPU and apart:
+    misplaced = [
+        placed_module
+        for placed_module in placement.modules
+        if not placed_module.streams and placed_module.device != placement.main
+    ]
+    if placement.main != CPU and misplaced:
         raise RequestError(
-            f"{apart[0].name} is used by code between modules, which runs on {placement.main}, and device_map has it on "
-            f"{apart[0].device}; give it to {placement.main}"
+            f"{misplaced[0].name} is used by code between modules, which runs on {placement.main}, and device_map has it on "
+            f"{misplaced[0].device}; give it to {placement.main}"
         )
 
 
-def _device(placement: Placement, name: str) -> torch.device | None:
+def _torch_device(placement: Placement, name: str) -> torch.device | None:
     device = placement.device_of(name)
     return None if device == DISK else torch.device(device)
 

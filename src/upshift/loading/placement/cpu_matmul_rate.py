@@ -12,19 +12,19 @@ import torch
 from upshift.units import MIB
 
 COLUMNS = 2048  # more than a cache; a tenth of a second
-BYTES = 64 * MIB
-TIMES = 5
+WEIGHT_BYTES = 64 * MIB
+REPETITIONS = 5
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
     """Return the bytes of weights that the CPU multiplies in a second."""
-    weight = torch.zeros(BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
+    weight = torch.zeros(WEIGHT_BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
     token = torch.zeros(1, COLUMNS, dtype=dtype)
-    return BYTES / statistics.median(_seconds(weight, token) for _ in range(TIMES + 1))
+    return WEIGHT_BYTES / statistics.median(_seconds(weight, token) for _ in range(REPETITIONS + 1))
 
 
 def _seconds(weight: torch.Tensor, token: torch.Tensor) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     with torch.inference_mode():
         torch.nn.functional.linear(token, weight)
-    return time.perf_counter() - began
+    return time.perf_counter() - start

@@ -18,10 +18,10 @@ def read_size(size: str | int) -> int:
     """Return the bytes of 123, "8GiB" or "20GB". Raise RequestError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = SIZE.fullmatch(size) if isinstance(size, str) else None
-    if found is None or found[2].lower() not in UNITS:
+    match = SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in UNITS:
         raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB: 8GiB")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def read_device(device: str | int, host: Host) -> str:
@@ -36,37 +36,39 @@ def read_device(device: str | int, host: Host) -> str:
         number = "0"
     if number.isdigit() and int(number) < host.gpus_per_node and kind == host.device:
         return f"{kind}:{int(number)}"
-    known = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]
-    raise RequestError(f"device {device!r} is not here; the devices are {', '.join(known)}")
+    devices = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]
+    raise RequestError(f"device {device!r} is not here; the devices are {', '.join(devices)}")
 
 
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
     """Return the bytes by device, fastest first.
 
     A device that ``max_memory`` leaves out is not used. The CPU alone is then used with its free memory."""
-    said: dict[str, int] = {}
+    stated: dict[str, int] = {}
     for device, size in (max_memory or {}).items():
         name = read_device(device, host)
-        if said.setdefault(name, read_size(size)) != read_size(size):
-            raise RequestError(f"max_memory gives {name} {format_bytes(said[name])} and {size}; give it one of them")
-    if "disk" in said:
+        if stated.setdefault(name, read_size(size)) != read_size(size):
+            raise RequestError(f"max_memory gives {name} {format_bytes(stated[name])} and {size}; give it one of them")
+    if "disk" in stated:
         raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
-    free = _free(host)
-    used = {device: said.get(device, free[device]) for device in free if max_memory is None or device in said or device == "cpu"}
-    unknown = next((device for device, num_bytes in used.items() if num_bytes is None), None)
+    free = _free_memory(host)
+    limits = {
+        device: stated.get(device, free[device]) for device in free if max_memory is None or device in stated or device == "cpu"
+    }
+    unknown = next((device for device, num_bytes in limits.items() if num_bytes is None), None)
     if unknown is not None:
         raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")
-    return {device: num_bytes for device, num_bytes in used.items() if num_bytes is not None}
+    return {device: num_bytes for device, num_bytes in limits.items() if num_bytes is not None}
 
 
-def _free(host: Host) -> dict[str, int | None]:
+def _free_memory(host: Host) -> dict[str, int | None]:
     gpus: list[Gpu | None] = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
-    found = {f"{host.device}:{number}": _usable(gpu) for number, gpu in enumerate(gpus)}
-    return found | {"cpu": _usable(host.cpu)}
+    free = {f"{host.device}:{number}": _usable_memory(gpu) for number, gpu in enumerate(gpus)}
+    return free | {"cpu": _usable_memory(host.cpu)}
 
 
-def _usable(part: Gpu | Cpu | None) -> int | None:
-    num_bytes = stated_memory(part)
+def _usable_memory(device: Gpu | Cpu | None) -> int | None:
+    num_bytes = stated_memory(device)
     return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 
@@ -75,11 +77,11 @@ def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | N
     if not options:
         return None
     pairs = [option.partition("=") for option in options]
-    wrong = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
-    if wrong is not None:
-        raise RequestError(f"--max-memory {wrong!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
-    found: dict[str | int, str | int] = {}
+    invalid = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
+    if invalid is not None:
+        raise RequestError(f"--max-memory {invalid!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
+    limits: dict[str | int, str | int] = {}
     for device, _, size in pairs:
-        if read_size(found.setdefault(device, size)) != read_size(size):
-            raise RequestError(f"--max-memory gives {device} {found[device]} and {size}; give it one of them")
-    return found
+        if read_size(limits.setdefault(device, size)) != read_size(size):
+            raise RequestError(f"--max-memory gives {device} {limits[device]} and {size}; give it one of them")
+    return limits

@@ -43,7 +43,7 @@ class MemoryNeeds:
     cache: int | None = 0
 
     @property
-    def everywhere(self) -> int:
+    def per_device(self) -> int:
         return self.activations or 0
 
 
@@ -74,14 +74,14 @@ class Placement(Value):
 
     @property
     def device_map(self) -> dict[str, str]:
-        return {place_units.name: place_units.device for place_units in self.modules}
+        return {module.name: module.device for module in self.modules}
 
     @property
     def totals(self) -> dict[str, int]:
-        found = dict.fromkeys([*self.limits, DISK], 0)
-        for place_units in self.modules:
-            found[place_units.device] = found.get(place_units.device, 0) + place_units.bytes
-        return found
+        totals = dict.fromkeys([*self.limits, DISK], 0)
+        for module in self.modules:
+            totals[module.device] = totals.get(module.device, 0) + module.bytes
+        return totals
 
     @property
     def disk_bytes(self) -> int:
@@ -90,24 +90,24 @@ class Placement(Value):
     @property
     def disk_read(self) -> int:
         """Return the bytes that one forward pass reads from the disk."""
-        return sum(place_units.read for place_units in self.modules if place_units.device == DISK)
+        return sum(module.read for module in self.modules if module.device == DISK)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Return the most bytes on each device while it computes, without the libraries."""
-        found = {device: total + self.stream_bytes.get(device, 0) for device, total in self.totals.items() if device != DISK}
-        for device in found:
+        peaks = {device: total + self.stream_bytes.get(device, 0) for device, total in self.totals.items() if device != DISK}
+        for device in peaks:
             if device != CPU or self.main == CPU:
-                found[device] += self.activations or 0
-        found[self.main] += self.buffers + (self.cache or 0)
-        return found
+                peaks[device] += self.activations or 0
+        peaks[self.main] += self.buffers + (self.cache or 0)
+        return peaks
 
     def device_of(self, name: str) -> str:
         """Return the device of a parameter, or a module, by the longest name around it."""
         devices = self.device_map
-        parts = name.split(".")
-        around = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
-        return next((devices[part] for part in around if part in devices), self.main)
+        path = name.split(".")
+        candidates = (".".join(path[:length]) for length in range(len(path), -1, -1))
+        return next((devices[candidate] for candidate in candidates if candidate in devices), self.main)
 
 
 @dataclass
@@ -132,52 +132,52 @@ class _Assignment:
 def place_units(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds) -> Placement:
     """Place the units. ``limits``: by device, fastest first. Raise NothingFits if not even the largest part and its work fit."""
     main = next(iter(limits))
-    kept_elsewhere = 0  # keys and values of layers that are streamed, which stay on the main device
+    main_cache = 0  # keys and values of layers that are streamed, which stay on the main device
     while True:
-        fills = [fill for fill in _fills(units, limits, work, main, kept_elsewhere) if fill is not None]
-        if not fills:
+        assignments = [assignment for assignment in _assignments(units, limits, work, main, main_cache) if assignment is not None]
+        if not assignments:
             raise _nothing_fits(units, limits, work, main)
-        best = min(fills, key=lambda fill: fill.cost(units, main))
-        needed = sum(unit.cache for number, unit in enumerate(units) if best.devices[number] in (CPU, DISK))
-        if needed <= kept_elsewhere or main == CPU:
+        best = min(assignments, key=lambda assignment: assignment.cost(units, main))
+        streamed_cache = sum(unit.cache for number, unit in enumerate(units) if best.devices[number] in (CPU, DISK))
+        if streamed_cache <= main_cache or main == CPU:
             return _placement(units, limits, work, main, best)
-        kept_elsewhere = needed
+        main_cache = streamed_cache
 
 
-def _fills(
-    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, kept_elsewhere: int
+def _assignments(
+    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, main_cache: int
 ) -> Iterator[_Assignment | None]:
     """Yield one placement for every size that the largest part from the host, and from the disk, may have.
 
     None: it does not fit."""
     sizes = sorted({0, *(unit.nbytes for unit in units if unit.streams and unit.read)})
-    fixed = work.everywhere + work.buffers + (sum(unit.cache for unit in units) if main == CPU else kept_elsewhere)
+    fixed = work.per_device + work.buffers + (sum(unit.cache for unit in units) if main == CPU else main_cache)
     for from_host in sizes if main != CPU else [0]:
         for from_disk in sizes:
             if main != CPU and from_disk > from_host:
                 continue
-            room = {device: limit - (work.everywhere if device != CPU else 0) for device, limit in limits.items()}
+            room = {device: limit - (work.per_device if device != CPU else 0) for device, limit in limits.items()}
             room[main] = limits[main] - fixed
             reserves = {main: from_disk} if main == CPU else {main: from_host, CPU: from_disk}
             for device, reserve in reserves.items():
                 room[device] = room.get(device, 0) - reserve
-            yield _fill(units, _Assignment(room, reserves), main) if min(room.values()) >= 0 else None
+            yield _assign_all(units, _Assignment(room, reserves), main) if min(room.values()) >= 0 else None
 
 
-def _fill(units: Sequence[PlacementUnit], fill: _Assignment, main: str) -> _Assignment | None:
+def _assign_all(units: Sequence[PlacementUnit], assignment: _Assignment, main: str) -> _Assignment | None:
     """Place all units, or return None if a part that is larger than its buffer finds no room."""
-    gpus = [device for device in fill.room if device != CPU]
-    on_gpus = _put(units, range(len(units)), gpus, fill, fill.reserves[main] if main != CPU else 0)
-    rest = [number for number in range(len(units)) if number not in fill.devices]
-    if not on_gpus or not _put(units, rest, [CPU], fill, fill.reserves.get(CPU, 0)):
+    gpus = [device for device in assignment.room if device != CPU]
+    on_gpus = _assign(units, range(len(units)), gpus, assignment, assignment.reserves[main] if main != CPU else 0)
+    remaining = [number for number in range(len(units)) if number not in assignment.devices]
+    if not on_gpus or not _assign(units, remaining, [CPU], assignment, assignment.reserves.get(CPU, 0)):
         return None
     for number in range(len(units)):
-        fill.devices.setdefault(number, DISK)
-    return fill
+        assignment.devices.setdefault(number, DISK)
+    return assignment
 
 
-def _put(
-    units: Sequence[PlacementUnit], numbers: Iterable[int], devices: Sequence[str], fill: _Assignment, streamed: int
+def _assign(
+    units: Sequence[PlacementUnit], numbers: Iterable[int], devices: Sequence[str], assignment: _Assignment, streamed: int
 ) -> bool:
     """Put units on the first device with room: those too large to be streamed, then the rest in order, then look-ups.
 
@@ -192,33 +192,35 @@ def _put(
     for number in sorted(numbers, key=rank):
         unit = units[number]
         cache = {device: unit.cache if device != CPU else 0 for device in devices}
-        able = devices if unit.streams or devices[0] == CPU else devices[:1]  # code between modules runs on the main device
-        device = next((device for device in able if unit.nbytes + cache[device] <= fill.room[device]), None)
+        usable_devices = (
+            devices if unit.streams or devices[0] == CPU else devices[:1]
+        )  # code between modules runs on the main device
+        device = next((device for device in usable_devices if unit.nbytes + cache[device] <= assignment.room[device]), None)
         if device is not None:
-            fill.room[device] -= unit.nbytes + cache[device]
-            fill.devices[number] = device
+            assignment.room[device] -= unit.nbytes + cache[device]
+            assignment.devices[number] = device
         elif rank(number) == 0 and (unit.streams or devices[0] != CPU):
             return False
     return True
 
 
 def _placement(
-    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, fill: _Assignment
+    units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str, assignment: _Assignment
 ) -> Placement:
     """Return the placement.
 
     The rest of a limit enlarges its buffers, up to two of the largest part: one is read while one computes."""
-    stream = {}
-    for device, reserve in fill.reserves.items():
+    stream_bytes = {}
+    for device, reserve in assignment.reserves.items():
         if reserve:
-            stream[device] = min(2 * reserve, reserve + fill.room[device])
-    places = []
+            stream_bytes[device] = min(2 * reserve, reserve + assignment.room[device])
+    modules = []
     for number, unit in enumerate(units):
-        why = _why(unit, fill.devices[number], limits, fill)
-        places += module_placements(unit, fill.devices[number], why)
+        reason = _placement_reason(unit, assignment.devices[number], limits, assignment)
+        modules += module_placements(unit, assignment.devices[number], reason)
     return Placement(
-        modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
-        cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream,
+        modules=tuple(modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
+        cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream_bytes,
     )  # fmt: skip
 
 
@@ -229,28 +231,32 @@ def follow_device_map(
 
     Raise RequestError if the map divides tied weights, and NothingFits if a device would hold more than its limit."""
     main = next(iter(limits))
-    places: list[ModulePlacement] = []
+    placed_modules: list[ModulePlacement] = []
     for unit in units:
-        said = {name: _said(devices, name) for name in unit.names}
-        if len(set(said.values())) > 1:
-            apart = ", ".join(f"{name} on {device}" for name, device in said.items())
-            raise RequestError(f"device_map divides tied weights ({apart}); give them one device")
-        places += module_placements(unit, said[unit.names[0]], "device_map says so")
+        devices_by_name = {name: _mapped_device(devices, name) for name in unit.names}
+        if len(set(devices_by_name.values())) > 1:
+            assignments = ", ".join(f"{name} on {device}" for name, device in devices_by_name.items())
+            raise RequestError(f"device_map divides tied weights ({assignments}); give them one device")
+        placed_modules += module_placements(unit, devices_by_name[unit.names[0]], "device_map says so")
     from_disk = max(
-        (place_units.bytes for place_units in places if place_units.device == DISK and place_units.streams and place_units.read),
+        (
+            placed_module.bytes
+            for placed_module in placed_modules
+            if placed_module.device == DISK and placed_module.streams and placed_module.read
+        ),
         default=0,
     )
     from_host = max(
         (
-            place_units.bytes
-            for place_units in places
-            if place_units.device in (CPU, DISK) and place_units.streams and place_units.read
+            placed_module.bytes
+            for placed_module in placed_modules
+            if placed_module.device in (CPU, DISK) and placed_module.streams and placed_module.read
         ),
         default=0,
     )
     stream = {CPU: 2 * from_disk} if main == CPU else {main: 2 * from_host, CPU: 2 * from_disk}
     placement = Placement(
-        modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
+        modules=tuple(placed_modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
         cache=work.cache, batch=work.batch, sequence=work.sequence,
         stream_bytes={device: size for device, size in stream.items() if size},
     )  # fmt: skip
@@ -263,15 +269,15 @@ def follow_device_map(
     return placement
 
 
-def _said(devices: Mapping[str, str], name: str) -> str:
-    parts = name.split(".")
-    return next(device for length in range(len(parts), -1, -1) if (device := devices.get(".".join(parts[:length]))))
+def _mapped_device(devices: Mapping[str, str], name: str) -> str:
+    path = name.split(".")
+    return next(device for length in range(len(path), -1, -1) if (device := devices.get(".".join(path[:length]))))
 
 
-def module_placements(unit: PlacementUnit, device: str, why: str) -> list[ModulePlacement]:
+def module_placements(unit: PlacementUnit, device: str, reason: str) -> list[ModulePlacement]:
     first, *tied = unit.names
     return [
-        ModulePlacement(name=first, device=device, bytes=unit.nbytes, read=unit.read, streams=unit.streams, why=why),
+        ModulePlacement(name=first, device=device, bytes=unit.nbytes, read=unit.read, streams=unit.streams, why=reason),
         *(
             ModulePlacement(name=name, device=device, bytes=0, read=0, streams=unit.streams, why=f"tied to {first}")
             for name in tied
@@ -279,25 +285,25 @@ def module_placements(unit: PlacementUnit, device: str, why: str) -> list[Module
     ]
 
 
-def _why(unit: PlacementUnit, device: str, limits: Mapping[str, int], fill: _Assignment) -> str:
+def _placement_reason(unit: PlacementUnit, device: str, limits: Mapping[str, int], assignment: _Assignment) -> str:
     order = list(limits)
     full = order if device == DISK else order[: order.index(device)]
     if not full:
         return "fits"
-    left = ", ".join(f"{name} has {format_bytes(fill.room[name])} left" for name in full)
+    room = ", ".join(f"{name} has {format_bytes(assignment.room[name])} left" for name in full)
     if not unit.read:
-        return f"{left}; only the rows of its tokens are read"
-    return f"{left}, it takes {format_bytes(unit.nbytes)}"
+        return f"{room}; only the rows of its tokens are read"
+    return f"{room}, it takes {format_bytes(unit.nbytes)}"
 
 
 def _nothing_fits(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds, main: str) -> NothingFits:
     smallest = min((unit.nbytes for unit in units if unit.streams and unit.read), default=0)
     largest = max((unit.nbytes for unit in units if unit.streams and unit.read), default=smallest)
     cache = sum(unit.cache for unit in units)
-    needed = work.everywhere + work.buffers + cache + largest
-    kept, least = ("unknown", "at least ") if work.cache is None else (format_bytes(cache), "")
+    needed = work.per_device + work.buffers + cache + largest
+    cache_text, qualifier = ("unknown", "at least ") if work.cache is None else (format_bytes(cache), "")
     return NothingFits(
-        f"{main} is limited to {format_bytes(limits[main])}, and one layer at a time takes {least}{format_bytes(needed)}: the "
-        f"largest {format_bytes(largest)}, activations {format_bytes(work.everywhere)}, keys and values {kept}, buffers "
+        f"{main} is limited to {format_bytes(limits[main])}, and one layer at a time takes {qualifier}{format_bytes(needed)}: the "
+        f"largest {format_bytes(largest)}, activations {format_bytes(work.per_device)}, keys and values {cache_text}, buffers "
         f"{format_bytes(work.buffers)}; allow more with --max-memory, or shorten --sequence-length or --batch"
     )

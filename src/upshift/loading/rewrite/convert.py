@@ -18,12 +18,12 @@ from upshift.loading.files.tensors import COMPUTE_DTYPES, DTYPE_NAMES, DTYPES, b
 from upshift.loading.fill import Filling, check_coverage
 from upshift.loading.gguf import SUFFIX, convert_gguf
 from upshift.loading.key_mapping import map_names
-from upshift.loading.load import build_empty, class_of
+from upshift.loading.load import build_empty, resolve_class
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.config import config_text
 from upshift.models.source import ModelSource
 
-FRACTIONS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
+CONVERTED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, and the one before
 
 
@@ -39,69 +39,69 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {model!r} are quantized, which is no dtype; give the model that they were made from")
     checkpoint = find_checkpoint(folder)
-    chosen = _chosen(source, checkpoint, getattr(torch, dtype))
+    new_dtypes = _new_dtypes(source, checkpoint, getattr(torch, dtype))
     noted: dict[str, int] = {}
     copies = small_files(folder)
     config = copies.pop(CONFIG)
     job = Rewrite(
-        words=f"convert {model} to {dtype}",
+        description=f"convert {model} to {dtype}",
         folder=folder,
-        tensors=[_converted(tensor, chosen.get(name), noted) for name, tensor in checkpoint.tensors.items()],
+        tensors=[_to_new_tensor(tensor, new_dtypes.get(name), noted) for name, tensor in checkpoint.tensors.items()],
         sources=(*checkpoint.files, config),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
-        documents={CONFIG: said_in(source.config, dtype)},
+        documents={CONFIG: config_with_dtype(source.config, dtype)},
         noted=noted,
     )
     return rewrite(job, output, progress)
 
 
-def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
+def config_with_dtype(config: Mapping[str, Any], dtype: str) -> bytes:
     """Return config.json with this dtype at its top and in every part of it that names a dtype."""
 
-    def said(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        return {key: dtype if key in DTYPE_KEYS and value is not None else said(value) for key, value in part.items()}
+    def replace_dtype(value_: Any) -> Any:
+        if not isinstance(value_, dict):
+            return value_
+        return {key: dtype if key in DTYPE_KEYS and value is not None else replace_dtype(value) for key, value in value_.items()}
 
-    found = said(dict(config))
-    if not any(found.get(key) for key in DTYPE_KEYS):
-        found[DTYPE_KEYS[0]] = dtype
-    return config_text(found).encode()
+    new_config = replace_dtype(dict(config))
+    if not any(new_config.get(key) for key in DTYPE_KEYS):
+        new_config[DTYPE_KEYS[0]] = dtype
+    return config_text(new_config).encode()
 
 
-def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _new_dtypes(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the new dtype of every tensor that is converted.
 
     For a class that transformers does not have, the tensors that it keeps in fp32 cannot be known."""
-    chosen = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in FRACTIONS}
+    new_dtypes = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in CONVERTED_DTYPES}
     if source.config["model_type"] in transformers.CONFIG_MAPPING:
         config = source.hf_config
-        model = build_empty(class_of(config, source), config, dtype)
+        model = build_empty(resolve_class(config, source), config, dtype)
         names = map_names(model, checkpoint.tensors)
         filling = Filling(model, checkpoint.tensors, names, dtype=dtype)
         check_coverage(filling, source)
         for group in names.groups:
-            chosen |= {name: filling.dtype_of(group.target) for _, name in group.sources if name in chosen}
-    return chosen
+            new_dtypes |= {name: filling.dtype_of(group.target) for _, name in group.sources if name in new_dtypes}
+    return new_dtypes
 
 
-def _converted(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[str, int]) -> NewTensor:
+def _to_new_tensor(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[str, int]) -> NewTensor:
     if dtype is None or DTYPES[stored.dtype] == dtype:
         return copy_tensor(stored)
-    return NewTensor(stored.name, DTYPE_NAMES[dtype], stored.shape, partial(_pieces, stored, dtype, noted))
+    return NewTensor(stored.name, DTYPE_NAMES[dtype], stored.shape, partial(_converted_chunks, stored, dtype, noted))
 
 
-def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
+def _converted_chunks(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
     """Yield the converted bytes of a tensor, piece by piece.
 
     ``noted`` receives how many numbers became infinite: fp16 has no finite number above 65,504."""
     infinite = 0
-    for piece in read_chunks(stored):
-        before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
-        after = before.to(dtype)
-        if dtype == torch.float16 and before.itemsize > 1:  # numbers of 8 bits fit into fp16
-            infinite += int(after.isinf().sum() - before.isinf().sum())
-        yield bytes_of(after)
+    for chunk in read_chunks(stored):
+        original = torch.frombuffer(chunk, dtype=DTYPES[stored.dtype])
+        converted = original.to(dtype)
+        if dtype == torch.float16 and original.itemsize > 1:  # numbers of 8 bits fit into fp16
+            infinite += int(converted.isinf().sum() - original.isinf().sum())
+        yield bytes_of(converted)
     if infinite:
         noted[stored.name] = infinite

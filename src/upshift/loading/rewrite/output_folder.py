@@ -22,7 +22,7 @@ from upshift.value import Value
 MANIFEST = "upshift_manifest.json"
 PARTIAL = ".partial"  # behind a file's name until it is whole
 SPARE_BYTES = MIB  # of the disk: for index and manifest, and what a file system takes for itself
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Manifest(Value):
@@ -46,7 +46,7 @@ class OutputFolder:
         """Read the manifest, or begin one, and hold the folder's lock.
 
         Raise RequestError if the folder belongs to another request."""
-        self._make()
+        self._create()
         with locked(self.path, self.path.resolve() / LOCK_NAME):
             self._read(request, made_of)
             yield
@@ -59,7 +59,7 @@ class OutputFolder:
         finally:
             os.close(descriptor)
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         if not self.path.absolute().parent.is_dir():
             raise RequestError(f"--output {self.path}: the folder {self.path.parent} does not exist; make it first")
         if self.path.exists() and not self.path.is_dir():
@@ -73,10 +73,10 @@ class OutputFolder:
 
     def _read(self, request: str, made_of: str) -> None:
         file = self.path / MANIFEST
-        inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL and entry.name != LOCK_NAME)
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL and entry.name != LOCK_NAME)
         if not file.is_file():
-            if inside:
-                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give an empty folder, or one to be made")
+            if names:
+                raise RequestError(f"--output {self.path} is not empty ({names[0]}); give an empty folder, or one to be made")
             self.manifest = Manifest(request=request, made_of=made_of, shards={}, noted={})
         else:
             self.manifest = Manifest.from_file(file)
@@ -88,33 +88,33 @@ class OutputFolder:
         for entry in self.path.rglob(f"*{PARTIAL}"):  # of a run that was killed
             entry.unlink()
 
-    def drop(self, name: str) -> None:
+    def drop_shard(self, name: str) -> None:
         """Forget a shard whose file is not as the manifest says."""
         shards = {shard: hashes for shard, hashes in self.manifest.shards.items() if shard != name}
         self.manifest = self.manifest.changed(shards=shards)
 
-    def add(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
+    def add_shard(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
         """Record that a shard is whole, so that a later run keeps it."""
         shards = {**self.manifest.shards, name: hashes}
         self._save(self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted}))
 
-    def begin(self) -> None:
+    def write_manifest(self) -> None:
         self._save(self.manifest)
 
     def _save(self, manifest: Manifest) -> None:
         self.write(MANIFEST, manifest.to_json(indent=1).encode())
         self.manifest = manifest
 
-    def check_room(self, need: int) -> None:
+    def check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
-        if need and free < need + SPARE_BYTES:
+        if num_bytes and free < num_bytes + SPARE_BYTES:
             raise RequestError(
-                f"--output {self.path} needs {format_bytes(need + SPARE_BYTES)} more and its disk has {format_bytes(free)} free; "
+                f"--output {self.path} needs {format_bytes(num_bytes + SPARE_BYTES)} more and its disk has {format_bytes(free)} free; "
                 "free some, or give a folder on another disk"
             )
 
     @contextmanager
-    def new(self, name: str) -> Iterator[Path]:
+    def new_file(self, name: str) -> Iterator[Path]:
         """Yield a path to write a file to. It gets its final name when the block ends. It must be on the disk by then."""
         (self.path / name).parent.mkdir(exist_ok=True)
         partial = self.path / f"{name}{PARTIAL}"
@@ -126,27 +126,27 @@ class OutputFolder:
             raise
 
     def write(self, name: str, content: bytes) -> None:
-        with self.new(name) as partial, partial.open("wb", buffering=0) as file:
+        with self.new_file(name) as partial, partial.open("wb", buffering=0) as file:
             write_all(file.fileno(), memoryview(content))
             os.fsync(file.fileno())
 
     def copy(self, name: str, source: Path) -> None:
-        with self.new(name) as partial:
+        with self.new_file(name) as partial:
             shutil.copyfile(source, partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
 
     @contextmanager
-    def stoppable(self, num_shards: int) -> Iterator[None]:
+    def report_interruption(self, num_shards: int) -> Iterator[None]:
         """Turn a failed write, or an interrupt by a person, into an error that says which files are safe."""
         try:
             yield
         except OSError as error:
-            reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
-            raise JobFailed(f"{self.path} could not be written: {reason}; {self._safe(num_shards)}") from error
+            reason = "the disk is full" if error.errno in DISK_FULL_ERRORS else error.strerror or str(error)
+            raise JobFailed(f"{self.path} could not be written: {reason}; {self._progress_note(num_shards)}") from error
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {self._safe(num_shards)}") from None
+            raise Interrupted(f"interrupted; {self._progress_note(num_shards)}") from None
 
-    def _safe(self, num_shards: int) -> str:
-        whole = len(self.manifest.shards)
-        return f"{whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"
+    def _progress_note(self, num_shards: int) -> str:
+        num_whole = len(self.manifest.shards)
+        return f"{num_whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"

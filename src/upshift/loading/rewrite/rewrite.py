@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]  # bytes that were written or read again, 
 
 @dataclass(frozen=True)
 class Rewrite:
-    words: str  # the request, for messages
+    description: str  # the request, for messages
     folder: Path  # of the input
     tensors: Sequence[NewTensor]  # in the order in which they fill the shards
     sources: Sequence[Path]  # every file that their bytes come from
@@ -52,8 +52,8 @@ class Rewrite:
         stats = [(str(file.absolute()), file.stat()) for file in (*self.sources, *self.copies.values())]
         made_of = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors]
-        said = repr((self.max_shard_bytes, made_of, tensors, sorted(self.documents.items())))
-        return hashlib.sha256(said.encode()).hexdigest()
+        content = repr((self.max_shard_bytes, made_of, tensors, sorted(self.documents.items())))
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 class Rewritten(Value):
@@ -76,13 +76,13 @@ def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
         raise RequestError(f"--output {output} is the input itself; give another folder")
     shards = split(job.tensors, job.max_shard_bytes)
     folder = OutputFolder(output)
-    with folder.claimed(request=job.words, made_of=job.identity()):
-        kept = _check_kept(folder, shards, job.metadata, [*job.copies.values()])
-        with folder.stoppable(len(shards)):
+    with folder.claimed(request=job.description, made_of=job.identity()):
+        num_kept = _count_finished_shards(folder, shards, job.metadata, [*job.copies.values()])
+        with folder.report_interruption(len(shards)):
             _write(job, folder, shards, progress)
     return Rewritten(
-        output=output, tensors=len(job.tensors), bytes=_bytes(job.tensors), shards=len(shards),
-        kept_shards=kept, sha256=_digest(job.tensors, folder.manifest.shards), seconds=time.perf_counter() - start,
+        output=output, tensors=len(job.tensors), bytes=_total_bytes(job.tensors), shards=len(shards),
+        kept_shards=num_kept, sha256=_digest(job.tensors, folder.manifest.shards), seconds=time.perf_counter() - start,
         noted=folder.manifest.noted,
     )  # fmt: skip
 
@@ -91,67 +91,70 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
     """Return the tensors of each file, by file name, as transformers' save_pretrained divides them.
 
     Tensors stay in order. A tensor larger than ``max_bytes`` has a file of its own."""
-    found: list[list[NewTensor]] = []
-    shard: list[NewTensor] = []
+    shards: list[list[NewTensor]] = []
+    current: list[NewTensor] = []
     size = 0
     for tensor in tensors:
         if tensor.nbytes > max_bytes:
-            found.append([tensor])
+            shards.append([tensor])
             continue
         if size + tensor.nbytes > max_bytes:
-            found.append(shard)
-            shard = []
+            shards.append(current)
+            current = []
             size = 0
-        shard.append(tensor)
+        current.append(tensor)
         size += tensor.nbytes
-    if shard or not found:
-        found.append(shard)
-    if len(found) == 1:
-        return {WEIGHTS: sort_tensors(found[0])}
+    if current or not shards:
+        shards.append(current)
+    if len(shards) == 1:
+        return {WEIGHTS: sort_tensors(shards[0])}
     stem, suffix = os.path.splitext(WEIGHTS)
-    return {f"{stem}-{number:05d}-of-{len(found):05d}{suffix}": sort_tensors(part) for number, part in enumerate(found, start=1)}
+    return {
+        f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": sort_tensors(tensors_)
+        for number, tensors_ in enumerate(shards, start=1)
+    }
 
 
-def _check_kept(
+def _count_finished_shards(
     folder: OutputFolder, shards: Mapping[str, list[NewTensor]], metadata: Mapping[str, str], copies: Sequence[Path]
 ) -> int:
     """Return how many shards need not be written again.
 
     They were read after they were written, so only their headers and sizes are checked now."""
-    need = 0
+    bytes_to_write = 0
     for name, tensors in shards.items():
         file = folder.path / name
         header = encode_header(tensors, metadata)
-        size = len(header) + _bytes(tensors)
+        size = len(header) + _total_bytes(tensors)
         if name in folder.manifest.shards and file.is_file() and file.stat().st_size == size:
             with file.open("rb") as handle:
                 if handle.read(len(header)) == header:
                     continue
-        folder.drop(name)
-        need += size
-    folder.check_room(need and need + sum(file.stat().st_size for file in copies))
+        folder.drop_shard(name)
+        bytes_to_write += size
+    folder.check_room(bytes_to_write and bytes_to_write + sum(file.stat().st_size for file in copies))
     return len(folder.manifest.shards)
 
 
-def _bytes(tensors: Sequence[NewTensor]) -> int:
+def _total_bytes(tensors: Sequence[NewTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTensor]], progress: Progress) -> None:
-    total = 2 * _bytes(job.tensors)
-    done = 0
+    total = 2 * _total_bytes(job.tensors)
+    bytes_done = 0
 
-    def told(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
+    def on_bytes(count: int) -> None:
+        nonlocal bytes_done
+        bytes_done += count
+        progress(bytes_done, total)
 
-    folder.begin()
+    folder.write_manifest()
     for name, tensors in shards.items():
         if name in folder.manifest.shards:
-            told(2 * _bytes(tensors))
+            on_bytes(2 * _total_bytes(tensors))
         else:
-            folder.add(name, _write_shard(folder, name, tensors, job.metadata, told), job.noted)
+            folder.add_shard(name, _write_shard(folder, name, tensors, job.metadata, on_bytes), job.noted)
     if len(shards) > 1:
         folder.write(INDEX, _index(shards))
     for name, source in job.copies.items():
@@ -161,24 +164,26 @@ def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTens
 
 
 def _write_shard(
-    folder: OutputFolder, name: str, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: OnBytes
+    folder: OutputFolder, name: str, tensors: Sequence[NewTensor], metadata: Mapping[str, str], on_bytes: OnBytes
 ) -> dict[str, str]:
-    with folder.new(name) as partial:
-        hashes = write_file(partial, tensors, metadata, told)
-        check_file(partial, hashes, told)
+    with folder.new_file(name) as partial:
+        hashes = write_file(partial, tensors, metadata, on_bytes)
+        check_file(partial, hashes, on_bytes)
     return hashes
 
 
 def _index(shards: Mapping[str, list[NewTensor]]) -> bytes:
-    places = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
-    size = sum(map(_bytes, shards.values()))
-    return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2, sort_keys=True) + "\n").encode()
+    file_of_tensor = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+    size = sum(map(_total_bytes, shards.values()))
+    return (
+        json.dumps({"metadata": {"total_size": size}, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
+    ).encode()
 
 
 def _digest(tensors: Sequence[NewTensor], shards: Mapping[str, Mapping[str, str]]) -> str:
-    hashes = {name: digest for shard in shards.values() for name, digest in shard.items()}
-    said = sorted((tensor.name, tensor.dtype, tensor.shape, hashes[tensor.name]) for tensor in tensors)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    hashes = {name: digest for hashes_of_shard in shards.values() for name, digest in hashes_of_shard.items()}
+    entries = sorted((tensor.name, tensor.dtype, tensor.shape, hashes[tensor.name]) for tensor in tensors)
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress) -> Rewritten:
@@ -190,7 +195,7 @@ def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress)
     copies = small_files(folder)
     config = copies.pop(CONFIG)
     job = Rewrite(
-        words=f"shard {model}",
+        description=f"shard {model}",
         folder=folder,
         tensors=[copy_tensor(tensor) for tensor in checkpoint.tensors.values()],
         sources=checkpoint.files,

@@ -299,7 +299,8 @@ def trace_model(
         if isinstance(division, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        model_tasks = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
+        model_runs: tuple[Callable[..., Any], ...] = (model_flops, _kv_elements, _cached_layers)
+        model_tasks: list[Callable[[], Any]] = [partial(run, tracer, points) for run in model_runs]
         description = _description(tracer)
         has_compiled = any(variant.compiled for variant in variants)
         (flops, kv, cache), traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)

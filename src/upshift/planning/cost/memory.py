@@ -209,9 +209,9 @@ class StepMemory:
 
 def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     """Return ``memory`` with its passing parts scaled so that the peak is the measured one (compiled layers save less)."""
-    highest_at = memory.phases[memory.peak_phase]
-    lasting = sum(highest_at.parts.get(part, 0.0) for part in LASTING_PARTS)
-    factor = max(peak_bytes - lasting, 0.0) / max(highest_at.total - lasting, 1.0)
+    highest = memory.phases[memory.peak_phase]
+    lasting = sum(highest.parts.get(part, 0.0) for part in LASTING_PARTS)
+    factor = max(peak_bytes - lasting, 0.0) / max(highest.total - lasting, 1.0)
     phases = {}
     for name, peak in memory.phases.items():
         parts = {part: size * (1.0 if part in LASTING_PARTS else factor) for part, size in peak.parts.items()}
