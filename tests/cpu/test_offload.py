@@ -303,7 +303,7 @@ def test_groups_in_any_order_and_held_together_are_what_the_file_has(seed: int, 
         for _ in range(30):
             held.append(random.randrange(len(groups)))
             for piece, memory in zip(made[held[-1]].chunks, reader.acquire(held[-1]), strict=True):
-                for stored, start in zip(piece.tensors, piece.starts, strict=True):
+                for stored, start in zip(piece.tensors, piece.offsets, strict=True):
                     view = memory[start : start + stored.nbytes]
                     assert bytes(view.numpy()) == content[stored.offset : stored.offset + stored.nbytes]
                     kept += [(view, stored)] if random.random() < 0.05 else []

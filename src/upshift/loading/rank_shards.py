@@ -107,7 +107,7 @@ def rank_slices(filling: Filling, rank: Rank) -> list[RankWeight]:
     stage_of = _stage_function(model, rank.stage.count)
     rank_weights = []
     for group in filling.names.groups:
-        shapes = filling.filled(group)
+        shapes = filling.filled_shapes(group)
         if rank.stage.number in stage_of(group.target):
             intervals = {name: _intervals(model, plan, name, size, rank) for name, size in shapes.items()}
             rank_weights.append(_to_rank_weight(filling, group, intervals))

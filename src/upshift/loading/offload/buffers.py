@@ -1,7 +1,7 @@
-"""Hold a piece of the weights while a module needs it: in a buffer that it is read into, or in the file's own pages.
+"""Hold a chunk of the weights while a module needs it, in a buffer or in the file's own pages.
 
-Pages are used if the system can bring them in ahead: nothing is copied, and content of the page cache is there at once.
-Buffers hold tensors that cannot be used where they lie (they are not aligned) and, pinned, tensors that are sent to a GPU.
+Pages are used if the system can populate them ahead. Nothing is copied then, and cached content is available at once. Buffers
+hold tensors that are not aligned in the file. Pinned buffers hold tensors that are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -22,49 +22,53 @@ from upshift.loading.files.mapped_file import MappedFiles, can_populate, drop_pa
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of
 
-MAX_VIEWS = 1024  # of one preadv: IOV_MAX of Linux and macOS
+MAX_VIEWS = 1024  # in one preadv: IOV_MAX of Linux and macOS
 
 
 @dataclass(frozen=True)
 class Chunk:
+    """Tensors of one group that are read together into one buffer."""
+
     tensors: tuple[StoredTensor, ...]  # of one file, by offset
     offsets: tuple[int, ...]
     nbytes: int
     group: int = 0
-    number: int = 0  # in its group
+    number: int = 0  # within its group
 
 
 class Buffer(Protocol):
-    """Memory for a piece.
+    """Memory for a chunk.
 
-    It may be used again after ``is_free`` returned True. False: somebody keeps a view, and keeps the memory."""
+    It may be filled again after ``is_free`` returned True. False means that a view of it is still held elsewhere."""
 
     capacity: int
 
     def fill(self, chunk: Chunk) -> None: ...
 
     def use(self) -> Tensor:
-        """Return its bytes, for computations that start from now on."""
+        """Return the bytes, for computations that start from now on."""
 
     def mark_used(self) -> None:
-        """Note that the computations that use the bytes were given to their device."""
+        """Record that all computations that use the bytes were submitted to their device."""
 
     def is_free(self) -> bool: ...
 
 
 class BufferPool(Protocol):
+    """A source of buffers."""
+
     def allocate(self, capacity: int) -> Buffer: ...
 
     def close(self) -> None: ...
 
 
 def can_map_in_place(tensors: Sequence[StoredTensor]) -> bool:
-    """Return whether torch can view all of the tensors where they lie."""
+    """Return whether torch can use all of the tensors as pages of their files."""
     return can_populate() and all(tensor.nbytes and tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
 
 
 class PagePool:
-    """Slots that are pages of files. ``keep``: leave pages in the page cache after their use, as there is room for all."""
+    """A pool of buffers that are pages of files. ``keep``: leave pages in the page cache after their use."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
         self._mapped = MappedFiles()
@@ -101,7 +105,7 @@ class _PageBuffer:
         pass
 
     def is_free(self) -> bool:
-        """Release the pages and return True. A view that somebody keeps still shows the file's pages."""
+        """Drop the pages and return True. A view that is still held reads the file's pages again."""
         if self._content is not None:
             drop_pages(self._content)
             if self._files is not None:
@@ -111,7 +115,7 @@ class _PageBuffer:
 
 
 class HostBufferPool:
-    """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
+    """A pool of buffers in the host's memory. ``pin``: allocates memory that a GPU can read directly."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
         self._files = _open_files(files)
@@ -126,7 +130,7 @@ class HostBufferPool:
 
 
 class _HostBuffer:
-    """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so no view of it is kept."""
+    """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so nothing holds a view of it."""
 
     def __init__(self, capacity: int, files: dict[Path, int], *, keep: bool, pin: Callable[[int], Tensor] | None) -> None:
         self.capacity = capacity
@@ -157,7 +161,9 @@ class _HostBuffer:
 
     def is_free(self) -> bool:
         self._content = None
-        return self._pinned_memory is not None or sys.getrefcount(self._pages) <= 2  # this object's own, and the argument's
+        return (
+            self._pinned_memory is not None or sys.getrefcount(self._pages) <= 2
+        )  # the attribute and the argument of getrefcount
 
 
 def _open_files(files: Sequence[Path]) -> dict[Path, int]:
@@ -170,7 +176,7 @@ def _close_files(files: dict[Path, int]) -> None:
 
 
 def _contiguous_ranges(chunk: Chunk) -> Iterator[range]:
-    """Yield the ranges of tensors that lie behind each other in the file."""
+    """Yield the ranges of the chunk's tensors that are contiguous in the file, of at most MAX_VIEWS tensors."""
     first = 0
     for number, tensor in enumerate(chunk.tensors):
         is_last = number + 1 == len(chunk.tensors)

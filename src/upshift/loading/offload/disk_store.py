@@ -1,7 +1,7 @@
-"""Keep weights on the disk that the files hold in another form: they are converted once, into one file of the offload folder.
+"""Convert weights that stay on the disk, once, to the model's dtype and layout, into one file of the offload folder.
 
-The file's name is a hash of the files it was made from, and of the names, shapes and dtypes of its weights. So the next run
-finds it. The file gets that name when it is whole.
+The file's name is a hash of its input files and of the names, shapes and dtypes of its weights, so that the next run finds it.
+The file gets this name when it is complete.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,9 +27,10 @@ from upshift.units import format_bytes
 
 
 def find_or_convert(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
-    """Return where each weight that stays on the disk lies in the model's dtype and layout.
+    """Return the stored tensor, in the model's dtype and layout, of each weight that stays on the disk.
 
-    Raise RequestError if some must be converted and there is no folder for it, JobFailed if the disk has no room."""
+    Convert weights that are stored otherwise. Raise RequestError if this needs a folder and none is given, and JobFailed if the
+    disk has no room."""
     stored_tensors: dict[str, StoredTensor] = {}
     converted: list[Group] = []
     for group in filling.names.groups:
@@ -58,7 +60,7 @@ def _convert_groups(filling: Filling, groups: Sequence[Group], folder: Path) -> 
 
 
 class _Conversion:
-    """The conversion of groups. A group is made when the first of its tensors is written, and kept until the last one is."""
+    """The conversion of groups. A group is converted when its first tensor is written, and freed after its last."""
 
     def __init__(self, filling: Filling, groups: Sequence[Group]) -> None:
         self._filling = filling
@@ -73,7 +75,7 @@ class _Conversion:
 
     def tensors(self) -> list[NewTensor]:
         return [
-            NewTensor(name, DTYPE_NAMES[self._filling.dtype_of(name)], tuple(shape), lambda name=name: self._tensor_bytes(name))  # type: ignore[misc]
+            NewTensor(name, DTYPE_NAMES[self._filling.dtype_of(name)], tuple(shape), partial(self._tensor_bytes, name))
             for name, (_, shape) in self._groups.items()
         ]
 
@@ -93,8 +95,8 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
         raise RequestError(f"offload_folder {path.parent} cannot be written to: {error.strerror}; give another one") from None
     if num_bytes > free:
         raise JobFailed(
-            f"the weights that stay on the disk take {format_bytes(num_bytes)} converted, and {path.parent} has {format_bytes(free)} "
-            "left; nothing was written: give an offload_folder on another disk"
+            f"the weights that stay on the disk take {format_bytes(num_bytes)} converted, and {path.parent} has "
+            f"{format_bytes(free)} left; nothing was written: give an offload_folder on another disk"
         )
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -109,7 +111,7 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
 
 
 def _remove_stale_files(path: Path) -> None:
-    """Remove partial files of processes that were killed while they wrote this file."""
+    """Remove the partial files of processes that were killed while they wrote this file."""
     for partial_file in path.parent.glob(f"{path.name}.*.part"):
         process = partial_file.name.split(".")[-2]
         if process.isdigit() and not psutil.pid_exists(int(process)):
@@ -117,7 +119,7 @@ def _remove_stale_files(path: Path) -> None:
 
 
 def check_groups_undivided(filling: Filling, placement: Placement) -> None:
-    """Raise RequestError if a map divides weights that are made of the same stored tensors."""
+    """Raise RequestError if a device map puts weights that come from the same stored tensors on several devices."""
     for group in filling.names.groups:
         if group.converter is None:
             continue

@@ -1,8 +1,7 @@
-"""Copy weights from the host to a GPU on a stream of its own, while another stream computes.
+"""Copy weights from the host to a GPU on a separate stream, while another stream computes.
 
-A copy begins when the computation that used its memory before has ended. A computation that uses the memory waits for the copy.
-Both waits are on the GPU alone (events), so the processor goes on. Host memory is pinned: only then does a copy not stop the
-processor.
+A copy starts after the computation that used its memory before. A computation that uses the memory waits for the copy. Both
+waits are events on the GPU and do not block the processor. The host memory is pinned, because other copies would block it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from upshift.units import format_bytes
 
 
 class CopyStream(Protocol):
-    """A stream that copies, beside the caller's stream that computes. Events order the two."""
+    """A stream that copies while the caller's stream computes. Events order the two."""
 
     device: torch.device
 
@@ -31,25 +30,27 @@ class CopyStream(Protocol):
     def empty(self, nbytes: int) -> Tensor: ...
 
     def copy(self, content: Tensor, memory: Tensor, after: Any) -> Any:
-        """Copy after the event ``after``, if there is one, and return the event of the copy's end."""
+        """Copy after the event ``after``, if it is given, and return the event of the copy's end."""
 
     def wait(self, event: Any, memory: Tensor) -> None:
-        """Make the computations that are started from now on, which use the memory, wait for the event."""
+        """Make computations that start from now on, which use ``memory``, wait for the event."""
 
     def mark(self) -> Any:
-        """Return the event of the end of all computations started so far."""
+        """Return the event of the end of all computations that started so far."""
 
     def finish(self, event: Any) -> None:
         """Block the processor until the event."""
 
 
 class CudaCopyStream:
+    """A CUDA stream that copies to one GPU."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, nbytes: int) -> Tensor:
-        """Return pinned memory of exactly this size: torch's own pinned memory is rounded up to a power of two."""
+        """Return pinned memory of exactly this size. torch would round the size up to a power of two."""
         content = torch.empty(nbytes, dtype=torch.uint8)
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self.device):
@@ -73,7 +74,7 @@ class CudaCopyStream:
     def wait(self, event: torch.cuda.Event, memory: Tensor) -> None:
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        memory.record_stream(computing)  # if the memory is freed early, it is not used again before this stream is done
+        memory.record_stream(computing)  # memory that is freed early is not reused before this stream has finished
 
     def mark(self) -> torch.cuda.Event:
         return self._record_event(torch.cuda.current_stream(self.device))
@@ -88,9 +89,10 @@ class CudaCopyStream:
 
 
 class DeviceBufferPool:
-    """The pieces of memory on the GPU that weights are copied to.
+    """A pool of buffers on the GPU.
 
-    ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
+    ``pinned_groups``: the groups in pinned memory, laid out as their chunks are. ``disk_reader`` reads the other groups.
+    ``disk_numbers``: the number of each of these in that reader."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class DeviceBufferPool:
         self._pinned_groups = pinned_groups
         self._disk_reader = disk_reader
         self._disk_numbers = disk_numbers
-        self._acquired: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
+        self._acquired: tuple[int, list[Tensor]] | None = None  # the group that is being copied from the disk reader's buffers
 
     def allocate(self, capacity: int) -> Buffer:
         return _DeviceBuffer(capacity, self._copy_stream, self._send)
@@ -118,13 +120,13 @@ class DeviceBufferPool:
             return self._copy_stream.copy(self._pinned_groups[chunk.group][start : start + chunk.nbytes], memory, after)
         buffers = self._acquire_from_disk(chunk.group)
         copied = self._copy_stream.copy(buffers[chunk.number][: chunk.nbytes], memory, after)
-        self._copy_stream.finish(copied)  # before the buffer is read into again
+        self._copy_stream.finish(copied)  # before the disk reader fills the buffer again
         if chunk.number + 1 == len(buffers):
             self._release_acquired()
         return copied
 
     def _acquire_from_disk(self, group: int) -> list[Tensor]:
-        """Return the buffers of a group. The group is kept from its first piece to its last, or until another group is needed."""
+        """Return the buffers of a group. They stay acquired until its last chunk is copied, or another group is needed."""
         assert self._disk_reader is not None
         if self._acquired is None or self._acquired[0] != group:
             self._release_acquired()
@@ -161,5 +163,5 @@ class _DeviceBuffer:
         return self._num_users() <= self._initial_users
 
     def _num_users(self) -> int:
-        """Return how many objects hold the memory: tensors, and what autograd saved."""
+        """Return how many objects hold the memory: tensors, and views that autograd saved."""
         return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))

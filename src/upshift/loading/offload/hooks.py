@@ -1,20 +1,17 @@
-"""Run a model whose weights are partly on the disk, or on a GPU's host: each weight is brought in while its module runs.
+"""Register the hooks that run a model on several devices, with weights that are partly on the disk or on a GPU's host.
 
-Between its turns a weight on the disk is a read-only mapping of the file. Its dtype, shape and content can be used (an
-embedding looks its rows up in it, the other end of a tied head finds it), and it takes no memory. Writing to it ends the
-process. Such weights are frozen. Where gradients pass through them, autograd saves a note of where a weight lies instead of
-the weight, and the backward pass reads the weight again.
+Devices: the arguments of each module move to the device that computes it. The output of a layer of a stack stays on the layer's
+device. The output of other modules moves to the main device, where the code between modules runs. The model's output moves to
+the device that its input came from.
 
-Run a model on several devices: move the arguments of each module to the device that computes its weights.
+Offloaded weights: each weight is loaded while its module runs. Otherwise a weight on the disk is a read-only mapping of its
+file, which takes no memory. Its dtype, shape and content can still be used, by an embedding that reads rows or by a tied head.
+Writing to it ends the process, so such weights are frozen. If gradients pass through them, autograd saves a reference to the
+weight's position instead of the weight, and the backward pass loads the weight again.
 
-The output of a layer of a stack stays on the layer's device. The output of other modules moves to the main device, where the
-code between modules runs. The model's own output moves to the device that its input came from.
-
-Read from the disk only the experts of a layer that its tokens are routed to.
-
-transformers keeps the experts of a layer in one weight, its first dimension the expert, and says with ``top_k_index`` which ones
-compute. The weight rests as the file's pages; before its module runs the pages of the chosen experts are brought in, and let go
-after it. Nothing is read ahead: the choice is known when the layer runs. On a GPU all experts are sent.
+Experts: transformers keeps the experts of a layer in one weight, whose first dimension is the expert. The argument
+``top_k_index`` says which experts compute. On a CPU, only the pages of these experts are loaded before the module runs, and
+dropped after it. They cannot be read ahead, because the routing is only known when the layer runs. A GPU gets all experts.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ from upshift.models.build import find_stacks
 
 
 def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -> None:
-    """Register the hooks that move arguments and outputs. ``main``: the GPU that runs the code between modules."""
+    """Register the hooks that move arguments and outputs between devices. ``main``: the GPU that runs code between modules."""
     modules = dict(model.named_modules())
     layers = {layer for _, stack in find_stacks(model) for layer in stack}
     for placed_module in placement.modules:
@@ -73,7 +70,7 @@ def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -
 
 
 class _ModelHooks:
-    """The hooks of the model itself: input moves to the main device, output to the device that the input came from."""
+    """The hooks of the model itself: its input moves to the main device, its output back to the input's device."""
 
     def __init__(self, main: torch.device) -> None:
         self._main = main
@@ -100,14 +97,14 @@ def _move_output(device: torch.device, module: nn.Module, arguments: Any, output
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors on a device, also the tensors in tuples, lists and mappings.
+    """Return a value with its tensors on a device, including tensors in tuples, lists and mappings.
 
-    A cache stays as it is: its layers are on the devices that fill them."""
+    A cache is returned unchanged, because its layers are on the devices that fill them."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=device.type != CPU)  # what comes to the CPU must be there before it is read
+        return value.to(device, non_blocking=device.type != CPU)  # a copy to the CPU must be complete before it is read
     if isinstance(value, Mapping):
-        items = {key: to_device(item, device) for key, item in value.items()}
-        return type(value)(**items) if type(value) is not dict else items
+        entries = {key: to_device(item, device) for key, item in value.items()}
+        return type(value)(**entries) if type(value) is not dict else entries
     if isinstance(value, tuple | list):
         items = [to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -115,12 +112,14 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class RoutedExperts:
-    """The hooks of one module that has experts. ``keep``: leave pages in the page cache after their use."""
+    """The hooks of one module of experts, which load only the routed experts. ``keep``: leave pages in the page cache."""
 
     def __init__(self, module: nn.Module, weights: Sequence[OffloadedWeight], *, keep: bool) -> None:
         self._weights = weights
         self._keep = keep
-        self._set_weights = list(inspect.signature(type(module).forward).parameters).index(ROUTING_ARGUMENT) - 1  # after self
+        self._routing_position = (
+            list(inspect.signature(type(module).forward).parameters).index(ROUTING_ARGUMENT) - 1
+        )  # after self
         self._num_experts = module.num_experts
         self._routed: list[tuple[Tensor, OffloadedWeight]] = []
         self.bytes_read = 0
@@ -128,7 +127,7 @@ class RoutedExperts:
         module.register_forward_hook(self._after_forward, always_call=True)
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        routing: Tensor = named[ROUTING_ARGUMENT] if ROUTING_ARGUMENT in named else arguments[self._set_weights]
+        routing: Tensor = named[ROUTING_ARGUMENT] if ROUTING_ARGUMENT in named else arguments[self._routing_position]
         experts = [number for number in routing.unique().tolist() if 0 <= number < self._num_experts]
         self._routed = [(weight.offloaded[number], weight) for weight in self._weights for number in experts]
         for content, _ in self._routed:
@@ -153,7 +152,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class _SavedView:
-    """A view of a weight, as autograd saves it: which piece of which unit, and where in the piece."""
+    """A reference that autograd saves in place of a view of a weight: the chunk of a unit, and the position in the chunk."""
 
     unit: _UnitHooks
     chunk: int
@@ -164,7 +163,7 @@ class _SavedView:
 
 
 class _UnitHooks:
-    """Weights that are read together, and the hooks of the modules that need them."""
+    """Weights that are loaded together, and the hooks of the modules that need them."""
 
     def __init__(self, offload: Offload, number: int, weights: Sequence[OffloadedWeight]) -> None:
         self.offload = offload
@@ -189,7 +188,7 @@ class _UnitHooks:
         self._contexts.append(context)
 
     def after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._depth == 0:  # the hook before the forward failed
+        if self._depth == 0:  # before_forward failed
             return
         self._contexts.pop().__exit__(None, None, None)
         self._depth -= 1
@@ -208,9 +207,9 @@ class _UnitHooks:
             weight.parameter.data = weight.offloaded
 
     def recompute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a layer's forward again in the backward pass, where no hook of the layer runs.
+        """Run a layer's forward again in the backward pass, in which the layer's hooks do not run.
 
-        The tensors that it saves are views of the buffer, which is kept until another unit is needed."""
+        Autograd saves views of the buffer, which stays loaded until the backward pass needs another unit."""
         if self._depth:
             return function(*arguments)
         self._set_weights(self.offload.acquire_for_backward(self.number))
@@ -234,7 +233,7 @@ def _unpack_tensor(saved: Tensor | _SavedView) -> Tensor:
 
 
 class Offload:
-    """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
+    """The weights of one model that are on the disk or the host, and not on the device that computes them."""
 
     def __init__(self, units: Sequence[Sequence[OffloadedWeight]], weight_reader: WeightReader) -> None:
         self.reader = weight_reader.reader
@@ -252,7 +251,7 @@ class Offload:
         self.reader.release(number)
 
     def acquire_for_backward(self, number: int) -> list[Tensor]:
-        """Return the pieces of a unit for the backward pass, which keeps them until it comes to another unit."""
+        """Return the chunks of a unit for the backward pass. They stay loaded until the pass needs another unit."""
         self._end_backward(number)
         if self._backward is None:
             self._backward = number, self.reader.acquire(number)
@@ -269,10 +268,11 @@ def register_offload_hooks(
     model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
     copy_stream: CopyStream | None = None,
 ) -> None:  # fmt: skip
-    """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
+    """Register the hooks that load offloaded weights. All other weights must be on their device already.
 
-    ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: the size of what is
-    read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU.
+    ``stored``: the stored tensor, in the model's dtype and shape, of each parameter on the disk. ``buffer_bytes``: the size of
+    the buffers for reading ahead from the disk, or None for the placement's size. ``copy_stream``: copies to the main device,
+    if that is a GPU.
     """
     weights = map_weights_on_disk(model, placement, stored)
     total = sum(weight.stored.nbytes for weight in weights.values())
@@ -301,28 +301,21 @@ def register_offload_hooks(
 
 
 def _experts_read_separately(model: nn.Module, weights: Mapping[int, OffloadedWeight]) -> dict[nn.Module, list[OffloadedWeight]]:
-    """Return the modules of experts that are on the disk and whose weights can be used as pages of their file."""
-    weight_of_parameter = {id(weight.parameter): weight for weight in weights.values()}
-    weights_of_module = {
-        module: [weight_of_parameter[id(parameter)] for parameter in module.parameters() if id(parameter) in weight_of_parameter]
-        for module in routed_experts_in(model)
-    }
-    complete = {
-        module: expert_weights
-        for module, expert_weights in weights_of_module.items()
-        if len(expert_weights) == len(list(module.parameters()))
-    }
-    return {
-        module: expert_weights
-        for module, expert_weights in complete.items()
-        if can_map_in_place([weight.stored for weight in expert_weights])
-    }
+    """Return the modules of experts whose weights are all on the disk and can be mapped in place, with these weights."""
+    by_parameter = {id(weight.parameter): weight for weight in weights.values()}
+    experts: dict[nn.Module, list[OffloadedWeight]] = {}
+    for module in routed_experts_in(model):
+        parameters = list(module.parameters())
+        on_disk = [by_parameter[id(parameter)] for parameter in parameters if id(parameter) in by_parameter]
+        if len(on_disk) == len(parameters) and can_map_in_place([weight.stored for weight in on_disk]):
+            experts[module] = on_disk
+    return experts
 
 
 def recompute_offloaded(model: nn.Module) -> None:
-    """Make recomputed layers place their weights. Call it after activation checkpointing was switched on.
+    """Make recomputed layers load their weights. Call this after switching activation checkpointing on.
 
-    transformers checkpoints a layer's forward inside of its hooks, so that no hook runs when the layer is recomputed."""
+    transformers checkpoints a layer's forward inside its hooks, so that no hook runs when the layer is recomputed."""
     for module in model.modules():
         unit = getattr(module, "_upshift_unit", None)
         if unit is not None and CHECKPOINTED.read(module) is not None:
@@ -334,17 +327,17 @@ def _checkpointed(unit: _UnitHooks, checkpoint: Callable[..., Any], function: Ca
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Return whether weights of the model, or of a model inside it, are on the disk."""
+    """Return whether the model, or a model inside it, has weights on the disk."""
     return any(hasattr(module, "_upshift_offload") for module in model.modules())
 
 
 def mapped_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights that are pages of a file between their turns."""
+    """Return the bytes of the weights that are mapped from files while their modules do not run."""
     return sum(offload.mapped_bytes for offload in _offloads(model))
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Return the most bytes that the buffers held at once."""
+    """Return the peak bytes of the buffers."""
     return sum(offload.reader.peak_bytes for offload in _offloads(model))
 
 

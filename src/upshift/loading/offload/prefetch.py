@@ -1,7 +1,7 @@
-"""Read groups of stored tensors into memory that is used again, ahead of the request, in the order of the last time.
+"""Read groups of stored tensors ahead into buffers that are reused, in the order of the last pass.
 
-A group is the tensors that one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its
-way if there is no room for all of it. Slots decide which memory holds a piece, and how the piece gets there.
+A group is the tensors that one module needs. It is read in chunks of whole tensors, so that a part of the next group can be
+read if there is no room for all of it. A buffer pool decides which memory holds a chunk, and how it is filled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.offload.buffers import Buffer, BufferPool, Chunk
 from upshift.units import MIB
 
-CHUNK_BYTES = 16 * MIB  # at least, where a group has as much and the buffers hold many
+CHUNK_BYTES = 16 * MIB  # minimum, if the group is as large and the budget holds MIN_CHUNKS of them
 MIN_CHUNKS = 16
-ALIGNMENT = 64  # of a tensor in a piece: as torch's own allocator, so that kernels are the same ones
+ALIGNMENT = 64  # of a tensor in a chunk, as in torch's allocator, so that the same kernels run
 
 
 @dataclass(eq=False)
 class ReadGroup:
+    """The tensors that one module needs, in chunks."""
+
     number: int
     chunks: tuple[Chunk, ...]
-    loaded: list[Buffer] = field(default_factory=list)  # of the first pieces
+    loaded: list[Buffer] = field(default_factory=list)  # the buffers of the first chunks
     users: int = 0
 
     @property
@@ -39,16 +41,16 @@ class ReadGroup:
 
 
 def make_groups(units: Sequence[Sequence[StoredTensor]], budget: int, *, in_place: bool = False) -> list[ReadGroup]:
-    """Divide the tensors of each unit into pieces.
+    """Divide the tensors of each unit into chunks.
 
-    ``in_place``: pieces are used where they lie in the file, so a piece has no gap."""
+    ``in_place``: chunks are mapped from the file, so a chunk must have no gap."""
     min_bytes = min(CHUNK_BYTES, budget // MIN_CHUNKS)
     groups = []
     for number, tensors in enumerate(units):
-        chunks = enumerate(_split_into_chunks(tensors, min_bytes, in_place=in_place))
-        groups.append(
-            ReadGroup(number, tuple(_to_chunk(tensors_, number, position, in_place=in_place) for position, tensors_ in chunks))
-        )
+        chunks = []
+        for position, part in enumerate(_split_into_chunks(tensors, min_bytes, in_place=in_place)):
+            chunks.append(_to_chunk(part, number, position, in_place=in_place))
+        groups.append(ReadGroup(number, tuple(chunks)))
     return groups
 
 
@@ -56,13 +58,13 @@ def _split_into_chunks(tensors: Sequence[StoredTensor], min_bytes: int, *, in_pl
     pending: list[StoredTensor] = []
     size = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-        is_separate = pending and (
-            pending[-1].file != tensor.file or (in_place and pending[-1].offset + pending[-1].nbytes != tensor.offset)
-        )
-        if pending and (is_separate or size >= min_bytes):
-            yield pending
-            pending = []
-            size = 0
+        if pending:
+            last = pending[-1]
+            is_separate = last.file != tensor.file or (in_place and last.offset + last.nbytes != tensor.offset)
+            if is_separate or size >= min_bytes:
+                yield pending
+                pending = []
+                size = 0
         pending.append(tensor)
         size += tensor.nbytes
     yield pending
@@ -86,7 +88,7 @@ def _to_chunk(tensors: Sequence[StoredTensor], group: int, number: int, *, in_pl
 class PrefetchReader:
     """A thread that reads groups ahead.
 
-    ``budget``: bytes of all slots together. More are taken only if modules that run at once need more."""
+    ``budget``: bytes of all buffers. Only modules that run at the same time can make the reader exceed it."""
 
     def __init__(self, groups: Sequence[ReadGroup], pool: BufferPool, *, budget: int) -> None:
         self.groups = groups
@@ -95,9 +97,9 @@ class PrefetchReader:
         self._changed = threading.Condition()
         self._free: list[Buffer] = []
         self._allocated_bytes = 0
-        self._last_requests: tuple[int, int] = (-1, -1)  # the group before the one asked for last, and that one
-        self._successors: dict[tuple[int, int], int] = {}
-        self._waiting: list[ReadGroup] = []  # groups that somebody waits for
+        self._last_requests: tuple[int, int] = (-1, -1)  # the last two groups that were requested
+        self._successors: dict[tuple[int, int], int] = {}  # the group that followed two requests
+        self._waiting: list[ReadGroup] = []  # groups that a caller waits for
         self._error: BaseException | None = None
         self._closed = False
         self.bytes_read = 0
@@ -106,7 +108,7 @@ class PrefetchReader:
         self.thread.start()
 
     def acquire(self, number: int) -> list[Tensor]:
-        """Return the pieces of a group, as bytes. They are valid until ``release`` was called as often."""
+        """Return the chunks of a group as bytes. They are valid until ``release`` was called as often as ``acquire``."""
         group = self.groups[number]
         with self._changed:
             if number != self._last_requests[1]:
@@ -162,22 +164,24 @@ class PrefetchReader:
                 self._changed.notify_all()
 
     def _next_chunk(self) -> tuple[ReadGroup, Chunk] | None:
-        """Return the group and piece to read now: of a group that is waited for, else of a group that comes next."""
+        """Return the group and chunk to read now: of a group that a caller waits for, else of an upcoming group."""
         for group in self._upcoming_groups():
             if not group.is_loaded:
                 return group, group.chunks[len(group.loaded)]
         return None
 
     def _upcoming_groups(self) -> list[ReadGroup]:
-        """Return the groups that are waited for, then those that followed the last time, as far as the buffers reach.
+        """Return the groups that callers wait for, then those that followed in the last pass, as many as the budget holds.
 
-        Before anything was learned, groups follow in their own order."""
+        In the first pass, groups are expected in the order of their numbers."""
         groups = list(self._waiting)
         previous, number = self._last_requests
         num_bytes = sum(group.nbytes for group in self.groups if group.users)
         numbers = {group.number for group in groups}
         while num_bytes < self.budget and len(numbers) < len(self.groups):
-            previous, number = number, self._successors.get((previous, number), (number + 1) % len(self.groups))
+            successor = self._successors.get((previous, number), (number + 1) % len(self.groups))
+            previous = number
+            number = successor
             if number in numbers:
                 break
             numbers.add(number)
@@ -186,7 +190,7 @@ class PrefetchReader:
         return groups
 
     def _reserve_buffer(self, group: ReadGroup, chunk: Chunk) -> bool:
-        """Take a slot for a piece and return whether there is room for it now."""
+        """Reserve a buffer for a chunk, and return whether there is room for it now."""
         upcoming = {other_group.number for other_group in self._upcoming_groups()}
         idle = [other_group for other_group in self.groups if other_group.loaded and not other_group.users]
         for other_group in idle:
@@ -208,13 +212,13 @@ class PrefetchReader:
             if buffer.is_free():
                 self._free.append(buffer)
             else:
-                self._allocated_bytes -= buffer.capacity  # it lives as long as somebody holds a view of it
+                self._allocated_bytes -= buffer.capacity  # its memory is freed with the last view of it
         group.loaded = []
 
     def _find_buffer(self, nbytes: int) -> Buffer | None:
-        """Return a free slot of exactly this size, or a new one within the budget.
+        """Return a free buffer of exactly this size, or a new one within the budget.
 
-        Layers are alike, so sizes repeat. In a larger slot a small piece would take the room of another."""
+        Layers are alike, so sizes repeat. A small chunk in a larger buffer would waste room."""
         buffer = next((buffer for buffer in self._free if buffer.capacity == nbytes), None)
         if buffer is not None:
             self._free.remove(buffer)

@@ -1,8 +1,7 @@
-"""Find the weights that are kept on another device than the one that computes them, how they are kept, and which go together.
+"""Find the offloaded weights of a model, group them into units that are loaded together, and make the reader that loads them.
 
-Bring weights to the device that computes them: from the disk to the CPU, and from the disk and the host to a GPU.
-
-Recognize modules that need only a part of their weights: embeddings read some rows, and experts are chosen by a router.
+Offloaded weights are on another device than the one that computes them: on the disk, or on the host of a GPU. Two kinds of
+modules need only a part of their weights: embeddings read single rows, and a router chooses experts.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from upshift.loading.offload.gpu_copy import CopyStream, DeviceBufferPool
 from upshift.loading.offload.prefetch import ALIGNMENT, PrefetchReader, ReadGroup, make_groups
 from upshift.loading.placement.place import CPU, DISK, Placement
 
-ROUTING_ARGUMENT = "top_k_index"  # of the interface of transformers.integrations.moe
+ROUTING_ARGUMENT = "top_k_index"  # of experts' forward, by the interface of transformers.integrations.moe
 
 
 def reads_rows_only(module: nn.Module) -> bool:
-    """Return whether a module only reads rows of its weight. With ``max_norm`` set, its forward also writes to them."""
+    """Return whether a module only reads rows of its weight. An embedding with ``max_norm`` also writes to them."""
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
 def has_routed_experts(module: nn.Module) -> bool:
-    """Return whether a module's weights are experts stacked in the first dimension, and its forward takes their choice."""
+    """Return whether a module's weights are experts stacked in the first dimension, and its forward takes the routing."""
     num_experts = getattr(module, "num_experts", None)
     weights = list(module.parameters())
     if not isinstance(num_experts, int) or not weights or any(weight.shape[:1] != (num_experts,) for weight in weights):
@@ -48,14 +47,18 @@ def routed_experts_in(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class OffloadedWeight:
+    """A parameter that is loaded only while its module runs."""
+
     parameter: nn.Parameter
-    offloaded: Tensor  # the file's own pages, or pinned memory of the host
-    stored: StoredTensor  # where the same bytes lie: in a file, or in ``held``
-    pinned_memory: Tensor | None = None  # pinned, of all weights that are needed with this one
+    offloaded: Tensor  # the file's pages, or a view of the host's pinned memory
+    stored: StoredTensor  # the position of the same bytes in the file, or in ``pinned_memory``
+    pinned_memory: Tensor | None = None  # of all weights of the unit
 
 
 def map_weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, OffloadedWeight]:
-    """Return the weights on the disk by the parameter's id, tied ones once. Each parameter becomes its mapping."""
+    """Replace each parameter on the disk by a mapping of its file, and return the weights by the parameter's former id.
+
+    Tied parameters become one weight."""
     read_by_rows = {
         id(weight) for module in model.modules() if reads_rows_only(module) for weight in module.parameters(recurse=False)
     }
@@ -99,13 +102,13 @@ def streaming_units(
     *,
     excluded: Set[int],
 ) -> tuple[list[list[OffloadedWeight]], list[tuple[nn.Module, int]]]:
-    """Return the units of weights that are read together, and the unit of each module.
+    """Return the units of weights that are loaded together, and the modules with the number of their unit.
 
-    One unit serves a module of the placement and the modules that are tied to it. With ``lanes`` to a GPU, weights on the host
-    are units, too. ``apart``: parameters that are read in another way."""
+    One unit serves a module of the placement and the modules that are tied to it. With a ``copy_stream`` to a GPU, weights on
+    the host form units, too. ``excluded``: ids of parameters that are loaded in another way."""
     units: list[list[OffloadedWeight]] = []
     hooked_modules: list[tuple[nn.Module, int]] = []
-    unit_of_weight: dict[int, int] = {}  # unit by parameter
+    unit_of_weight: dict[int, int] = {}  # by the parameter's id
     by_parameter = {id(weight.parameter): weight for weight in on_disk.values()}
     modules = dict(model.named_modules())
     for placed_module in placement.modules:
@@ -113,7 +116,7 @@ def streaming_units(
         is_offloaded = placed_module.device == DISK or (placed_module.device == CPU and copy_stream is not None)
         if not is_offloaded or not placed_module.streams or module is None or reads_rows_only(module):
             continue
-        weights = list({id(weight): weight for weight in module.parameters() if id(weight) not in excluded}.values())
+        weights = list(dict.fromkeys(weight for weight in module.parameters() if id(weight) not in excluded))
         if not weights:
             continue
         number = next((unit_of_weight[id(weight)] for weight in weights if id(weight) in unit_of_weight), len(units))
@@ -130,7 +133,7 @@ def streaming_units(
 
 
 def _pin_parameters(parameters: Sequence[nn.Parameter], copy_stream: CopyStream, number: int) -> list[OffloadedWeight]:
-    """Move parameters into pinned memory, packed as the pieces that are sent."""
+    """Move parameters into one block of pinned memory, aligned as the tensors of a chunk are."""
     offsets = []
     end = 0
     for parameter in parameters:
@@ -144,18 +147,20 @@ def _pin_parameters(parameters: Sequence[nn.Parameter], copy_stream: CopyStream,
         parameter.requires_grad_(False)
         parameter.data = view
         shape = tuple(parameter.shape)
-        pseudo_file = Path(f"host {number}")
+        pseudo_file = Path(f"host {number}")  # a name that is unique for this unit
         stored = StoredTensor(f"{start}", DTYPE_NAMES[parameter.dtype], shape, pseudo_file, start, parameter.nbytes)
         weights.append(OffloadedWeight(parameter, view, stored, memory))
     return weights
 
 
 Units = Sequence[Sequence[OffloadedWeight]]
-ChunkOffsets = list[list[tuple[int, int]]]  # for each unit, for each weight: its piece, and where it starts in the piece
+ChunkOffsets = list[list[tuple[int, int]]]  # for each unit and weight: its chunk, and its offset in the chunk
 
 
 @dataclass(frozen=True)
 class WeightReader:
+    """A reader of units, and the position of each weight in its chunks."""
+
     reader: PrefetchReader
     offsets: ChunkOffsets
 
@@ -163,26 +168,25 @@ class WeightReader:
 def make_weight_reader(
     units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, copy_stream: CopyStream | None
 ) -> WeightReader:
-    """Make the reader that brings the weights of all units, in their order.
+    """Return a reader that loads the weights of all units in their order.
 
-    ``budgets``: bytes that may be on their way, on the host (cpu) and on the main device. ``keep``: the page cache has room."""
+    ``budgets``: bytes of buffers on the host (cpu) and on the main device. ``keep``: leave pages in the page cache."""
     if copy_stream is None:
         return _make_cpu_reader(units, budgets.get(CPU, 0), keep=keep)
     units_of_tensors = [[weight.stored for weight in unit] for unit in units]
     pinned_groups = {number: unit[0].pinned_memory for number, unit in enumerate(units) if unit[0].pinned_memory is not None}
     on_disk = [number for number in range(len(units)) if number not in pinned_groups]
-    buffer_bytes = (
-        min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)
-    )  # both need the same pieces
+    buffer_bytes = budgets.get(main, 0)
+    if on_disk:  # the host's and the device's buffers need the same chunks
+        buffer_bytes = min(buffer_bytes, budgets.get(CPU, 0))
     groups = make_groups(units_of_tensors, buffer_bytes)
     disk_reader = None
     if on_disk:
         disk_units = [units_of_tensors[number] for number in on_disk]
         pool = HostBufferPool([stored.file for unit in disk_units for stored in unit], keep=keep, pin=copy_stream.pin)
         disk_reader = PrefetchReader(make_groups(disk_units, buffer_bytes), pool, budget=budgets.get(CPU, 0))
-    device_pool = DeviceBufferPool(
-        copy_stream, pinned_groups, disk_reader, {group: number for number, group in enumerate(on_disk)}
-    )
+    disk_numbers = {group: number for number, group in enumerate(on_disk)}
+    device_pool = DeviceBufferPool(copy_stream, pinned_groups, disk_reader, disk_numbers)
     return WeightReader(PrefetchReader(groups, device_pool, budget=budgets.get(main, 0)), _chunk_offsets(groups, units))
 
 

@@ -1,4 +1,4 @@
-"""Fill a model that is divided between devices and the disk."""
+"""Place a model on several devices and the disk, fill it, and register the hooks that run it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DeviceMap = str | int | Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """A user's choice of devices, and the work that needs room beside the weights."""
+    """A user's choice of devices, and the workload that needs memory besides the weights."""
 
     device_map: DeviceMap
     max_memory: Mapping[str | int, str | int] | None = None
@@ -41,7 +41,9 @@ def fill_and_dispatch(
     finish: Callable[[dict[str, str]], None],
     progress: Progress | None,
 ) -> None:
-    """Fill a divided model. ``finish``: is called with the devices of modules when all weights are there."""
+    """Fill a model on several devices, and register its hooks.
+
+    ``finish`` is called with the device of each module when all weights are loaded."""
     model = filling.model
     placement = plan_placement(model, checkpoint, options)
     check_loose_parameters(placement)
@@ -55,7 +57,7 @@ def fill_and_dispatch(
     if placement.main == CPU:
         register_offload_hooks(model, placement, stored)
     elif set(placement.device_map.values()) != {placement.main}:
-        register_offload_hooks(model, placement, stored, lanes=CudaCopyStream(torch.device(placement.main)))
+        register_offload_hooks(model, placement, stored, copy_stream=CudaCopyStream(torch.device(placement.main)))
 
 
 def plan_placement(
@@ -68,9 +70,9 @@ def plan_placement(
 
 
 def check_loose_parameters(placement: Placement) -> None:
-    """Raise RequestError if a parameter beside modules is on another device than the code that uses it.
+    """Raise RequestError if a parameter that is used by code between modules is not on the main device.
 
-    No forward can wait for such a parameter."""
+    It has no module whose hooks could load it."""
     misplaced = [
         placed_module
         for placed_module in placement.modules

@@ -1,16 +1,16 @@
-"""Predict what a placement costs: the time of loading, and of a forward pass that gives every sequence one token.
+"""Predict the time to load a placed model, and the time of a forward pass that gives every sequence one token.
 
 A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk.
-The three go on at the same time if the buffers hold two of the largest part. If they hold one, nothing is read while a
-streamed part is computed. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps.
+The three overlap if the buffers hold two of the largest streamed module. If they hold one, nothing is read while a streamed
+module is computed. Two effects are ignored: with many tokens, products are slower than memory; and the page cache saves reads.
 """
 
 from __future__ import annotations
 
 from upshift.hardware.spec import Host
-from upshift.loading.placement.place import CPU, DISK, Placement
+from upshift.loading.placement.place import CPU, DISK, Placement, largest_streamed
 
-PRODUCT_BOUND_SHARE = 0.8  # than memory: below this share, products are the bound
+PRODUCT_BOUND_SHARE = 0.8  # products are the bound if their rate is below this share of the memory's
 
 
 def predict(
@@ -19,8 +19,9 @@ def predict(
 ) -> Placement:  # fmt: skip
     """Return the placement with its predicted times.
 
-    ``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none.
-    ``products_bytes_per_second``: of weights that the CPU multiplies with one token."""
+    ``memory_bytes_per_second``: the rate of the CPU's memory; those of GPUs are in ``host``. ``stored_bytes``: the size of the
+    files, or None if there are none. ``products_bytes_per_second``: the bytes of weights that the CPU multiplies by one token
+    in a second."""
     is_product_bound = products_bytes_per_second is not None and products_bytes_per_second < PRODUCT_BOUND_SHARE * (
         memory_bytes_per_second or 0.0
     )
@@ -42,7 +43,7 @@ def predict(
 def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
     """Return the bytes to read before the first pass.
 
-    If the files hold another dtype, weights that stay on the disk are converted once, so they are read, too."""
+    If the files have another dtype, weights that stay on the disk are converted once, so they are read, too."""
     total = sum(placement.totals.values())
     if stored_bytes is None or stored_bytes != total:
         return stored_bytes
@@ -52,11 +53,12 @@ def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
 def _pass_time(
     placement: Placement, host: Host, memory_rate: float | None, disk_rate: float | None
 ) -> tuple[float | None, str | None]:
-    """Return the seconds of a pass and what bounds them. Return None if a rate that it needs is not known."""
+    """Return the seconds of a pass and the name of their bound. Return None twice if a rate is needed and unknown."""
     read_bytes = {device: 0 for device in placement.totals}
     for placed_module in placement.modules:
         read_bytes[placed_module.device] += placed_module.read
-    rates = {CPU: memory_rate, **{device: _gpu_rate(host) for device in read_bytes if device not in (CPU, DISK)}}
+    rates = {device: _gpu_rate(host) for device in read_bytes if device not in (CPU, DISK)}
+    rates[CPU] = memory_rate
     memory_bytes = dict(read_bytes)
     streamed = memory_bytes.pop(DISK)
     if placement.main != CPU:
@@ -66,10 +68,8 @@ def _pass_time(
         "the disk": (read_bytes[DISK], disk_rate),
         "the link to the GPU": (streamed if placement.main != CPU else 0, _link_rate(host)),
     }
-    times = {name: num_bytes / rate if rate else None for name, (num_bytes, rate) in transfers.items() if num_bytes}
-    memory_times = [
-        num_bytes / rate if (rate := rates[device]) else None for device, num_bytes in memory_bytes.items() if num_bytes
-    ]
+    times = {name: _seconds(num_bytes, rate) for name, (num_bytes, rate) in transfers.items() if num_bytes}
+    memory_times = [_seconds(num_bytes, rates[device]) for device, num_bytes in memory_bytes.items() if num_bytes]
     memory_seconds = None if None in memory_times else sum(time for time in memory_times if time)
     if None in times.values() or (memory_seconds is None and not times):
         return None, None
@@ -81,13 +81,13 @@ def _pass_time(
     return memory_seconds, "memory"
 
 
+def _seconds(num_bytes: int, rate: float | None) -> float | None:
+    return num_bytes / rate if rate else None
+
+
 def _has_overlap(placement: Placement) -> bool:
-    sizes = (
-        placed_module.bytes
-        for placed_module in placement.modules
-        if placed_module.device == DISK and placed_module.streams and placed_module.read
-    )
-    return placement.stream_bytes.get(CPU, 0) >= 2 * max(sizes, default=0)
+    """Return whether the CPU's buffers hold two of the largest streamed module, so that reading and computing overlap."""
+    return placement.stream_bytes.get(CPU, 0) >= 2 * largest_streamed(placement.modules, (DISK,))
 
 
 def _gpu_rate(host: Host) -> float | None:

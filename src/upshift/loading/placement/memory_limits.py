@@ -1,4 +1,4 @@
-"""Decide how much memory a placement may take on each device: what the user says, else what is free on the host."""
+"""Decide how much memory a placement may use on each device: the user's limit, else a share of the free memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from upshift.units import GIB, KIB, MIB, format_bytes
 
 UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-USABLE_SHARE = 0.9  # of what is free: other processes and the allocator's own blocks take some
+USABLE_SHARE = 0.9  # of the free memory; other processes and the allocator's blocks take the rest
 
 
 def read_size(size: str | int) -> int:
-    """Return the bytes of 123, "8GiB" or "20GB". Raise RequestError for anything else."""
+    """Return the bytes of a size such as 123, "8GiB" or "20GB". Raise RequestError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -25,7 +25,9 @@ def read_size(size: str | int) -> int:
 
 
 def read_device(device: str | int, host: Host) -> str:
-    """Return "cpu", "disk", or a GPU as "cuda:0", from an entry of device_map or max_memory. Raise RequestError otherwise."""
+    """Return "cpu", "disk", or a GPU as "cuda:0", for a device in device_map or max_memory.
+
+    Raise RequestError if the host does not have it."""
     text = str(device).strip().lower()
     if text in ("cpu", "disk"):
         return text
@@ -41,9 +43,9 @@ def read_device(device: str | int, host: Host) -> str:
 
 
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
-    """Return the bytes by device, fastest first.
+    """Return the limit of each device in bytes, fastest device first.
 
-    A device that ``max_memory`` leaves out is not used. The CPU alone is then used with its free memory."""
+    A GPU that ``max_memory`` leaves out is not used. The CPU is always used, by default with its free memory."""
     stated: dict[str, int] = {}
     for device, size in (max_memory or {}).items():
         name = read_device(device, host)
@@ -52,9 +54,10 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
     if "disk" in stated:
         raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
     free = _free_memory(host)
-    limits = {
-        device: stated.get(device, free[device]) for device in free if max_memory is None or device in stated or device == "cpu"
-    }
+    limits: dict[str, int | None] = {}
+    for device, free_bytes in free.items():
+        if max_memory is None or device in stated or device == "cpu":
+            limits[device] = stated.get(device, free_bytes)
     unknown = next((device for device, num_bytes in limits.items() if num_bytes is None), None)
     if unknown is not None:
         raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")
@@ -73,7 +76,7 @@ def _usable_memory(device: Gpu | Cpu | None) -> int | None:
 
 
 def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | None:
-    """Return the limits of the command line's DEVICE=SIZE options. Raise RequestError for another form."""
+    """Return the limits from the command line's DEVICE=SIZE options. Raise RequestError for another form."""
     if not options:
         return None
     pairs = [option.partition("=") for option in options]

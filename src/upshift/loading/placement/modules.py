@@ -1,4 +1,4 @@
-"""List the parts of a model that can be placed: its layers and leaves with their bytes, from the model on the meta device."""
+"""Place a model on the meta device: divide it into units, measure the memory that they need, and choose their devices."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from upshift.models.sequence_length import default_length
 from upshift.models.tracing.active_experts import experts_per_token
 from upshift.models.tracing.segments import fake_masks
 
-CACHED_TOKENS = 8  # enough to see what the cache keeps of a token
+CACHED_TOKENS = 8  # enough to measure the cache's bytes for a token
 
 
 @dataclass
 class _UnitDraft:
-    """A unit that is still being put together."""
+    """A placement unit while it is being put together."""
 
     names: list[str]
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
@@ -54,12 +54,12 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Place a model that is on the meta device in its final dtypes. ``sequence_length``: None takes the default for the model.
+    """Place a model that is on the meta device in its final dtypes.
 
-    ``memory_bytes_per_second`` is the rate of the CPU's memory. If it is given, the rates of the disk and of products are
-    measured, and the times of loading and of a token are predicted.
+    ``sequence_length``: None means the default for the model. ``memory_bytes_per_second``: the rate of the CPU's memory. If it
+    is given, the rates of the disk and of products are measured, and the times of loading and of a token are predicted.
 
-    Raise RequestError for a device_map that does not fit the model, and NothingFits.
+    Raise RequestError for a device_map that does not fit the model, and NothingFits if the limits are too small.
     """
     host = host or detect()
     limits = memory_limits(host, max_memory)
@@ -84,9 +84,9 @@ def place_model(
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
-    """Return the devices by the names that are used here.
+    """Return the device map with Upshift's names of devices.
 
-    Raise RequestError for names that are not the model's, and for parameters without a device.
+    Raise RequestError for names that the model does not have, and for parameters without a device.
     """
     names = {"", *(name for name, _ in model.named_modules()), *_parameters(model)}
     unknown = sorted(name for name in device_map if name not in names)
@@ -102,10 +102,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host
 
 
 def placement_units(model: PreTrainedModel, *, divided_names: Mapping[str, object] | None = None) -> tuple[PlacementUnit, ...]:
-    """Return the units in the order in which the model lists them. No name of ``inside`` is within a unit."""
-    whole_classes = set(WHOLE_MODULES.read(model) or ()) or {
-        type(layer).__name__ for _, stack in find_stacks(model) for layer in stack
-    }
+    """Return the units of a model in the order of its modules.
+
+    ``divided_names``: the names in a device map. No unit has a module of such a name inside it."""
+    whole_classes = set(WHOLE_MODULES.read(model) or ())
+    if not whole_classes:
+        whole_classes = {type(layer).__name__ for _, stack in find_stacks(model) for layer in stack}
     drafts: dict[int, _UnitDraft] = {}
     for path, module, is_unit in _walk_modules(model, "", whole_classes, set(divided_names or ())):
         _add_draft(drafts, path, module, is_unit)
@@ -125,7 +127,7 @@ def placement_units(model: PreTrainedModel, *, divided_names: Mapping[str, objec
 def _walk_modules(
     module: nn.Module, path: str, whole_classes: set[str], divided_names: set[str]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (path, module, whether it is a unit). If it is no unit, only the parameters beside its modules are meant."""
+    """Yield the path and module of each unit, and True. Yield a module that is divided with False, for its own parameters."""
     children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
     is_divided = any(name.startswith(f"{path}." if path else "") and name != path for name in divided_names)
     if not children or (type(module).__name__ in whole_classes and not is_divided):
@@ -139,7 +141,7 @@ def _walk_modules(
 
 def _add_draft(drafts: dict[int, _UnitDraft], path: str, module: nn.Module, is_unit: bool) -> None:
     prefix = f"{path}." if path else ""
-    if not is_unit or type(module).forward is nn.Module.forward:  # a list of parameters has no forward to wait for
+    if not is_unit or type(module).forward is nn.Module.forward:  # a list of parameters has no forward whose hooks could load it
         for name, parameter in module.named_parameters(recurse=is_unit):
             drafts[id(parameter)] = _UnitDraft([prefix + name], {id(parameter): parameter}, by_rows=False)
         return
@@ -151,7 +153,7 @@ def _add_draft(drafts: dict[int, _UnitDraft], path: str, module: nn.Module, is_u
 
 
 def _apply_ties(model: PreTrainedModel, units: Iterable[_UnitDraft]) -> None:
-    """Replace weights by those that they will be tied to. The model lists its ties, and makes them only when it is filled."""
+    """Replace weights by those that they will be tied to. The model only lists its ties until it is filled."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", {}).items()
     source_of = {id(weights[name]): weights[source] for name, source in ties if name in weights and source in weights}
@@ -161,7 +163,7 @@ def _apply_ties(model: PreTrainedModel, units: Iterable[_UnitDraft]) -> None:
 
 
 def _join_tied(units: list[_UnitDraft]) -> list[_UnitDraft]:
-    """Join units that share a parameter into one, at the place of the first."""
+    """Join units that share a parameter into one unit, at the position of the first."""
     owner: dict[int, _UnitDraft] = {}
     joined: list[_UnitDraft] = []
     for unit in units:
@@ -190,7 +192,7 @@ def _parameters(model: nn.Module) -> list[str]:
 def measure_needs(
     model: PreTrainedModel, units: tuple[PlacementUnit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
 ) -> tuple[tuple[PlacementUnit, ...], dict[str, int], MemoryNeeds]:
-    """Return the units with the bytes that they keep of ``batch`` sequences, ``limits``, and the memory beside the weights."""
+    """Return the units with the bytes of their caches, ``limits``, and the memory that is needed besides the weights."""
     if next(iter(limits)) == CPU:
         experts_per_token_ = _experts_per_token(model)
         units = tuple(
@@ -211,19 +213,23 @@ def measure_needs(
 
 
 def _experts_per_token(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """Return how many experts a token meets, by the module of experts, or {} if a pass without numbers is not possible."""
+    """Return the number of experts that compute a token, by the module of experts.
+
+    Return an empty dict if the model cannot run on the meta device. All experts then count as read."""
     if next(routed_experts_in(model), None) is None:
         return {}
     try:
         with fake_masks(masked=False):
             per_token = experts_per_token(model, lambda: _ids(model, CACHED_TOKENS))
-    except Exception:  # a model's forward raises its own kinds where shapes are not enough for it; then all experts are read
+    except Exception:  # a forward that needs values raises errors of many kinds
         return {}
     return {model.get_submodule(path): number for path, number in per_token.items()}
 
 
 def _unused_expert_bytes(model: PreTrainedModel, unit: PlacementUnit, batch: int, per_token: Mapping[nn.Module, int]) -> int:
-    """Return the expected bytes of experts that a pass of one token a sequence does not use, if each is chosen as often."""
+    """Return the expected bytes of a unit's experts that a pass with one token for each sequence does not use.
+
+    All experts are assumed to be chosen equally often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
     unused_bytes = 0.0
     for experts in (inner for module in modules for inner in routed_experts_in(module) if inner in per_token):
@@ -234,7 +240,7 @@ def _unused_expert_bytes(model: PreTrainedModel, unit: PlacementUnit, batch: int
 
 
 def _layer_numbers(model: nn.Module, unit: PlacementUnit) -> set[int]:
-    """Return the numbers by which a cache knows the layers of a unit."""
+    """Return the numbers of a unit's layers in the cache."""
     modules = (module for name in unit.names if not _is_parameter(model, name) for module in model.get_submodule(name).modules())
     return {number for module in modules if isinstance(number := getattr(module, "layer_idx", None), int)}
 
@@ -245,9 +251,10 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
 
 
 def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:
-    """Return the bytes of activations at the widest moment of a layer, and of the scores of the next token, in fp32 too.
+    """Return the peak bytes of a layer's activations, and the bytes of the next token's scores, also in fp32.
 
-    The activations are the residual and its norm, the widest product's operand and result, and what is made of these two.
+    The activations are the residual and its norm, the operand and the result of the widest product, and as much again for
+    what is computed from these two.
     """
     head = model.get_output_embeddings() if model.can_generate() else None
     products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
@@ -259,15 +266,16 @@ def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, sequence: int) -> dict[int, int] | None:
-    """Return the bytes that each layer keeps of one sequence, by its number, or None if they are unknown.
+    """Return the bytes that each layer caches for one sequence, by the layer's number, or None if they are unknown.
 
-    Two short passes on the meta device show them.
+    They are extrapolated from two short passes on the meta device.
     """
     if not model.can_generate():
         return {}
     try:
-        short, long = (_cache_after(model, tokens) for tokens in (CACHED_TOKENS, 2 * CACHED_TOKENS))
-    except Exception:  # a model's forward raises its own kinds where shapes are not enough for it; then it is not known
+        short = _cache_after(model, CACHED_TOKENS)
+        long = _cache_after(model, 2 * CACHED_TOKENS)
+    except Exception:  # a forward that needs values raises errors of many kinds
         return None
     sizes = {}
     for number, (short_bytes, window) in short.items():
@@ -282,7 +290,7 @@ def _ids(model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _cache_after(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | None]]:
-    """Return (bytes, how many tokens back the layer looks, or None) for the cache of each layer."""
+    """Return the bytes and the sliding window (or None) of each layer's cache after a pass with ``tokens`` tokens."""
     inputs = _ids(model, tokens)
     with fake_masks(masked=False), torch.no_grad():
         cache: Any = returned_cache(model(**inputs, use_cache=True))

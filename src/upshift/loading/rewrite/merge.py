@@ -149,14 +149,14 @@ def _config_names_generator(config: PretrainedConfig, source: ModelSource, auto_
     return auto_class in generating and bool(config.architectures) and resolve_class(config, source).can_generate()
 
 
-def _merge(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> MergedTensors:
+def _merge_tensors(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> MergedTensors:
     from upshift.loading.lora import AdaptedModel
 
     names = map_names(model, checkpoint.tensors)
     targets = {group.sources[0][1]: group.target for group in names.groups if group.converter is None}
     parameters = {name for name, _ in model.named_parameters()}
     _tie_weights(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
-    merged_weights = AdaptedModel(model, lora, folder).parts
+    merged_weights = AdaptedModel(model, lora, folder).weights
     fused_weights = find_fused_weights(model, names, checkpoint.tensors, merged_weights)
     tensors: list[NewTensor] = []
     written: set[int] = set()
@@ -169,7 +169,7 @@ def _merge(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: C
             tensors.append(
                 copy_tensor(stored)
                 if merged_weight is None or merged_weight.is_base
-                else _merged_tensor(name, stored, merged_weight)
+                else _to_new_tensor(name, stored, merged_weight)
             )
         if merged_weight is not None:
             written.add(merged_weight.key)
@@ -179,9 +179,9 @@ def _merge(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: C
         if name in targets.values() or name in fused_weights.names:
             continue
         if merged_weight.key not in written and (
-            merged_weight.given is not None or merged_weight.origin in origins
+            merged_weight.replacement is not None or merged_weight.origin in origins
         ):  # the adapter's, or untied
-            tensors.append(_merged_tensor(name, origins.get(merged_weight.origin), merged_weight))
+            tensors.append(_to_new_tensor(name, origins.get(merged_weight.origin), merged_weight))
             written.add(merged_weight.key)
         elif merged_weight.key not in written and name in parameters:
             lost[name] = prod(merged_weight.shape)
@@ -208,10 +208,10 @@ def _have_equal_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     return all(chunk == other_chunk for chunk, other_chunk in zip(read_chunks(first), read_chunks(second), strict=True))
 
 
-def _merged_weight(name: str, stored: StoredTensor | None, merged_weight: MergedWeight) -> NewTensor:
-    if merged_weight.given is not None:
+def _to_new_tensor(name: str, stored: StoredTensor | None, merged_weight: MergedWeight) -> NewTensor:
+    if merged_weight.replacement is not None:
         return NewTensor(
-            name, DTYPE_NAMES[merged_weight.given.dtype], merged_weight.shape, partial(_merged_bytes, merged_weight, None)
+            name, DTYPE_NAMES[merged_weight.replacement.dtype], merged_weight.shape, partial(_merged_bytes, merged_weight, None)
         )
     assert stored is not None
     if stored.shape != merged_weight.shape:
@@ -222,7 +222,7 @@ def _merged_weight(name: str, stored: StoredTensor | None, merged_weight: Merged
     return NewTensor(name, stored.dtype, merged_weight.shape, partial(_merged_bytes, merged_weight, stored))
 
 
-def _tensor_bytes(merged_weight: MergedWeight, stored: StoredTensor | None) -> Iterator[memoryview]:
+def _merged_bytes(merged_weight: MergedWeight, stored: StoredTensor | None) -> Iterator[memoryview]:
     from upshift.loading.lora import merged_rows
 
     def rows(start: int, stop: int) -> Tensor:
@@ -254,7 +254,7 @@ def find_fused_weights(
 ) -> FusedWeights:
     """Return the names of the weights that are stored as several tensors, or as parts of one, and their changed tensors."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
-    WEIGHT_CONVERSIONS.put(model, list(names.used))
+    WEIGHT_CONVERSIONS.put(model, list(names.used_transforms))
     fused_weights = FusedWeights()
     for group in names.groups:
         if group.converter is not None:
@@ -299,7 +299,7 @@ class _GroupMerge:
     def _merge(self) -> dict[str, Tensor]:
         stored = {name: self._tensors[name] for _, name in self._group.sources}
         weights = convert_group(self._group, {name: read_tensor(tensor) for name, tensor in stored.items()}, self._model)
-        changed = {target: self._merged_weight(target, weights.pop(target)) for target in list(weights)}
+        changed = {target: self._merge_weight(target, weights.pop(target)) for target in list(weights)}
         split = REVERT.get()(self._model, changed)
         for name, tensor in stored.items():
             if name not in split or tuple(split[name].shape) != shape_of(tensor):
@@ -309,7 +309,7 @@ class _GroupMerge:
                 )
         return {name: split[name].to(dtype_of(tensor)) for name, tensor in stored.items()}
 
-    def _merged_weight(self, target: str, weight: Tensor) -> Tensor:
+    def _merge_weight(self, target: str, weight: Tensor) -> Tensor:
         merged_weight = self._merged_weights.get(target)
         if merged_weight is None or merged_weight.is_base:
             return weight
