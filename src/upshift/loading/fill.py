@@ -1,12 +1,11 @@
-"""Fill an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
+"""Fill an empty model from its files, and check that the files hold the model's weights.
 
-Weights that keep their stored dtype are the files' own pages (private: writing to a page copies it). Others are converted piece
-by piece while they are read. Weights that are made of several tensors, or quantized, are made one group at a time.
+Each weight is read once, into its final dtype and device. Weights that keep their stored dtype are private mappings of the
+files: writing to a page copies it. Others are converted in chunks while they are read. Weights that are made of several tensors,
+or quantized, are made one group at a time.
 
-Check that a model's files hold its weights: find weights that no file fills, and stored tensors that the model does not use.
-
-transformers draws missing weights at random and reports them in its log. Upshift computes nothing with weights that nobody gave:
-every command checks the files' headers first, before it reads a weight.
+transformers draws missing weights at random and reports them in its log. Upshift does not compute with such weights: every
+command first compares the model with the files' headers, before it reads a weight.
 """
 
 from __future__ import annotations
@@ -41,17 +40,24 @@ from upshift.loading.key_mapping import Group, NameMapping, convert_group, fille
 from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import fake_masks
 
-READERS = 2  # one waits for the disk while another converts
+READERS = 2  # threads; one waits for the disk while the other converts
 CPU = torch.device("cpu")
-DeviceOf = Callable[[str], torch.device | None]  # where a weight stays; None: it is left empty
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+UNUSED_WARNING_SHARE = 0.01  # of the numbers in the files
+UNUSED_ERROR_SHARE = 0.5
+MAX_NAMES = 3  # names of weights in a message
+
+DeviceOf = Callable[[str], torch.device | None]  # from a weight's name to its device; None: the weight stays empty
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+Run = Callable[[nn.Module], Tensor]  # computes an answer from the model
+
+logger = logging.getLogger(__name__)
 
 
 class Filling:
-    """The filling of one empty model from the stored tensors.
+    """Fills one empty model from stored tensors.
 
-    ``dtype``: of the weights that the model keeps in no other dtype. ``quantizer``: transformers' own, which has seen the
-    model."""
+    ``dtype``: the dtype of weights that the model does not keep in another dtype. ``quantizer``: a quantizer of transformers
+    that has preprocessed the model."""
 
     def __init__(
         self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: NameMapping, *, dtype: torch.dtype,
@@ -76,7 +82,7 @@ class Filling:
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
         """Fill the model in the order of the files' bytes. Afterwards ``info`` lists the weights that no tensor fills.
 
-        Raise RequestError for weights of another shape, before anything is read."""
+        Raise RequestError for weights of another shape before anything is read."""
         targets_by_group = self._check_shapes()
         self._mappings = SharedMappings(self._mappable_tensors(device_of))
         total = sum(stored.nbytes for stored in self.tensors.values())
@@ -102,23 +108,24 @@ class Filling:
         return device.type == "cpu" and dtype_of(stored) == self.dtype_of(target)
 
     def filled_shapes(self, group: Group) -> dict[str, torch.Size]:
-        """Return the weights that a group fills, with their shapes, without reading anything."""
+        """Return the shapes of the weights that a group fills, by name, without reading anything."""
         return filled_shapes(group, self._shapes, self.model)
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
-        """Return the weights that a group fills, in the model's dtype. The tensors that they are made of are freed then."""
+        """Return the weights that a group fills, in the model's dtype. The tensors from which they are made are freed."""
         names = [name for _, name in group.sources]
         if not self._is_plain(group):
-            map_names_ = map if pool is None else pool.map
-            tensors = dict(zip(names, map_names_(lambda name: self._load(name, group.target, device), names), strict=True))
+            map_function = map if pool is None else pool.map
+            loaded = map_function(lambda name: self._load(name, group.target, device), names)
+            tensors = dict(zip(names, loaded, strict=True))
             quantizer = self._quantizer if self._is_quantized(group.target) else None
             return convert_group(group, tensors, self.model, quantizer=quantizer, info=self.info if quantizer else None)
         return {group.target: self._load(names[0], group.target, device)}
 
     def dtype_of(self, target: str) -> torch.dtype:
-        """Return the dtype of a weight as transformers chooses it.
+        """Return the dtype of a weight, as transformers chooses it.
 
-        A weight that the model made in another dtype stays in that dtype. Weights of some modules stay in fp32."""
+        A weight that the model creates in another dtype stays in that dtype. Weights of some modules stay in fp32."""
         if self._dtype_patterns is not None:
             alternation, by_group, _ = self._dtype_patterns
             match = alternation.search(target)
@@ -132,7 +139,7 @@ class Filling:
     ) -> Iterator[tuple[Group, dict[str, Tensor]]]:
         """Yield each group with its weights.
 
-        Plain weights are read ahead, because they stay where they are read to. Other groups are read in their turn."""
+        Plain weights are read ahead, because they take no extra memory. Other groups are read one at a time."""
         ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
         pool = ThreadPoolExecutor(READERS)
         try:
@@ -171,9 +178,9 @@ class Filling:
         return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
 
     def _check_shapes(self) -> dict[str, tuple[str, ...]]:
-        """Return the weights that each group fills, by the name of the group's first weight.
+        """Return the names of the weights that each group fills, by the name of the group's first weight.
 
-        Raise RequestError if a stored shape is not the model's."""
+        Raise RequestError if a stored shape differs from the model's."""
         fills = {group.target: self.filled_shapes(group) for group in self.names.groups}
         mismatches = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
@@ -184,36 +191,24 @@ class Filling:
         if mismatches:
             more = f", and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
             raise RequestError(
-                f"{mismatches[0]}{more} ({type(self.model).__name__}); the config.json is not that of these files: take both from "
-                "one model"
+                f"{mismatches[0]}{more} ({type(self.model).__name__}); the config.json is not that of these files: take both "
+                "from one model"
             )
         return {target: tuple(shapes) for target, shapes in fills.items()}
 
 
-UNUSED_WARNING_SHARE = 0.01  # shares of the numbers in the files
-UNUSED_ERROR_SHARE = 0.5
-MAX_NAMES = 3  # weights in a message
-
-logger = logging.getLogger(__name__)
-
-Run = Callable[[nn.Module], Tensor]
-
-
 @dataclass(frozen=True)
 class Coverage:
-    """The weights that the files lack, and the tensors that the model does not use.
+    """The weights that the files lack, and the tensors that the model does not use."""
 
-    ``missing``: how many numbers each weight has that no file fills. ``unused``: how many each stored tensor has that fills
-    none."""
-
-    missing: dict[str, int]
-    unused: dict[str, int]
-    num_weights: int
-    num_stored: int
+    missing: dict[str, int]  # the numbers in each weight that no file fills
+    unused: dict[str, int]  # the numbers in each stored tensor that fills no weight
+    num_weights: int  # the numbers in all floating-point weights of the model
+    num_stored: int  # the numbers in all stored tensors
 
 
 def measure_coverage(filling: Filling) -> Coverage:
-    """Compare an empty model with the headers of its files, by transformers' own names, ties and exceptions."""
+    """Compare an empty model with the headers of its files, under transformers' names, ties and exceptions."""
     model: Any = filling.model
     filled_names = {name for group in filling.names.groups for name in filling.filled_shapes(group)}
     weights = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
@@ -221,7 +216,7 @@ def measure_coverage(filling: Filling) -> Coverage:
     missing = {}
     for name, weight in weights.items():
         tied_names = {tied_name for pair in tied.items() if name in pair for tied_name in pair}
-        prefixed_name = f"{model.base_model_prefix}.{name}"  # as classes around this one name it, whose exceptions it has, too
+        prefixed_name = f"{model.base_model_prefix}.{name}"  # its name in classes with a head, whose exceptions apply, too
         if (
             name not in filled_names
             and not tied_names & filled_names
@@ -244,10 +239,10 @@ def measure_coverage(filling: Filling) -> Coverage:
 
 
 def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = None, all_used: bool = True) -> None:
-    """Raise RequestError if a weight that the answer depends on is in no file, or if most of the files belongs to another model.
+    """Raise RequestError if the files lack a weight that the answer depends on, or mostly belong to another model.
 
-    ``run``: computes the answer from the model. None: the answer depends on every weight. ``all_used``: False for a part of the
-    model that the config names, because then the rest of the files is known to serve other parts."""
+    ``run``: computes the answer from the model. None means that the answer depends on every weight. ``all_used``: False for a
+    part of the model that the config names, because then the other tensors are for the other parts."""
     coverage = measure_coverage(filling)
     name = type(filling.model).__name__
     missing = coverage.missing
@@ -259,9 +254,9 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
         share = sum(missing.values()) / max(coverage.num_weights, 1)
         unused_note = f", and {share_unused:.1%} of the files is used by none" if unused else ""
         raise RequestError(
-            f"the files of {source.reference!r} lack {share:.1%} of the weights of {name} ({_shorten_list(missing)}){unused_note}; give the "
-            "files of the whole model, or name the class that they are of under architectures in config.json. For weights that "
-            f"start at random, load {name} with transformers, save it, and give that"
+            f"the files of {source.reference!r} lack {share:.1%} of the weights of {name} ({_shorten_list(missing)}){unused_note}"
+            "; give the files of the whole model, or name the class that they are of under architectures in config.json. For "
+            f"weights that start at random, load {name} with transformers, save it, and give that"
         )
     if not all_used or share_unused <= UNUSED_WARNING_SHARE:
         return
@@ -275,17 +270,17 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
 
 
 def check_missing(missing: set[str], model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise RequestError if transformers' own ``from_pretrained`` reports weights that are in no file."""
+    """Raise RequestError if ``missing``, the weights that ``from_pretrained`` found in no file, is not empty."""
     if missing:
         names = dict.fromkeys(sorted(missing), 0)
         raise RequestError(
-            f"the files of {source.reference!r} lack {len(missing)} weights of {type(model).__name__} ({_shorten_list(names)}); give the "
-            "files of the whole model"
+            f"the files of {source.reference!r} lack {len(missing)} weights of {type(model).__name__} "
+            f"({_shorten_list(names)}); give the files of the whole model"
         )
 
 
 def check_files(source: ModelSource, model: PreTrainedModel, *, run: Run | None = None, all_used: bool = True) -> None:
-    """Call ``check_coverage`` for an empty model on the meta device, whose files are not read otherwise."""
+    """Call ``check_coverage`` for an empty model on the meta device. Only the headers of its files are read."""
     assert source.directory is not None
     checkpoint: Checkpoint = find_checkpoint(source.directory)
     filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=model.dtype)
@@ -303,17 +298,17 @@ def _shorten_list(names: dict[str, int]) -> str:
 
 
 def _weights_used_by(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
-    """Return the weights that an answer depends on, as autograd sees it on the meta device.
+    """Return those of the named weights that the answer of ``run`` depends on, by autograd on the meta device.
 
     Return all of them if the model does not run there."""
     weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
     buffers = [name for name in names if name not in weights]
     try:
-        # A mask that a model makes itself is a fake tensor there, whose values transformers does not look for.
+        # With a fake mode, a mask that the model makes itself is fake, and transformers does not read its values.
         with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
             answer = run(model)
         gradients = torch.autograd.grad(answer.sum(), list(weights.values()), allow_unused=True)
-    except Exception as error:  # any operator may refuse tensors without numbers; then nothing is known of the weights
+    except Exception as error:  # any operator may reject tensors without values
         logger.debug("which weights %s depends on is not known: %s", type(model).__name__, error)
         return names
     return buffers + [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]

@@ -1,7 +1,7 @@
-"""Read a GGUF file, llama.cpp's form of a model, under the names and in the shapes of transformers.
+"""Read a GGUF file, llama.cpp's format of a model, with the names and shapes of transformers.
 
-The gguf package reads the file and transformers says which of its tensors are which. transformers' own functions undo, one tensor
-at a time, what llama.cpp permuted, merged or shifted.
+The gguf package reads the file, and transformers maps its tensors to weights. Functions of transformers undo, one tensor at a
+time, what llama.cpp permuted, merged or shifted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ SUFFIX = ".gguf"
 class GgufFile:
     """An opened GGUF file.
 
-    ``shapes``: of the model's weights that the file has, by transformers' names. ``config``: made of the file's metadata."""
+    ``config`` is made from the file's metadata. ``shapes``: the shape of each weight in the file, by transformers' name."""
 
     def __init__(self, file: Path, reader: Any, config: PretrainedConfig, processor: Any, model: PreTrainedModel) -> None:
-
         self.file = file
         self.config = config
         self.model_class = type(model)
@@ -51,7 +50,7 @@ class GgufFile:
         self._names: dict[str, str] = GGUF_NAMES.get()(model, processor)
         self._sources: dict[str, list[Any]] = {}
         for tensor in reader.tensors:
-            # Experts are stored under a name with .weight and mapped without.
+            # The names of experts have .weight in the file, but not in the mapping.
             name = self._names.get(tensor.name) or self._names.get(tensor.name.removesuffix(".weight"))
             if name is not None:
                 self._sources.setdefault(name, []).append(tensor)
@@ -63,7 +62,7 @@ class GgufFile:
             raise RequestError(f"{file} has no tensor for {quote(missing[0])} of {type(model).__name__}; take another file of it")
 
     def read(self, name: str) -> Tensor:
-        """Return a weight in fp32. Raise RequestError if the tensor has not the shape that the config says."""
+        """Return a weight in fp32. Raise RequestError if its shape is not that of the config."""
         from gguf import dequantize
 
         tensors: dict[str, Tensor] = {}
@@ -87,7 +86,7 @@ class GgufFile:
 
 
 class _LazyTensor:
-    """A tensor of the file in the form that from_pretrained takes. It is read when from_pretrained indexes it."""
+    """A tensor of the file for from_pretrained, which reads it by indexing it."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
         self._file = file
@@ -99,9 +98,9 @@ class _LazyTensor:
 
 
 def open_gguf(file: Path) -> GgufFile:
-    """Open a file and read its metadata only.
+    """Open a file and read only its metadata.
 
-    Raise RequestError for a damaged file and for an architecture that transformers does not know."""
+    Raise RequestError for a damaged file, and for an architecture that transformers does not know."""
     if installed_version("gguf") is None:
         raise MissingExtra(library="gguf", extra="gguf", purpose=f"reading {file.name}")
     if not file.is_file():
@@ -109,7 +108,7 @@ def open_gguf(file: Path) -> GgufFile:
     from gguf import GGUFReader
 
     try:
-        metadata, _ = GGUF_METADATA.get()(str(file))  # this ends at the end of the file; the gguf package may loop for ever
+        metadata, _ = GGUF_METADATA.get()(str(file))  # read this first: on a damaged file the gguf package may loop forever
         config_fields = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
         config = transformers.AutoConfig.for_model(**config_fields)
         model = _build_empty(config, file)
@@ -117,14 +116,14 @@ def open_gguf(file: Path) -> GgufFile:
         return GgufFile(file, GGUFReader(file), config, processor(config=config_fields), model)
     except RequestError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # gguf and transformers check little, and the file may be anything
         raise _damaged_error(file, str(error) or type(error).__name__) from None
 
 
 def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model, ready to evaluate, in fp32 unless ``dtype`` says another.
+    """Return the model in evaluation mode, in ``dtype`` or fp32.
 
-    Memory holds its weights and the few that are being read."""
+    Besides the model's weights, only the few that are being read are in memory."""
     if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
         raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     opened = open_gguf(file)
@@ -135,7 +134,7 @@ def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrain
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
-    """Write the file's weights as safetensors with a config.json. The tokenizer is not written, because it is in another form."""
+    """Write the file's weights as safetensors, with a config.json. The tokenizer has another format and is not written."""
     opened = open_gguf(file)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     config = opened.config.to_dict() | {"architectures": [opened.model_class.__name__], "dtype": dtype}
@@ -160,7 +159,7 @@ def _weight_bytes(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[mem
 
 
 def _build_empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
-    """Return an empty model of the class that the metadata names, as for an encoder of T5, else of the class that generates."""
+    """Return an empty model of the class that the metadata names (as for an encoder of T5), else of the generating class."""
     if config.architectures:
         model_class: Any = find_architecture(config, str(file)).model_class
     else:

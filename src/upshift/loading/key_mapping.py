@@ -1,7 +1,7 @@
-"""Map stored tensors to the weights of a model, name by name, with transformers' own renamings and conversions.
+"""Map stored tensors to the weights of a model by name, with transformers' renamings and conversions.
 
-A plain weight is one stored tensor under its own or another name. The rest are groups: several tensors that become one (the
-experts of a layer), or one that becomes several (fused queries, keys and values).
+A plain weight is one stored tensor, perhaps renamed. Otherwise several tensors become one weight (the experts of a layer), or
+one tensor becomes several weights (fused queries, keys and values).
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from upshift.internals.transformers_names import CONVERTER, NAME_CHANGES, NAME_O
 
 @dataclass(frozen=True)
 class Group:
-    """Stored tensors that are read together. ``target``: the weight that they fill, or the first of several."""
+    """Stored tensors that are read together."""
 
-    target: str
-    sources: tuple[tuple[str, str], ...]  # pattern that matched, stored name: in the order that the operations take them
-    converter: Any | None  # None: a plain weight, the first source
+    target: str  # the weight that they fill, or the first of several
+    sources: tuple[tuple[str, str], ...]  # the pattern that matched and the stored name, in the order of the operations
+    converter: Any | None  # None: the only source is a plain weight
 
 
 @dataclass(frozen=True)
 class NameMapping:
+    """The groups of stored tensors that fill a model."""
+
     groups: tuple[Group, ...]
-    unexpected: frozenset[str]  # by the names that they would have in the model
-    used_transforms: tuple[Any, ...]  # transforms that matched, which saving turns around
+    unexpected: frozenset[str]  # stored tensors that fill no weight, by the names that they would have in the model
+    used_transforms: tuple[Any, ...]  # transforms that matched, which saving reverts
 
 
 def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> NameMapping:
-    """Return which stored tensors fill which weights. ``model``: on the meta device."""
+    """Return which stored tensors fill which weights. ``model`` is on the meta device."""
     transforms = NAME_CHANGES.get()(model, None, quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, RENAMING.get())]
     converters = [transform for transform in transforms if isinstance(transform, CONVERTER.get())]
@@ -56,8 +58,8 @@ def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = No
         elif pattern is None:
             unexpected.add(target)
         else:
-            first, *_ = patterns = by_pattern[pattern].target_patterns
-            unexpected |= {target.replace(first, pattern_) for pattern_ in patterns}
+            target_patterns = by_pattern[pattern].target_patterns
+            unexpected |= {target.replace(target_patterns[0], target_pattern) for target_pattern in target_patterns}
     return NameMapping(
         groups=tuple(
             Group(target, tuple(sources_of_target), converted.get(target)) for target, sources_of_target in sources.items()
@@ -70,13 +72,13 @@ def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = No
 def convert_group(
     group: Group, tensors: Mapping[str, Tensor], model: PreTrainedModel, *, quantizer: Any = None, info: Any = None
 ) -> dict[str, Tensor]:
-    """Return the weights that a group fills, made of its stored tensors by their names.
+    """Return the weights that a group fills, made from its stored tensors.
 
-    With a quantizer the weights are quantized. Names that the quantizer puts into the model itself are removed from ``info``'s
-    missing ones. Raise RequestError if the operations cannot be done on the tensors."""
+    With a quantizer the weights are quantized. Weights that the quantizer puts into the model itself are removed from the
+    missing ones in ``info``. Raise RequestError if the operations fail on the tensors."""
     transform = deepcopy(group.converter) or RENAMING.get()(group.sources[0][1], group.target)  # it collects tensors
     for pattern, name in group.sources:
-        transform.add_tensor(group.target, name, pattern, tensors[name])  # as saving does, too
+        transform.add_tensor(group.target, name, pattern, tensors[name])  # saving calls it in the same way
     if quantizer is not None:
         transform.quantization_operation = quantizer.get_quantize_ops()
     try:
@@ -91,7 +93,7 @@ def convert_group(
 
 
 def filled_shapes(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return the weights that a group fills and their shapes, without reading anything. ``shapes``: of stored tensors."""
+    """Return the shapes of the weights that a group fills. ``shapes``: the shapes of the stored tensors."""
     if group.converter is None:
         return {group.target: shapes[group.sources[0][1]]}
     empty = {name: torch.empty(shapes[name], device="meta") for _, name in group.sources}
@@ -99,5 +101,5 @@ def filled_shapes(group: Group, shapes: Mapping[str, torch.Size], model: PreTrai
 
 
 def _one_line(reason: object) -> str:
-    """Return the last 200 characters on one line, because a traceback says its reason at its end."""
+    """Return the last 200 characters on one line. A traceback has its reason at the end."""
     return " ".join(str(reason).split())[-200:]

@@ -1,13 +1,14 @@
-"""``upshift.load_model``: build a transformers model empty and fill it straight from its files.
+"""Load a model: build it empty, and fill it directly from its files (``upshift.load_model``).
 
-transformers decides the class, names, dtypes, the initialization of weights that no tensor fills, ties, buffers, and the report
-of missing and unexpected weights. Models that are stored quantized are loaded by its ``from_pretrained``.
+transformers decides the class, the names, the dtypes, the initialization of missing weights, ties and buffers, and reports
+missing and unexpected weights. Its ``from_pretrained`` loads models whose files are quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from upshift.models.source import ModelSource, fetch_weights, find_model
 Quantized = Literal["int8", "int4"]
 QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip install 'upshift[...]'
     "int8": ("torchao", "quant"),
-    "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs alone
+    "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs only
 }
 
 
@@ -41,13 +42,14 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Return the model, ready to evaluate. Weights on the disk are read when their module runs, from the files themselves.
+    """Return the model in evaluation mode. Weights on the disk are read from the model's files when their module runs.
 
-    ``dtype``: None means the config's dtype, else the stored one. ``device_map``: None puts all on the CPU; else "auto", or a
-    map as transformers takes it, under ``max_memory``. ``offload_folder`` holds weights on the disk that must be converted.
-    ``model_class``: a class of transformers, an Auto class too; None means the class that the config names.
+    ``dtype``: None means the config's dtype, or the stored one if the config has none. ``device_map``: None puts the whole
+    model on the CPU; "auto", or a map as transformers takes it, divides the model under ``max_memory``. ``offload_folder``
+    holds weights on the disk that must be converted. ``model_class``: a class of transformers, or one of its Auto classes; None
+    means the class that the config names.
 
-    Raise RequestError for a model without weights, damaged files, and weights that are not those of the config."""
+    Raise RequestError for a model without weights, for damaged files, and for weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
         if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
@@ -67,13 +69,14 @@ def load_model(
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions | None = None, quantize: Quantized | None = None,
-    model_class: type | None = None, progress: Progress | None = None, allow_missing: bool = False, run: Run | None = None,
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions | None = None,
+    quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
+    allow_missing: bool = False, run: Run | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return the model of a source. ``model_class``: None means the class that the config names.
 
-    ``may_lack``: transformers initializes, and reports, weights that no file holds. Otherwise RequestError is raised if the
-    result of ``run`` depends on such a weight (None: the answer depends on all)."""
+    ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
+    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
@@ -96,15 +99,13 @@ def load_source(
         quantizer.preprocess_model(
             model=model, dtype=resolved_dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
         )
-    filling = Filling(
-        model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=resolved_dtype, quantizer=quantizer
-    )
+    names = map_names(model, checkpoint.tensors, quantizer)
+    filling = Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer)
     if not allow_missing:
         check_coverage(filling, source, run=run, all_used=run is None)
     if placement_options is not None:
-        fill_and_dispatch(
-            filling, checkpoint, placement_options, lambda devices: finish_loading(filling, source, devices), progress
-        )
+        finish = partial(finish_loading, filling, source)
+        fill_and_dispatch(filling, checkpoint, placement_options, finish, progress)
         return model
     filling.run(progress=progress)
     finish_loading(filling, source, {"": "cpu"}, quantizer)
@@ -114,11 +115,11 @@ def load_source(
 def _load_quantized(
     source: ModelSource, model_class: type[PreTrainedModel], dtype: str | torch.dtype | None, *, allow_missing: bool
 ) -> PreTrainedModel:
-    """Load with from_pretrained.
+    """Load a quantized model with from_pretrained.
 
-    Only transformers and the library know how scales belong to codes, for each of some twenty methods."""
+    Only transformers and the quantization's library know the layout of scales and codes, for each of about twenty methods."""
     try:
-        loaded: Any = model_class.from_pretrained(  # returns loading information, too, which its type does not show
+        loaded: Any = model_class.from_pretrained(  # returns (model, loading information), unlike its annotation
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
     except ImportError as error:
@@ -131,12 +132,12 @@ def _load_quantized(
 
 
 def place_source(source: ModelSource, *, dtype: str | None = None, placement_options: PlacementOptions) -> Placement:
-    """Return where ``load_source`` would put each module."""
+    """Return the placement that ``load_source`` would use."""
     return place_empty(*build_empty_with_files(source, dtype), placement_options)
 
 
 def build_empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
-    """Return the empty model as ``load_source`` builds it, with the headers of its files, or None if there are no files."""
+    """Return the empty model as ``load_source`` builds it, and the headers of its files, or None if it has no files."""
     config = source.hf_config
     model_class = resolve_class(config, source)
     folder = source.directory
@@ -147,12 +148,12 @@ def build_empty_with_files(source: ModelSource, dtype: str | None = None) -> tup
 
 
 def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, placement_options: PlacementOptions) -> Placement:
-    """Measure this machine and return where each module of an empty model would be placed."""
+    """Measure this machine's memory rate, and return the placement of an empty model."""
     return plan_placement(model, checkpoint, placement_options, memory_rate(detect()))
 
 
 def build_empty(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model on the meta device, untied, as from_pretrained builds it."""
+    """Build a model on the meta device as from_pretrained does, with its weights not tied yet."""
     with explain_build_errors(model_class.__name__), ExitStack() as contexts:
         for context in model_class.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
@@ -162,13 +163,13 @@ def build_empty(model_class: type[PreTrainedModel], config: PretrainedConfig, dt
 
 
 def build_empty_model(source: ModelSource) -> PreTrainedModel:
-    """Return the empty model in fp32, built from the config alone."""
+    """Return the empty model in fp32, built from the config only."""
     config = source.hf_config
     return build_empty(resolve_class(config, source), config, torch.float32)
 
 
 def finish_loading(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
-    """Initialize weights that no tensor fills, compute buffers, tie weights, and report what was missing."""
+    """Initialize weights that no tensor fills, compute buffers, tie weights, and report missing weights."""
     model: Any = filling.model
     options = LOADING_OPTIONS.get()(
         pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
@@ -186,6 +187,7 @@ def finish_loading(filling: Filling, source: ModelSource, device_map: dict[str, 
 
 
 def resolve_class(config: PretrainedConfig, source: ModelSource, requested: type | None = None) -> type[PreTrainedModel]:
+    """Return the requested class, the class that a requested Auto class chooses, or the class that the config names."""
     if requested is None:
         return find_architecture(config, source.reference).model_class
     mapping = MODEL_MAPPING.read(requested)
@@ -200,7 +202,7 @@ def resolve_class(config: PretrainedConfig, source: ModelSource, requested: type
 
 
 def _set_dtype(config: PretrainedConfig, requested: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
-    """Set and return the dtype as transformers chooses it: the config's, else that of the first stored floating-point tensor."""
+    """Set and return the dtype: the requested one, else the config's, else that of the first stored floating-point tensor."""
     if isinstance(requested, torch.dtype):
         requested = str(requested).removeprefix("torch.")
     if requested not in (None, "auto", *COMPUTE_DTYPES):
@@ -229,7 +231,7 @@ def _quantizer(quantize: Quantized) -> Any:
 
 
 def quantized_config(quantize: Quantized) -> Any:
-    """Return transformers' config: 8 bits with a scale for each output, or 4 bits as NF4."""
+    """Return transformers' config for 8 bits with a scale for each output, or for 4 bits as NF4."""
     if quantize == "int4":
         from transformers import BitsAndBytesConfig
 

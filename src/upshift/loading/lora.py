@@ -1,8 +1,8 @@
-"""Merge peft's LoRA into a model without weights: find the weights that it changes, and compute them by peft's own arithmetic.
+"""Merge a LoRA adapter of peft with weights that are read one at a time, with peft's own arithmetic.
 
-peft puts its layers on the empty model and reads the adapter into them. A layer is then given its base weight, some rows at a
-time where rows do not depend on each other, and peft's own ``merge`` is called. So rank and alpha patterns, rsLoRA, DoRA,
-transposed weights and biases come out as peft has them.
+peft adds its layers to the empty model and reads the adapter into them. Then each layer gets its base weight, in blocks of rows
+if rows are independent, and its ``merge`` is called. Rank and alpha patterns, rsLoRA, DoRA, transposed weights and biases
+therefore give the same results as in peft.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from upshift.internals.peft_names import CACHES, CONVOLUTION, DORA, EMBEDDING, L
 from upshift.internals.torch_names import PARAMETERS
 from upshift.units import MIB
 
-ADAPTER = "default"  # its name in the peft model
-BLOCK_BYTES = 32 * MIB  # of fp32: a merge holds up to four of them
-ROUND_ROWS = 64  # no block has only a few rows: their products would be computed in another order
+ADAPTER = "default"  # the adapter's name in the peft model
+BLOCK_BYTES = 32 * MIB  # in fp32; a merge holds up to four blocks
+ROUND_ROWS = 64  # rows of a block are a multiple of this: products of a few rows would be computed in another order
 
 Layers = defaultdict[int, list[Any]]
-Rows = Callable[[int, int], Tensor]  # of a base weight: from, to
+Rows = Callable[[int, int], Tensor]  # returns the rows of a base weight, from the first to the last (exclusive)
 
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """One weight of the merged model. Tied weights have the same ``key``. Weights tied before have the same ``origin``."""
+    """One weight of the merged model."""
 
-    key: int
-    origin: int
+    key: int  # equal for weights that are tied in the merged model
+    origin: int  # equal for weights that are tied in the base model
     shape: tuple[int, ...]
-    replacement: Tensor | None = None  # the adapter's own; None: the base model's
-    layers: tuple[Any, ...] = ()  # whose changes are merged into it, in this order
-    biases: tuple[Any, ...] = ()
+    replacement: Tensor | None = None  # the adapter's weight; None: the base model's
+    layers: tuple[Any, ...] = ()  # peft layers that change it, in the order of merging
+    biases: tuple[Any, ...] = ()  # peft layers whose bias is added to it
 
     @property
     def is_base(self) -> bool:
@@ -52,9 +52,9 @@ class MergedWeight:
 
 
 class AdaptedModel:
-    """A model with an adapter attached. ``model``: on the meta device, with its tied weights tied.
+    """A model with an adapter. ``model`` is on the meta device, and its tied weights are tied.
 
-    Raise RequestError if the adapter is not made for the model."""
+    The constructor raises RequestError if the adapter is not made for the model."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
         base_weights = dict(model.state_dict(keep_vars=True))
@@ -65,14 +65,13 @@ class AdaptedModel:
         self._attach(config, folder)
         layers, biases = self._layers_by_weight(weight_ids, folder)
         current = {name: self._current_weight(name) for name in base_weights}
-        replacements = {  # written over the base model's own
+        replacements = {  # weights of the adapter that replace the base model's
             id(base_weights[name]): weight
             for name, (weight, is_copy) in current.items()
             if not is_copy and weight.device.type != "meta"
         }
-        self.weights: dict[
-            str, MergedWeight
-        ] = {}  # by the weight's name without the adapter, tied ones under each of their names
+        # By the weight's name in the base model. Tied weights are there under each of their names.
+        self.weights: dict[str, MergedWeight] = {}
         for name, (weight, is_copy) in current.items():
             origin = id(base_weights[name])
             shape = tuple(base_weights[name].shape)
@@ -99,7 +98,7 @@ class AdaptedModel:
             raise _not_for_model(config, folder, f"the adapter lacks {not_read[0]}")
 
     def _layers_by_weight(self, weight_ids: dict[tuple[nn.Module, str], int], folder: Path) -> tuple[Layers, Layers]:
-        """Return peft's layers by the weight, and by the bias, that they change."""
+        """Return peft's layers by the id of the weight, and of the bias, that they change."""
         layers: Layers = defaultdict(list)
         biases: Layers = defaultdict(list)
         for name, layer in self._model.named_modules():
@@ -118,7 +117,7 @@ class AdaptedModel:
         return layers, biases
 
     def _current_weight(self, name: str) -> tuple[Tensor, bool]:
-        """Return the weight that now has this name, and whether it belongs to a copy that the adapter has trained."""
+        """Return the adapted model's weight for this name, and whether it belongs to a copy that the adapter has trained."""
         module: Any = self._model
         is_copy = False
         *path, attribute = name.split(".")
@@ -132,28 +131,30 @@ class AdaptedModel:
 
 
 def _allocate_weights(model: nn.Module, state_dict: dict[str, Tensor], *_: Any) -> None:
-    """Allocate memory for weights about to be read. peft's own way of reading leaves them on the meta device."""
+    """Allocate memory for weights that are about to be read. peft would leave them on the meta device."""
     for name in state_dict:
         path, last = name.rpartition(".")[::2]
         try:
             module = model.get_submodule(path)
         except AttributeError:
-            continue  # it will be reported
+            continue  # peft reports it
         weight = PARAMETERS.of(module).get(last)
         if weight is not None and weight.device.type == "meta":
             setattr(module, last, nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=False))
 
 
 def merged_rows(merged_weight: MergedWeight, rows: Rows) -> Iterator[Tensor]:
-    """Yield the weight with its changes, in blocks of its rows."""
+    """Yield the weight with its changes, in blocks of rows. ``rows`` reads the base weight."""
     row_parameters = [_parameters_of_rows(layer) for layer in merged_weight.layers]
-    blocks = (
-        _row_blocks(merged_weight.shape) if all(row_parameters) else [(0, merged_weight.shape[0] if merged_weight.shape else 1)]
-    )
+    if all(row_parameters):
+        blocks = _row_blocks(merged_weight.shape)
+    else:
+        blocks = [(0, merged_weight.shape[0] if merged_weight.shape else 1)]
     for start, stop in blocks:
-        weight = (
-            rows(start, stop) if merged_weight.replacement is None else merged_weight.replacement[start:stop].detach().clone()
-        )
+        if merged_weight.replacement is None:
+            weight = rows(start, stop)
+        else:
+            weight = merged_weight.replacement[start:stop].detach().clone()
         for layer, parameters in zip(merged_weight.layers, row_parameters, strict=True):
             with _narrowed_parameters(parameters if len(blocks) > 1 else [], start, stop):
                 weight = _merge_layer(layer, weight)
@@ -163,7 +164,9 @@ def merged_rows(merged_weight: MergedWeight, rows: Rows) -> Iterator[Tensor]:
 
 
 def _parameters_of_rows(layer: Any) -> list[tuple[Any, str, int]]:
-    """Return the parameters, and their dimension, whose parts make rows of the weight; none if rows depend on each other."""
+    """Return the parameters of a layer, each with the dimension that follows the rows of the weight.
+
+    Return an empty list if rows depend on each other."""
     variant = layer.lora_variant.get(ADAPTER)
     if isinstance(layer, EMBEDDING.get()) and variant is None:
         return [(layer.lora_embedding_A, ADAPTER, 1)]
@@ -201,7 +204,7 @@ def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
     placeholder = getattr(base, name)
     has_bias = layer.lora_bias.get(ADAPTER)
     setattr(base, name, nn.Parameter(weight, requires_grad=False))
-    layer.lora_bias[ADAPTER] = False  # a part of its own
+    layer.lora_bias[ADAPTER] = False  # the bias is merged separately
     try:
         with torch.no_grad():
             layer.merge(adapter_names=[ADAPTER])

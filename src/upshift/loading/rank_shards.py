@@ -1,9 +1,9 @@
-"""Select the part of a checkpoint that one rank reads: its slice of every weight that its plan divides, and its stage's layers.
+"""Select the part of a checkpoint that one rank reads: the layers of its stage, and its slice of each divided weight.
 
-Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or
-columns as the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's
-fully_shard does). Where operations make a weight of several stored tensors, each of those is sliced. If the operations do more
-than stack and concatenate, the tensors are read whole and the weight is sliced.
+Weights are divided three times, in this order. Pipeline stages take whole layers. Tensor parallelism takes rows or columns of
+each weight, as the model's plan says. Fully-shard takes rows of the result: the first dimension in equal parts, as torch's
+fully_shard does. If a weight is made from several stored tensors, each of these is sliced. If the operations do more than stack
+and concatenate, the tensors are read whole and the weight is sliced.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from upshift.loading.key_mapping import Group, convert_group
 from upshift.models.build import find_stacks
 from upshift.models.tensor_parallel_plan import declared_plan, divided_dimension, unknown_styles
 
-Interval = tuple[int, int]  # begin, end
-Intervals = tuple[Interval, ...]  # of one dimension, put behind each other
+Interval = tuple[int, int]  # start, end (exclusive)
+Intervals = tuple[Interval, ...]  # of one dimension, which are concatenated
 
 
 @dataclass(frozen=True)
 class Share:
-    """One part of several equal ones."""
+    """One of ``count`` equal parts."""
 
     number: int = 0
     count: int = 1
@@ -46,6 +46,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Rank:
+    """A rank's share in each kind of division."""
+
     stage: Share = Share()
     tensor: Share = Share()
     shard: Share = Share()
@@ -53,7 +55,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a stored tensor: the intervals of each dimension."""
+    """A part of a stored tensor, given by intervals of each dimension."""
 
     stored: StoredTensor
     intervals: tuple[Intervals, ...]
@@ -63,17 +65,17 @@ class Slice:
         return prod(map(_length, self.intervals)) * dtype_of(self.stored).itemsize
 
     def byte_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield (first byte in the file, number of bytes) of each contiguous range."""
+        """Yield the first byte in the file, and the number of bytes, of each contiguous range."""
         shape = shape_of(self.stored)
         item = dtype_of(self.stored).itemsize
-        num_leading = len(shape)  # from this dimension on, all of it
+        num_leading = len(shape)  # all dimensions after these are read whole
         while num_leading and self.intervals[num_leading - 1] == ((0, shape[num_leading - 1]),):
             num_leading -= 1
         step = item * prod(shape[num_leading:])
         yield from _byte_ranges(self.stored.offset, shape[:num_leading], self.intervals[:num_leading], step)
 
     def read(self) -> Tensor:
-        """Return the slice. Rows stay mapped. A slice with gaps is copied together."""
+        """Return the slice. Contiguous rows stay mapped. A slice with gaps is copied."""
         tensor = read_tensor(self.stored)
         for dimension, intervals in enumerate(self.intervals):
             pieces = [tensor.narrow(dimension, start, end - start) for start, end in intervals]
@@ -83,18 +85,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankWeight:
-    """A weight of this rank. ``after``: slice the weight once it is made; False: its sources are sliced already."""
+    """The weights of one group on this rank, and the slices of stored tensors that they are made from."""
 
     group: Group
     sources: tuple[tuple[str, Slice], ...]  # pattern, slice
-    intervals: dict[str, tuple[Intervals, ...]]  # by weight
-    slice_after: bool
+    intervals: dict[str, tuple[Intervals, ...]]  # by the weight's name
+    slice_after: bool  # slice the weight after it is made; False: the sources are sliced already
 
 
 def rank_slices(filling: Filling, rank: Rank) -> list[RankWeight]:
-    """Return what a rank reads.
+    """Return the weights that a rank reads.
 
-    Raise RequestError if the model's plan has a style that is not known here, or its layers are not one stack."""
+    Raise RequestError if the model's tensor-parallel plan has an unknown style, or if stages cannot divide its layers."""
     model = filling.model
     plan = declared_plan(filling.model)
     unknown = unknown_styles(plan)
@@ -111,11 +113,11 @@ def rank_slices(filling: Filling, rank: Rank) -> list[RankWeight]:
         if rank.stage.number in stage_of(group.target):
             intervals = {name: _intervals(model, plan, name, size, rank) for name, size in shapes.items()}
             rank_weights.append(_to_rank_weight(filling, group, intervals))
-    return [reading for reading in rank_weights if reading is not None]
+    return [rank_weight for rank_weight in rank_weights if rank_weight is not None]
 
 
 def read_slices(filling: Filling, rank_weights: Sequence[RankWeight]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's weights by their names, in the dtypes of the model."""
+    """Yield the names and tensors of this rank's weights, in the dtypes of the model."""
     for rank_weight in rank_weights:
         dtype = filling.dtype_of(rank_weight.group.target)
         tensors = {slice_.stored.name: slice_.read().to(dtype) for _, slice_ in rank_weight.sources}
@@ -150,14 +152,14 @@ def _intervals(model: PreTrainedModel, plan: dict[str, str], name: str, shape: t
 
 
 def _share_of_interval(interval: Interval, share: Share) -> Interval:
-    """Return a share of an interval, as torch.chunk divides it: the last ones may be shorter, or empty."""
+    """Return a share of an interval, divided as by torch.chunk. The last shares may be shorter, or empty."""
     start, end = interval
     size = -(-(end - start) // share.count)
     return min(start + share.number * size, end), min(start + (share.number + 1) * size, end)
 
 
 def _share_of_intervals(intervals: Intervals, share: Share) -> Intervals:
-    """Return a share of intervals that lie behind each other in memory."""
+    """Return a share of concatenated intervals."""
     first, last = _share_of_interval((0, _length(intervals)), share)
     shares = []
     num_before = 0
@@ -183,18 +185,17 @@ def _to_rank_weight(filling: Filling, group: Group, intervals: dict[str, tuple[I
 def _sliced_sources(
     group: Group, sources: list[tuple[str, StoredTensor]], intervals: tuple[Intervals, ...]
 ) -> tuple[tuple[str, Slice], ...] | None:
-    """Return the slices of stored tensors that the weight's slice is made of, or None.
+    """Return the slices of stored tensors from which the weight's slice can be made, or None.
 
-    This works if tensors are stacked, and the stacks are concatenated."""
+    They exist if the tensors are only stacked, and the stacks are only concatenated."""
     assert group.converter is not None
     stack, *more_operations = group.converter.operations
-    concatenated_dim = more_operations[0].dim if more_operations and type(more_operations[0]) is CONCATENATE.get() else None
-    if (
-        type(stack) is not STACK.get()
-        or stack.dim != 0
-        or len(more_operations) > (concatenated_dim is not None)
-        or concatenated_dim == 0
-    ):
+    concatenated_dim = None
+    if more_operations and type(more_operations[0]) is CONCATENATE.get():
+        concatenated_dim = more_operations[0].dim
+    if type(stack) is not STACK.get() or stack.dim != 0:
+        return None
+    if len(more_operations) > (concatenated_dim is not None) or concatenated_dim == 0:
         return None
     patterns = list(dict.fromkeys(pattern for pattern in group.converter.source_patterns if pattern in dict(sources)))
     slices = []
@@ -248,19 +249,19 @@ def _byte_ranges(offset: int, shape: Sequence[int], intervals: Sequence[Interval
 def _stage_function(model: PreTrainedModel, count: int) -> Callable[[str], frozenset[int]]:
     """Return a function from a weight's name to the stages that need it.
 
-    Layers are divided into equal parts; the first stages take one more of those left over. Weights that the model lists before
-    its layers belong to the first stage, weights behind them to the last one. A weight tied across both belongs to both."""
+    Layers are divided evenly, and the first stages take one more if some are left. Weights before the layers belong to the
+    first stage, weights after them to the last. A weight that is tied across both belongs to both."""
     if count == 1:
         return lambda name: frozenset({0})
     stacks = find_stacks(model)
     if len(stacks) != 1 or len(stacks[0][1]) < count:
-        layers = [len(layers_) for _, layers_ in stacks]
+        layers = [len(layer_list) for _, layer_list in stacks]
         raise RequestError(
             f"{type(model).__name__} has stacks of {layers or 'no'} layers, which {count} pipeline stages cannot share; "
             "one stack with a layer or more for each stage can"
         )
-    path, layers_ = stacks[0]
-    layers_per_stage, num_longer = divmod(len(layers_), count)
+    path, layer_list = stacks[0]
+    layers_per_stage, num_longer = divmod(len(layer_list), count)
     starts = [number * layers_per_stage + min(number, num_longer) for number in range(count)]
     pattern = re.compile(re.escape(path) + r"\.(\d+)\.")
     names = list(model.state_dict())
