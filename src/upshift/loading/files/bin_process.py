@@ -1,6 +1,7 @@
-"""Read one pickle of weights in a process and write safetensors: python -m upshift.loading.files.bin_process FROM TO.
+"""Rewrite one pickle of weights as safetensors: python -m upshift.loading.files.bin_process FROM TO.
 
-The process prints a line of JSON if it refuses the file, or fails. Its limits are set before the file is opened.
+The process limits its memory, time and file sizes before it opens the file. If it rejects the file or fails, it prints one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from upshift.loading.files.safetensors_header import BITS, METADATA, quote
 from upshift.loading.files.safetensors_writer import CHUNK_BYTES, NewTensor, check_file, sort_tensors, write_file
 from upshift.units import GIB, KIB, MIB, format_bytes
 
-CLONE_NEWUSER = 0x10000000  # of Linux' sched.h
+CLONE_NEWUSER = 0x10000000  # from sched.h of Linux
 CLONE_NEWNET = 0x40000000
-CPU_SECONDS = 120  # of processor time: reading, writing and hashing twice takes a fifth of that
+# Limits of processor time. Reading, writing and hashing twice takes a fifth of it.
+CPU_SECONDS = 120
 MIN_BYTES_PER_SECOND = 20 * MIB
-SPARE_MEMORY_BYTES = GIB  # of memory, beside what torch took when it was imported, the file as mapped, and as much again
-MAX_SIZE_RATIO = 4  # the file's bytes, of all tensors: several names may share one
+SPARE_MEMORY_BYTES = GIB  # besides imported libraries and twice the file: as it is mapped, and a copy
+MAX_SIZE_RATIO = 4  # bytes of all tensors to bytes of the file: several names may share a tensor
 ZIP_MAGIC = b"PK\x03\x04"
 
 
@@ -47,7 +49,7 @@ def main(source: Path, destination: Path) -> None:
 
 
 def _leave_network() -> None:
-    """Move to a network without devices, as far as the system allows it: a container often does not."""
+    """Move the process to a network without devices, if the system allows it. A container often does not."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "unshare") and library.unshare(CLONE_NEWNET) != 0:
         library.unshare(CLONE_NEWUSER | CLONE_NEWNET)
@@ -75,7 +77,7 @@ def _load_pickle(source: Path) -> dict[str, Any]:
     import torch
 
     with source.open("rb") as file:
-        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC  # as torch tells
+        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC  # torch uses the same test
     try:
         if is_zip and any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(source).infolist()):
             raise RequestError(f"{source} is compressed, and torch.save compresses nothing; save the model as safetensors")
@@ -84,7 +86,7 @@ def _load_pickle(source: Path) -> dict[str, Any]:
         raise
     except MemoryError:
         raise RequestError(f"{source} takes more memory than its weights would; save the model as safetensors") from None
-    except Exception as error:  # of any kind: the loader checks little, and the file may be anything
+    except Exception as error:  # the loader checks little, and the file may be anything
         raise RequestError(_refusal_message(source, str(error) or type(error).__name__)) from None
     if not isinstance(weights, dict) or not weights:
         raise RequestError(

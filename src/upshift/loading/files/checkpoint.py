@@ -1,10 +1,8 @@
-"""Find the weights of a model's folder, in one file or in shards with an index, and check each file before its data is read.
+"""Find a model's folder, its weights (in one file, or in shards with an index), and the small files next to them.
 
-PyTorch's own files, pytorch_model.bin, are rewritten as safetensors in the cache, once. A pickle is a program. Only torch's
-weights-only loader reads it, in a process that may use little memory and time. The process has no network if the system allows
-to give it up. A file that needs more than weights is refused.
-
-Find a model's folder and the files beside its weights: config, tokenizer, chat template, generation settings, model card.
+Each file is checked before its data is read. PyTorch's files, pytorch_model.bin, are rewritten once as safetensors in the
+cache. A pickle is a program, so only torch's weights-only loader reads it, in a process with limited memory and time, and
+without a network if the system allows that. A file that holds more than weights is rejected.
 """
 
 from __future__ import annotations
@@ -36,10 +34,21 @@ PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 SUFFIXES = (".safetensors", ".bin")
 PROCESS = "upshift.loading.files.bin_process"
+CONFIG = "config.json"
+METADATA = {"format": "pt"}  # the framework of the tensors, which transformers checks
+# Suffixes of weights in any library's format, and of pickles. Such files are not small files of a model.
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",
+    ".tflite", ".npz", ".npy", ".mlmodel", ".engine",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder with the chat templates that are not the default
+MODULES = "modules.json"  # a file of Sentence Transformers that names folders, each with a small file or weights
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """The safetensors files of a model's folder, by their headers."""
+
     folder: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]  # file by file, in the order of their bytes
@@ -51,16 +60,17 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:
-    """Return the folder's safetensors files. If it has pickles only, rewrite them once as safetensors into the cache."""
+    """Return the folder's safetensors files. If it has only pickles, rewrite them once as safetensors in the cache."""
     if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and find_pickle(folder):
         return find_safetensors(_find_or_rewrite_pickles(folder))
     return find_safetensors(folder)
 
 
 def find_safetensors(folder: Path) -> Checkpoint:
-    """Return the folder's safetensors files as transformers chooses them: one file before shards. Only headers are read.
+    """Return the folder's safetensors files, one file before shards, as in transformers. Only headers are read.
 
-    Raise RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
+    Raise RequestError, with its name, for the first file or tensor that is missing, damaged, or in another file than the index
+    says.
     """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
         if not isfile(folder / WEIGHTS) and (pickles := find_pickle(folder)):
@@ -71,12 +81,12 @@ def find_safetensors(folder: Path) -> Checkpoint:
 
 
 def find_pickle(folder: Path) -> str | None:
-    """Return the name of the pickled file, or of the index of pickled files, or None if the folder has neither."""
+    """Return the name of the folder's pickle, or of its index of pickles, or None if it has neither."""
     return next((name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if isfile(folder / name)), None)
 
 
 def _read_checkpoint(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpoint:
-    """Read the headers of files. ``expected``: the tensors that an index names for each file, or None without an index."""
+    """Read the headers of files. ``expected``: the names of each file's tensors in the index, or None without an index."""
     tensors: dict[str, StoredTensor] = {}
     headers: list[Header] = []
     for file, names in expected.items():
@@ -90,7 +100,7 @@ def _read_checkpoint(folder: Path, expected: Mapping[Path, set[str] | None]) -> 
 
 
 def check_names(file: Path, names: Set[str], expected: Set[str], index: str) -> None:
-    """Raise RequestError if a shard holds other tensors than its index says."""
+    """Raise RequestError if the names of a shard's tensors differ from those in the index."""
     if names != expected:
         name = min(names ^ expected)
         problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
@@ -98,13 +108,13 @@ def check_names(file: Path, names: Set[str], expected: Set[str], index: str) -> 
 
 
 def read_index(file: Path) -> dict[str, set[str]]:
-    """Return the names of the tensors of each shard, by the shard's name in the index."""
+    """Return the names of the tensors in each shard, by the shard's name in the index."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        tensors_by_shard = dict(pairs)
-        if len(tensors_by_shard) < len(pairs):
+        document = dict(pairs)
+        if len(document) < len(pairs):
             raise ValueError("a key is there twice")
-        return tensors_by_shard
+        return document
 
     try:
         index = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
@@ -122,10 +132,10 @@ def read_index(file: Path) -> dict[str, set[str]]:
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """Return a file that an index, or a link, names. Raise RequestError if the file lies outside the folder.
+    """Return a file of the folder by its name. Raise RequestError if the name, or a link, leads outside the folder.
 
-    The hub's cache keeps its files beside the folder: models--<name>/snapshots/<revision>/<file> is a link to
-    models--<name>/blobs/<hash>, which may be a link to blobs/<part>/<hash>, where files that models share are kept.
+    In the hub's cache, models--<name>/snapshots/<revision>/<file> is a link to models--<name>/blobs/<hash>, which may be a link
+    to blobs/<part>/<hash>, for files that models share. Such links are allowed.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in SUFFIXES or not name.isprintable():
@@ -139,7 +149,7 @@ def checked_file(folder: Path, name: str) -> Path:
     homes = [home]
     if home.parent.name == "snapshots":
         homes += [home.parents[1] / "blobs", home.parents[2] / "blobs"]
-    if not any(target.is_relative_to(home) for home in homes):
+    if not any(target.is_relative_to(allowed) for allowed in homes):
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
     if not isfile(target):
         raise RequestError(
@@ -150,9 +160,9 @@ def checked_file(folder: Path, name: str) -> Path:
 
 
 def _find_or_rewrite_pickles(folder: Path) -> Path:
-    """Return the folder of the rewritten weights.
+    """Return the folder in the cache with the rewritten weights. Rewrite them if it does not exist.
 
-    Raise RequestError for a pickle that holds more than weights, JobFailed if the disk is full."""
+    Raise RequestError for a pickle that holds more than weights, and JobFailed if the disk is full."""
     names = {PICKLED_WEIGHTS: None} if isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
     files = {checked_file(folder, name): tensors for name, tensors in names.items()}
     target = read_settings().cache_dir / "checkpoints" / _identity(files)
@@ -165,7 +175,7 @@ def _find_or_rewrite_pickles(folder: Path) -> Path:
 
 def _rewrite_pickles(target: Path, folder: Path, files: dict[Path, set[str] | None]) -> None:
     temporary = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     temporary.mkdir()
     try:
         index: dict[str, str] = {}
@@ -215,14 +225,14 @@ def _check_room(folder: Path, need: int) -> None:
 
 
 def _identity(files: dict[Path, set[str] | None]) -> str:
-    """Return a hash of the files as they are now: paths, sizes and times of change."""
+    """Return a hash of the files' paths, sizes and times of change."""
     states = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _exclusive(target: Path) -> Iterator[None]:
-    """Hold a lock. Another process that rewrites the same files waits until this one has finished."""
+    """Hold a lock while the context is open, so that only one process at a time rewrites the same files."""
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -235,19 +245,8 @@ def _exclusive(target: Path) -> Iterator[None]:
         yield
 
 
-CONFIG = "config.json"
-METADATA = {"format": "pt"}  # the framework of the tensors; transformers checks it
-# Weights of any library, and what pickle wrote: no small file of a model.
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",
-    ".tflite", ".npz", ".npy", ".mlmodel", ".engine",
-)  # fmt: skip
-TEMPLATES = "additional_chat_templates"  # a folder of those that are not the default
-MODULES = "modules.json"  # of Sentence Transformers: names folders with a small file or weights each
-
-
 def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
-    """Return a model with weights of its own, and its folder. A model of the hub is fetched."""
+    """Return a model that has its own weights, and its folder. A model on the hub is downloaded."""
     source = find_model(reference)
     if source.adapter is not None:
         raise RequestError(f"{reference!r} is an adapter; run  upshift merge {reference} --output DIR  first")
@@ -258,7 +257,9 @@ def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
 
 
 def small_files(folder: Path) -> dict[str, Path]:
-    """Return the files that are not weights, by their name in the folder. Links are followed: their targets are copied."""
+    """Return the files that are not weights, by their name in the folder.
+
+    These are the config, the tokenizer, chat templates, generation settings and the model card. Links count as their targets."""
     files = {file.name: file for file in _small_files_in(folder)}
     for name in _module_folders(folder):
         if any(file.suffix in WEIGHT_SUFFIXES for file in (folder / name).iterdir()):

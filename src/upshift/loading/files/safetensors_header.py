@@ -1,8 +1,9 @@
-"""Read the header of a safetensors file, which says where each tensor lies. Every field is checked strictly.
+"""Read the header of a safetensors file, which gives the position of each tensor. Every field is checked strictly.
 
-The format: https://huggingface.co/docs/safetensors. Eight bytes are the length of a JSON object, little-endian; the object maps
-each name to dtype, shape and data_offsets; the tensors follow without a gap, to the last byte. What is accepted here, the
-safetensors library accepts too; it takes some headers that are refused here, because no writer means them (docs/loading.md).
+The format is at https://huggingface.co/docs/safetensors. The first eight bytes are the length of a JSON object, little-endian.
+The object maps each name to dtype, shape and data_offsets. The tensors follow without a gap, to the last byte. The safetensors
+library accepts every header that is accepted here. It also accepts some that are rejected here, because no writer produces them
+on purpose (docs/loading.md).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any, Never
 from upshift.errors import RequestError
 
 LENGTH_BYTES = 8
-MAX_BYTES = 100_000_000  # safetensors' own limit of the object
-MAX_SIZE = 2**63 - 1  # torch counts in 64 bits with a sign
-MAX_DIMENSIONS = 64  # as many as torch and numpy can compute with
-BITS = {  # by safetensors' names
+MAX_BYTES = 100_000_000  # of the JSON object; safetensors has the same limit
+MAX_SIZE = 2**63 - 1  # torch counts in signed 64-bit numbers
+MAX_DIMENSIONS = 64  # the limit of torch and numpy
+BITS = {  # of one element, by safetensors' name of the dtype
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64,
     "F64": 64, "I64": 64, "U64": 64,
@@ -38,32 +39,36 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = 100  # characters of a name in a me
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """The position of one tensor in a file."""
+
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # position of its first byte in the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """The header of a safetensors file."""
+
     tensors: tuple[StoredTensor, ...]  # in the order of their bytes
     metadata: Mapping[str, str]
-    bytes: int  # with the length before it: where the first tensor begins
+    bytes: int  # including the length before it; the first tensor begins here
 
     def by_name(self) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for tensor in self.tensors}
 
 
 class _InvalidHeader(ValueError):
-    """A description of what is wrong with a header, without the file's name."""
+    """Raised with a description of a header's problem, without the file's name."""
 
 
 def read_header(file: Path) -> Header:
-    """Read a file's header and nothing behind it. Raise RequestError for anything but a whole safetensors file."""
+    """Read only a file's header. Raise RequestError if the file is not a complete safetensors file."""
     try:
-        if not isfile(file):  # nor a pipe, which would be waited for
+        if not isfile(file):  # opening a pipe would block
             raise RequestError(f"there is no file {str(file)!r}; copy it, or save the model again")
         with file.open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -77,7 +82,7 @@ def read_header(file: Path) -> Header:
 
 
 def parse_header(content: bytes, *, file: Path, file_bytes: int) -> Header:
-    """Parse a header from ``content``, the file's beginning with at least the whole header. ``file`` only serves messages.
+    """Parse a header from ``content``, which begins with the whole header. ``file`` is used in messages.
 
     Raise RequestError for a header that is not valid."""
     try:
@@ -94,7 +99,7 @@ def _header_error(file: Path, problem: str) -> RequestError:
 
 
 def quote(text: object) -> str:
-    """Return the text's repr in at most about 100 characters, for a message of one line."""
+    """Return the text's repr, cut to about 100 characters, for a message on one line."""
     return SHORT_REPR.repr(text)
 
 
@@ -120,7 +125,7 @@ def _parse_json(text: bytes) -> dict[str, Any]:
             parse_float=_reject_number,
             parse_constant=_reject_number,
         )
-        if b"\\u" in text:  # the only way to write half of a surrogate pair
+        if b"\\u" in text:  # only an escape can be half of a surrogate pair
             json.dumps(document, ensure_ascii=False).encode()
     except _InvalidHeader:
         raise
@@ -142,7 +147,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_integer(text: str) -> int:
-    if text[0] == "-" or len(text) > 20:  # -0, too; 2**64 has 20 digits
+    if text[0] == "-" or len(text) > 20:  # rejects -0, too; 2**64 has 20 digits
         _reject_number(text)
     return int(text)
 

@@ -1,7 +1,7 @@
-"""Write a safetensors file piece by piece. Its header is known before and comes first, so no tensor is held whole.
+"""Write a safetensors file in chunks, so that no tensor is in memory as a whole. The header is known in advance.
 
-The file equals, to the byte, what the safetensors library writes, which must hold all tensors at once. The order is by dtype,
-the widest first, then by name.
+The file equals, to the byte, the file that the safetensors library writes, which needs all tensors in memory. Tensors are
+ordered by dtype, the widest first, then by name.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, METADAT
 from upshift.units import MIB
 
 CHUNK_BYTES = 16 * MIB
-ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # the library's own; BITS goes from narrow to wide
+ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # as in the library; BITS goes from narrow to wide
 
-OnBytes = Callable[[int], None]  # of bytes that were written, or read again
+OnBytes = Callable[[int], None]  # is called with the number of bytes that were written, or read again
 
 
 @dataclass(frozen=True)
 class NewTensor:
+    """A tensor to write."""
+
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
+    chunks: Callable[[], Iterable[memoryview]]  # its bytes in order; the next chunk may overwrite the one before
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +45,7 @@ def copy_tensor(stored: StoredTensor) -> NewTensor:
 
 
 def read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, all in the same buffer. Raise JobFailed if the file cannot be read, or has become shorter."""
+    """Yield a tensor's bytes, each chunk in the same buffer. Raise JobFailed if the file cannot be read or is too short."""
     remaining = stored.nbytes
     buffer = memoryview(bytearray(min(CHUNK_BYTES, remaining)))
     try:
@@ -68,7 +70,7 @@ def _read_fully(file: FileIO, chunk: memoryview) -> None:
 
 
 def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file with the tensors in this order, with the length before it."""
+    """Return the header of a file with the tensors in this order, including the length before it."""
     entries: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for tensor in tensors:
@@ -84,7 +86,7 @@ def sort_tensors(tensors: Iterable[NewTensor]) -> list[NewTensor]:
 
 
 def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], on_bytes: OnBytes) -> dict[str, str]:
-    """Return the SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
+    """Write a file, wait until it is on the disk, and return the SHA-256 of each tensor's bytes by its name."""
     hashes = {}
     with path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(encode_header(tensors, metadata)))
@@ -104,13 +106,13 @@ def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, 
 
 
 def _drop_from_page_cache(descriptor: int) -> None:
-    """Make the system write what it holds of the file now, rather than at the end, and forget it: reading again asks the disk."""
-    with suppress(AttributeError, OSError):  # not every system, and not every file system, can
+    """Make the system write the file's cached pages and drop them, so that a later read comes from the disk."""
+    with suppress(AttributeError, OSError):  # some systems and file systems cannot
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_file(path: Path, hashes: Mapping[str, str], on_bytes: OnBytes) -> None:
-    """Read the whole file again. Raise JobFailed if a tensor is not what was written."""
+    """Read the whole file again. Raise JobFailed if a tensor differs from what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     if stored.keys() != hashes.keys():
         raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")

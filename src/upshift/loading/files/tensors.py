@@ -1,6 +1,6 @@
-"""Map stored tensors as torch tensors without a copy, or read them into memory that exists already.
+"""Map stored tensors as torch tensors without a copy, read them into existing memory, or copy them to a GPU.
 
-Send stored tensors to a GPU through two buffers of pinned memory: one is filled while the other is sent.
+Copies to a GPU use two buffers of pinned memory: one is filled while the other is copied.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTE_DTYPES = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")  # dtypes that models compute in, by torch's names
 CHUNK_BYTES = 16 * MIB
-NUM_MAPPINGS = 64  # of all that is mapped, if it is large
+NUM_MAPPINGS = 64  # of a large checkpoint, about
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
@@ -39,7 +39,7 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def shape_of(stored: StoredTensor) -> tuple[int, ...]:
-    """Return the shape in torch's elements. An element of torch's F4 is two numbers in a byte."""
+    """Return the shape in torch's elements. An element of torch's F4 is a byte with two numbers."""
     if stored.dtype != "F4":
         return stored.shape
     if not stored.shape or stored.shape[-1] % 2:
@@ -53,22 +53,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """Return a private mapping: pages are read when they are touched, belong to the page cache, and are copied on writing."""
+    """Return a tensor as a private mapping: its pages are read on access, shared with the page cache, and copied on writing."""
     return SharedMappings([stored]).tensor(stored)
 
 
 class SharedMappings:
-    """Stored tensors in private mappings. Tensors that lie behind each other share a mapping.
+    """Stored tensors in private mappings, which contiguous tensors share.
 
-    A mapping lasts as long as any of its tensors is used. Linux maps 65,530 of a process (vm.max_map_count), and a model may
-    have more tensors. A mapping is a small part of a large checkpoint, so that code that takes weights out one by one does not
-    hold all of the file's pages to the end."""
+    Linux allows a process 65,530 mappings (vm.max_map_count), and a model may have more tensors. A mapping lasts as long as any
+    of its tensors. It covers only a small part of a large checkpoint, so that code that drops weights one by one also frees
+    their pages."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         tensors = list(tensors)
         max_mapping_bytes = max(sum(stored.nbytes for stored in tensors) // NUM_MAPPINGS, MIB)
         self._lock = threading.Lock()
-        self._pages: dict[int, mmap.mmap] = {}  # by the stretch
+        self._pages: dict[int, mmap.mmap] = {}  # by the number of the mapping
         self._bounds: list[tuple[Path, int, int]] = []
         self._mapping_of: dict[str, int] = {}
         for stored in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
@@ -109,14 +109,14 @@ class SharedMappings:
                 try:
                     with file.open("rb") as handle:
                         pages = mmap.mmap(handle.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
-                except (OSError, ValueError) as error:  # ValueError: the file is shorter now
+                except (OSError, ValueError) as error:  # ValueError: the file has become shorter
                     raise _unreadable(stored, error) from None
                 self._pages[number] = pages
             return self._pages[number]
 
 
 def read_into(stored: StoredTensor, destination: Tensor) -> None:
-    """Read into a tensor of the same shape, on any device, in its dtype. Beside the tensor no more than a piece is in memory."""
+    """Read into a tensor of the same shape, on any device, and convert to its dtype. This takes one chunk of extra memory."""
     dtype = dtype_of(stored)
     shape = shape_of(stored)
     if tuple(destination.shape) != shape:
@@ -148,6 +148,8 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
 
 
 class OpenFile:
+    """A file of weights that is open while the context is."""
+
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
 
@@ -162,14 +164,12 @@ class OpenFile:
         os.close(self._descriptor)
 
     def announce(self, offset: int, nbytes: int) -> None:
-        """Tell the system which bytes are read next, so that the disk is busy while others are converted."""
+        """Tell the system which bytes are read next, so that it reads them while others are converted."""
         if hasattr(os, "posix_fadvise"):  # Linux
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def fill(self, content: Tensor, offset: int) -> None:
-        """Fill ``content``, bytes in memory, from this byte of the file on.
-
-        One read of the system may give less than was asked for."""
+        """Fill ``content``, bytes in memory, from the file, starting at ``offset``. The system may need several reads."""
         view = content.numpy().data
         while view:
             try:
@@ -188,7 +188,7 @@ def _unreadable(stored: StoredTensor, error: object) -> RequestError:
 
 
 class Staging:
-    """The buffers of one load. Each thread that reads has buffers of its own."""
+    """The pinned buffers of one load. Each reading thread has its own."""
 
     def __init__(self) -> None:
         self._thread_local = threading.local()
@@ -196,7 +196,7 @@ class Staging:
     def read_into(self, stored: StoredTensor, destination: Tensor) -> None:
         """Read a tensor into ``destination``, which is contiguous and on a GPU, and convert it there.
 
-        Copies that are still on their way arrive before any later work of the destination's stream."""
+        Copies may still run when this returns, but finish before any later work on the destination's stream."""
         dtype = dtype_of(stored)
         flat = destination.detach().view(-1)
         count = CHUNK_BYTES // dtype.itemsize

@@ -1,4 +1,4 @@
-"""``upshift convert``: write the same weights in another dtype, as transformers has them after it loads them in that dtype."""
+"""Write a model's weights in another dtype (``upshift convert``), as transformers has them after loading in that dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrit
 from upshift.models.config import config_text
 from upshift.models.source import ModelSource
 
-CONVERTED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
-DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, and the one before
+CONVERTED_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+DTYPE_KEYS = ("dtype", "torch_dtype")  # the current name in a config.json, and the former one
 
 
 def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
     """Write a model's folder with its weights in another dtype.
 
-    Tensors of whole numbers stay as they are. Tensors that the model's class keeps in fp32 stay in fp32."""
+    Integer tensors stay as they are. Tensors that the model's class keeps in fp32 stay in fp32."""
     if dtype not in COMPUTE_DTYPES:
         raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTE_DTYPES))}")
     if Path(model).suffix == SUFFIX:
@@ -57,12 +57,16 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
 
 
 def config_with_dtype(config: Mapping[str, Any], dtype: str) -> bytes:
-    """Return config.json with this dtype at its top and in every part of it that names a dtype."""
+    """Return the config.json with this dtype at the top level, and in every part that names a dtype."""
 
-    def replace_dtype(value_: Any) -> Any:
-        if not isinstance(value_, dict):
-            return value_
-        return {key: dtype if key in DTYPE_KEYS and value is not None else replace_dtype(value) for key, value in value_.items()}
+    def replace_dtype(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        replaced = {}
+        for key, value in part.items():
+            names_dtype = key in DTYPE_KEYS and value is not None
+            replaced[key] = dtype if names_dtype else replace_dtype(value)
+        return replaced
 
     new_config = replace_dtype(dict(config))
     if not any(new_config.get(key) for key in DTYPE_KEYS):
@@ -71,9 +75,9 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> bytes:
 
 
 def _new_dtypes(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the new dtype of every tensor that is converted.
+    """Return the new dtype of every tensor to convert.
 
-    For a class that transformers does not have, the tensors that it keeps in fp32 cannot be known."""
+    Tensors that stay in fp32 are only known for classes of transformers."""
     new_dtypes = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in CONVERTED_DTYPES}
     if source.config["model_type"] in transformers.CONFIG_MAPPING:
         config = source.hf_config
@@ -93,9 +97,9 @@ def _to_new_tensor(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[
 
 
 def _converted_chunks(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
-    """Yield the converted bytes of a tensor, piece by piece.
+    """Yield the converted bytes of a tensor in chunks.
 
-    ``noted`` receives how many numbers became infinite: fp16 has no finite number above 65,504."""
+    Add to ``noted`` how many numbers became infinite: fp16 has no finite number above 65,504."""
     infinite = 0
     for chunk in read_chunks(stored):
         original = torch.frombuffer(chunk, dtype=DTYPES[stored.dtype])

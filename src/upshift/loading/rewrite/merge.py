@@ -1,9 +1,8 @@
-"""``upshift merge``: write the base model's weights with an adapter's changes, as peft's ``merge_and_unload`` gives them.
+"""Write a base model's weights with an adapter merged into them (``upshift merge``), as peft's ``merge_and_unload`` does.
 
-Merge into weights that transformers makes of several stored tensors, as experts of a layer, or that are parts of one.
-
-A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. Memory
-holds the weights of one group, twice.
+A group of stored tensors that transformers fuses on loading (as the experts of a layer), or splits, is converted to weights as
+loading does. peft's arithmetic changes the weights, and they are converted back as transformers' saving does. Memory holds the
+weights of one group, twice.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from upshift.loading.files.safetensors_writer import NewTensor, copy_tensor, rea
 from upshift.loading.files.tensors import DTYPE_NAMES, DTYPES, bytes_of, dtype_of, read_into, read_tensor, shape_of
 from upshift.loading.key_mapping import Group, NameMapping, convert_group, filled_shapes, map_names
 from upshift.loading.load import build_empty, resolve_class
-from upshift.loading.lora import MergedWeight, merged_rows
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.config import config_text
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
@@ -39,24 +37,17 @@ if TYPE_CHECKING:
 
     from upshift.loading.lora import MergedWeight
 
-
+# Prefixes of the tokenizer's files.
 TOKENIZER_PREFIXES = (
-    "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "spiece",
-    "sentencepiece",
-)
-AUTO_CLASSES = {  # as peft's AutoPeftModel classes choose
+    "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece",
+)  # fmt: skip
+AUTO_CLASSES = {  # by peft's task type, as peft's AutoPeftModel classes choose
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
-SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
-UNMERGEABLE = {  # fields of peft's LoraConfig
+SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
+UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
     "alora_invocation_tokens": "acts from some tokens on only",
     "arrow_config": "is chosen token by token",
     "layer_replication": "makes layers that the base model has not",
@@ -66,15 +57,17 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
 
 @dataclass(frozen=True)
 class MergedTensors:
-    tensors: list[NewTensor]  # under the names that they are stored by
+    """The tensors of the merged model."""
+
+    tensors: list[NewTensor]  # under their stored names
     is_untied: bool  # weights that were tied are now separate
-    lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
+    lost: dict[str, int]  # sizes of the weights that neither the base model nor the adapter has, by name
 
 
 def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     """Write the merged model.
 
-    Its weights equal peft's to the bit in fp32, and in bf16 and fp16, too, where peft merges on a CPU."""
+    Its weights equal peft's to the bit in fp32. In bf16 and fp16 they equal those that peft merges on a CPU."""
     folder = Path(adapter)
     lora = _read_adapter(folder)
     source, base = find_model_folder(str(lora.base_model_name_or_path))
@@ -123,7 +116,7 @@ def _read_adapter(folder: Path) -> LoraConfig:
             f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
             "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
-    config.init_lora_weights = False  # weights that are read need no random values first
+    config.init_lora_weights = False  # the weights are read, so they need no random values
     config.inference_mode = True
     return config
 
@@ -144,7 +137,7 @@ def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) 
 
 
 def _config_names_generator(config: PretrainedConfig, source: ModelSource, auto_class: Any) -> bool:
-    """Return whether the config names another class that does what the adapter was trained for: both generate text."""
+    """Return whether the config names a class that generates text, as the adapter's Auto class does."""
     generating = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     return auto_class in generating and bool(config.architectures) and resolve_class(config, source).can_generate()
 
@@ -165,12 +158,10 @@ def _merge_tensors(model: PreTrainedModel, lora: LoraConfig, folder: Path, check
         merged_weight = merged_weights.get(targets.get(name, ""))
         if name in fused_weights.tensors:
             tensors.append(fused_weights.tensors[name])
+        elif merged_weight is None or merged_weight.is_base:
+            tensors.append(copy_tensor(stored))
         else:
-            tensors.append(
-                copy_tensor(stored)
-                if merged_weight is None or merged_weight.is_base
-                else _to_new_tensor(name, stored, merged_weight)
-            )
+            tensors.append(_to_new_tensor(name, stored, merged_weight))
         if merged_weight is not None:
             written.add(merged_weight.key)
             origins[merged_weight.origin] = stored
@@ -178,23 +169,22 @@ def _merge_tensors(model: PreTrainedModel, lora: LoraConfig, folder: Path, check
     for name, merged_weight in merged_weights.items():
         if name in targets.values() or name in fused_weights.names:
             continue
-        if merged_weight.key not in written and (
-            merged_weight.replacement is not None or merged_weight.origin in origins
-        ):  # the adapter's, or untied
+        if merged_weight.key in written:
+            continue
+        if merged_weight.replacement is not None or merged_weight.origin in origins:  # the adapter has it, or it is now untied
             tensors.append(_to_new_tensor(name, origins.get(merged_weight.origin), merged_weight))
             written.add(merged_weight.key)
-        elif merged_weight.key not in written and name in parameters:
+        elif name in parameters:
             lost[name] = prod(merged_weight.shape)
-    tied = Counter(
-        origin for origin, _ in {(merged_weight.origin, merged_weight.key) for merged_weight in merged_weights.values()}
-    )
+    keys_by_origin = {(merged_weight.origin, merged_weight.key) for merged_weight in merged_weights.values()}
+    tied = Counter(origin for origin, _ in keys_by_origin)
     return MergedTensors(tensors, max(tied.values()) > 1, lost)
 
 
 def _tie_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Tie weights as from_pretrained does: two stored weights become one if they are the same.
+    """Tie weights as from_pretrained does: two weights that are both stored become one if their bytes are equal.
 
-    ``stored``: by the weight's name."""
+    ``stored``: the stored tensors by the weight's name."""
     missing = set(model.state_dict()) - stored.keys()
     for name, tied_name in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if name in stored and tied_name in stored and _have_equal_bytes(stored[name], stored[tied_name]):
@@ -216,8 +206,8 @@ def _to_new_tensor(name: str, stored: StoredTensor | None, merged_weight: Merged
     assert stored is not None
     if stored.shape != merged_weight.shape:
         raise RequestError(
-            f"{stored.file}: tensor {quote(stored.name)} is {list(stored.shape)} where config.json says {list(merged_weight.shape)}; "
-            "take both from one model"
+            f"{stored.file}: tensor {quote(stored.name)} is {list(stored.shape)} where config.json says "
+            f"{list(merged_weight.shape)}; take both from one model"
         )
     return NewTensor(name, stored.dtype, merged_weight.shape, partial(_merged_bytes, merged_weight, stored))
 
@@ -252,7 +242,7 @@ def _merged_config(config: Mapping[str, Any], model: PreTrainedModel, untied: bo
 def find_fused_weights(
     model: PreTrainedModel, names: NameMapping, tensors: Mapping[str, StoredTensor], merged_weights: Mapping[str, MergedWeight]
 ) -> FusedWeights:
-    """Return the names of the weights that are stored as several tensors, or as parts of one, and their changed tensors."""
+    """Return the names of the weights that are fused or split on loading, and the stored tensors that the adapter changes."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
     WEIGHT_CONVERSIONS.put(model, list(names.used_transforms))
     fused_weights = FusedWeights()
@@ -267,13 +257,15 @@ def find_fused_weights(
 
 
 class FusedWeights:
+    """The weights that are fused or split on loading."""
+
     def __init__(self) -> None:
-        self.names: set[str] = set()  # in the model
-        self.tensors: dict[str, NewTensor] = {}  # changed, by the names that they are stored by
+        self.names: set[str] = set()  # of all such weights of the model
+        self.tensors: dict[str, NewTensor] = {}  # the tensors that the adapter changes, by their stored names
 
 
 class _GroupMerge:
-    """The merging of one group. It runs when the first of its tensors is written. Each tensor is let go when it is written."""
+    """The merging of one group. It runs when its first tensor is written. Each tensor is freed when it is written."""
 
     def __init__(
         self,
@@ -310,6 +302,8 @@ class _GroupMerge:
         return {name: split[name].to(dtype_of(tensor)) for name, tensor in stored.items()}
 
     def _merge_weight(self, target: str, weight: Tensor) -> Tensor:
+        from upshift.loading.lora import merged_rows
+
         merged_weight = self._merged_weights.get(target)
         if merged_weight is None or merged_weight.is_base:
             return weight

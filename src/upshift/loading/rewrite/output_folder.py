@@ -1,7 +1,7 @@
-"""Manage the folder that a checkpoint is rewritten into: which request owns it, which files are whole, what a failure leaves.
+"""Manage the output folder of a rewritten checkpoint: its owner, its complete files, and its state after a failure.
 
-A file has its final name only when it is whole and on the disk. The manifest lists the whole shards, so that the same request
-goes on where it was stopped, and another one is refused.
+A file gets its final name only when it is complete and on the disk. The manifest lists the complete shards, so that the same
+request continues where it was stopped, and another request is rejected.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from upshift.units import MIB, format_bytes
 from upshift.value import Value
 
 MANIFEST = "upshift_manifest.json"
-PARTIAL = ".partial"  # behind a file's name until it is whole
-SPARE_BYTES = MIB  # of the disk: for index and manifest, and what a file system takes for itself
+PARTIAL = ".partial"  # suffix of a file's name until the file is complete
+SPARE_BYTES = MIB  # of the disk, for the index, the manifest and the file system
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Manifest(Value):
-    """The file beside the shards that names the request and lists the whole shards."""
+    """The file next to the shards that names the request and lists the complete shards."""
 
     request: str
-    made_of: str  # the same for the same request on the same files
-    shards: dict[str, dict[str, str]]  # of those that are whole: the SHA-256 of each tensor's bytes
+    made_of: str  # a hash of the request and its input files
+    shards: dict[str, dict[str, str]]  # for each complete shard, the SHA-256 of each tensor's bytes
     noted: dict[str, int]  # numbers to report to the user, by tensor
 
 
 class OutputFolder:
-    """The output folder of one request. While it is open it belongs to one process."""
+    """The output folder of one request. While it is claimed it belongs to one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class OutputFolder:
 
     @contextmanager
     def claimed(self, *, request: str, made_of: str) -> Iterator[None]:
-        """Read the manifest, or begin one, and hold the folder's lock.
+        """Hold the folder's lock while the context is open, and read the manifest or begin a new one.
 
         Raise RequestError if the folder belongs to another request."""
         self._create()
@@ -85,16 +85,16 @@ class OutputFolder:
                     f"--output {self.path} holds what another request made ({self.manifest.request}), or its input has changed "
                     "since; give another folder, or remove this one"
                 )
-        for entry in self.path.rglob(f"*{PARTIAL}"):  # of a run that was killed
+        for entry in self.path.rglob(f"*{PARTIAL}"):  # left by a run that was killed
             entry.unlink()
 
     def drop_shard(self, name: str) -> None:
-        """Forget a shard whose file is not as the manifest says."""
+        """Remove a shard whose file differs from the manifest, in memory only."""
         shards = {shard: hashes for shard, hashes in self.manifest.shards.items() if shard != name}
         self.manifest = self.manifest.changed(shards=shards)
 
     def add_shard(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
-        """Record that a shard is whole, so that a later run keeps it."""
+        """Record that a shard is complete, so that a later run keeps it."""
         shards = {**self.manifest.shards, name: hashes}
         self._save(self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted}))
 
@@ -109,13 +109,13 @@ class OutputFolder:
         free = shutil.disk_usage(self.path).free
         if num_bytes and free < num_bytes + SPARE_BYTES:
             raise RequestError(
-                f"--output {self.path} needs {format_bytes(num_bytes + SPARE_BYTES)} more and its disk has {format_bytes(free)} free; "
-                "free some, or give a folder on another disk"
+                f"--output {self.path} needs {format_bytes(num_bytes + SPARE_BYTES)} more and its disk has {format_bytes(free)} "
+                "free; free some, or give a folder on another disk"
             )
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[Path]:
-        """Yield a path to write a file to. It gets its final name when the block ends. It must be on the disk by then."""
+        """Yield a path to write a file to. The file must be on the disk when the block ends, and then gets its final name."""
         (self.path / name).parent.mkdir(exist_ok=True)
         partial = self.path / f"{name}{PARTIAL}"
         try:
@@ -138,7 +138,7 @@ class OutputFolder:
 
     @contextmanager
     def report_interruption(self, num_shards: int) -> Iterator[None]:
-        """Turn a failed write, or an interrupt by a person, into an error that says which files are safe."""
+        """Turn a failed write, or an interrupt by the user, into an error that says which files are complete."""
         try:
             yield
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Rewrite a checkpoint into a new folder, shard by shard. Each shard is read again and compared before it gets its name.
+"""Rewrite a checkpoint into a new folder, shard by shard, or only divide it into other files (``upshift shard``).
 
-``upshift shard``: write the same tensors into other files.
+Each shard is read again and compared before it gets its final name.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from upshift.value import Value
 
 MAX_SHARD_BYTES = 5 * GIGA
 
-Progress = Callable[[int, int], None]  # bytes that were written or read again, of how many
+Progress = Callable[[int, int], None]  # bytes that were written or read again, bytes in total
 
 
 @dataclass(frozen=True)
 class Rewrite:
+    """A request to write tensors and small files into a folder."""
+
     description: str  # the request, for messages
     folder: Path  # of the input
     tensors: Sequence[NewTensor]  # in the order in which they fill the shards
-    sources: Sequence[Path]  # every file that their bytes come from
+    sources: Sequence[Path]  # all files that the tensors' bytes come from
     metadata: Mapping[str, str]
-    documents: Mapping[str, bytes]  # small files by name, made
-    copies: Mapping[str, Path]  # small files by name, copied
+    documents: Mapping[str, bytes]  # content of new small files, by name
+    copies: Mapping[str, Path]  # small files to copy, by their new name
     max_shard_bytes: int = MAX_SHARD_BYTES
-    noted: dict[str, int] = field(default_factory=dict)  # filled while pieces are made
+    noted: dict[str, int] = field(default_factory=dict)  # numbers to report, which are added while tensors are written
 
     def identity(self) -> str:
-        """Return a hash that is the same for the same output of the same files.
+        """Return a hash of the request and its input files.
 
-        A file that was written again counts as another one."""
+        A file that was written again counts as another file."""
         stats = [(str(file.absolute()), file.stat()) for file in (*self.sources, *self.copies.values())]
         made_of = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors]
@@ -57,12 +59,14 @@ class Rewrite:
 
 
 class Rewritten(Value):
+    """The result of a rewrite."""
+
     output: Path
     tensors: int
     bytes: int
     shards: int
     kept_shards: int  # an earlier run had finished them
-    sha256: str  # of all names, dtypes, shapes and contents: the same however they are spread over files
+    sha256: str  # of all names, dtypes, shapes and contents, independent of their division into files
     seconds: float
     noted: dict[str, int]
 
@@ -70,7 +74,7 @@ class Rewritten(Value):
 def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
     """Write the checkpoint.
 
-    Raise RequestError if ``output`` is not for this request, and JobFailed if its disk fails or is full."""
+    Raise RequestError if ``output`` belongs to another request, and JobFailed if its disk fails or is full."""
     start = time.perf_counter()
     if output.resolve() == job.folder.resolve():
         raise RequestError(f"--output {output} is the input itself; give another folder")
@@ -88,9 +92,9 @@ def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
 
 
 def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTensor]]:
-    """Return the tensors of each file, by file name, as transformers' save_pretrained divides them.
+    """Return the tensors of each file, by file name, divided as by transformers' save_pretrained.
 
-    Tensors stay in order. A tensor larger than ``max_bytes`` has a file of its own."""
+    Tensors stay in order. A tensor larger than ``max_bytes`` gets its own file."""
     shards: list[list[NewTensor]] = []
     current: list[NewTensor] = []
     size = 0
@@ -109,18 +113,18 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
     if len(shards) == 1:
         return {WEIGHTS: sort_tensors(shards[0])}
     stem, suffix = os.path.splitext(WEIGHTS)
-    return {
-        f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": sort_tensors(tensors_)
-        for number, tensors_ in enumerate(shards, start=1)
-    }
+    files = {}
+    for number, shard_tensors in enumerate(shards, start=1):
+        files[f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"] = sort_tensors(shard_tensors)
+    return files
 
 
 def _count_finished_shards(
     folder: OutputFolder, shards: Mapping[str, list[NewTensor]], metadata: Mapping[str, str], copies: Sequence[Path]
 ) -> int:
-    """Return how many shards need not be written again.
+    """Return how many shards need not be written again, and check that the disk has room for the others.
 
-    They were read after they were written, so only their headers and sizes are checked now."""
+    The shards were read again when they were written, so only their headers and sizes are checked now."""
     bytes_to_write = 0
     for name, tensors in shards.items():
         file = folder.path / name
@@ -159,7 +163,7 @@ def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTens
         folder.write(INDEX, _index(shards))
     for name, source in job.copies.items():
         folder.copy(name, source)
-    for name, content in job.documents.items():  # config.json is among them: a folder with it has all weights
+    for name, content in job.documents.items():  # config.json is one of these: a folder that has it has all weights
         folder.write(name, content)
 
 
@@ -187,7 +191,7 @@ def _digest(tensors: Sequence[NewTensor], shards: Mapping[str, Mapping[str, str]
 
 
 def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress) -> Rewritten:
-    """Write the tensors in the order in which they are stored. A tied weight is written once or twice, as it was."""
+    """Write the tensors in their stored order. A tied weight is written as often as it is stored."""
     if max_shard_bytes < 1:
         raise RequestError(f"--max-shard-size {max_shard_bytes} leaves no room for a tensor; give a size such as 5GB")
     _, folder = find_model_folder(model)
