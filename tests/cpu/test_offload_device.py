@@ -153,7 +153,7 @@ def test_weights_that_wait_are_frozen_and_errors_of_the_disk_are_one_error(saved
     def broken(*_: object) -> None:
         raise JobFailed("the disk is gone")
 
-    monkeypatch.setattr("upshift.loading.offload.buffers._read", broken)
+    monkeypatch.setattr("upshift.loading.offload.buffers._read_views", broken)
     with pytest.raises(JobFailed, match="the disk is gone"):
         for _ in range(3):
             model(input_ids=torch.ones(1, 3, dtype=torch.long))
