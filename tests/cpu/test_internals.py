@@ -25,16 +25,16 @@ from upshift.training.distributed.context_parallel import document_of_each_token
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-from upshift.internals import internal
+from upshift.internals import lookup
 from upshift.internals.torch_names import COLLECTIVES
 import upshift
-find, gone = internal._find, []
+find, gone = lookup._import_name, []
 def without(name):
     if name == COLLECTIVES.name:
         return find(name)
     gone.append(name)
     raise AttributeError(name)
-internal._find, internal._mentions = without, lambda *_: False
+lookup._import_name, lookup._mentions = without, lambda *_: False
 for module in pkgutil.walk_packages(upshift.__path__, "upshift."):
     importlib.import_module(module.name)
 upshift.Trainer, upshift.Encoder, upshift.Generator
