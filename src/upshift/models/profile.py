@@ -246,7 +246,7 @@ class CachedLayers(Value):
 
 
 class Isolation(Value):
-    """Which tokens of a row or a batch affect a text's results, as tested on a small copy of the model with random weights."""
+    """The tokens of a row or a batch that affect a text's results, as tested on a small copy of the model."""
 
     proven: bool = False
     reason: str = Field("it was not tested", description="why nothing is proven; empty where it is")
