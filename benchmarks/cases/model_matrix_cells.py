@@ -25,7 +25,7 @@ from upshift.inference.generation.model import check_weights, generation_task
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.models.describe import attention_kernels
 from upshift.models.inspect import inspect
-from upshift.models.ops.block_attention import NAME as BLOCK
+from upshift.models.ops.block_attention import BLOCK_ATTENTION as BLOCK
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan

@@ -31,7 +31,7 @@ from upshift.hardware.cluster import join_hosts, measure_link
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import find_to_train
+from upshift.models.source import find_model_to_train
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import find_host
@@ -130,7 +130,7 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     from upshift.training.step import Stepper
 
     set_process(plan)
-    place, source = find_place(plan), find_to_train(str(folder / "model"))
+    place, source = find_place(plan), find_model_to_train(str(folder / "model"))
     model = prepare(load_or_build(source, plan, from_config=True, seed=1), plan, place)
     generator = np.random.default_rng(0)
     words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
@@ -213,7 +213,7 @@ def run(case: Case, folder: Path, options: Any) -> dict[str, Any]:
     here = find_host(None).cpu_alone()
     assert here.cpu is not None
     LlamaConfig(**(QUICK if options.quick else CONFIG)).save_pretrained(folder / "model")
-    source = find_to_train(str(folder / "model"))
+    source = find_model_to_train(str(folder / "model"))
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False, divided=True),))
     chosen = {name: layout for name, layout in LAYOUTS.items() if not options.quick or name in QUICK_LAYOUTS}
     plans = {name: plan_of(here, source.model_hash, layout, 2) for name, layout in chosen.items()}

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 from upshift import parent_process
 from upshift.importing import importing
-from upshift.internals.torch_names import cuda_was_asked
+from upshift.internals.torch_names import is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.settings import quiet_libraries
 
@@ -58,7 +58,7 @@ def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
             end_with(server)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            if cuda_was_asked():
+            if is_fork_after_cuda():
                 _begin_anew(request, said)
         except BaseException:  # a fork never returns into the server's code
             traceback.print_exc()

@@ -169,7 +169,7 @@ def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
 
 
 def test_what_cannot_be_tested_is_not_packed(monkeypatch):
-    monkeypatch.setattr(small_copy, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(small_copy, "MAX_PARAMETERS", 0)
     config = transformers.LlamaConfig(**DECODER)
     isolation = measure_isolation(config, transformers.LlamaForCausalLM, "causal-lm")
     assert not isolation.proven
@@ -239,7 +239,7 @@ def test_a_copy_has_every_kind_of_layer_and_small_sizes():
     config = transformers.Gemma3TextConfig()  # of 26 layers, five with a window to one without
     copy = next(small_copy.narrow_copies(config, transformers.Gemma3ForCausalLM))
     assert {*copy.layer_types} == {*config.layer_types} and copy.num_hidden_layers < config.num_hidden_layers
-    assert copy.hidden_size < config.hidden_size and copy.sliding_window == small_copy.SHORT
+    assert copy.hidden_size < config.hidden_size and copy.sliding_window == small_copy.SHORT_WINDOW
     assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
 
 

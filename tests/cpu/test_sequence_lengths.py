@@ -27,7 +27,7 @@ import upshift
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
 from upshift.models.profile_cache import positions_of
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths
 from upshift.models.source import find_model
 from upshift.models.tracing import trace
 from upshift.serving.engine.generation import Generating
@@ -86,7 +86,7 @@ def test_a_model_without_a_limit_has_none(kind: str, tmp_path: Path) -> None:
 def test_positions_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = find_model(written(tmp_path, *TABLES["gpt2"]))
     assert positions_of(source) == FEW
-    monkeypatch.setattr("upshift.models.describe.empty_positions", None)
+    monkeypatch.setattr("upshift.models.describe.source_max_positions", None)
     assert positions_of(source) == FEW
 
 
@@ -191,9 +191,9 @@ def test_a_server_expects_what_the_model_has_positions_for(few: str) -> None:
 def test_an_encoder_and_a_decoder_have_positions_apart(tmp_path: Path) -> None:
     source = find_model(written(tmp_path, *TABLES["bart"]))
     lengths = {"defaults": (128, 128), "options": ("--prompt-length", "--output-length")}
-    assert prompt_and_answer_of(source, None, None, **lengths) == (FEW, FEW - 1)
+    assert prompt_and_answer_lengths(source, None, None, **lengths) == (FEW, FEW - 1)
     with pytest.raises(RequestError, match=f"--output-length {FEW} .* at most {FEW - 1}"):
-        prompt_and_answer_of(source, None, FEW, **lengths)
+        prompt_and_answer_lengths(source, None, FEW, **lengths)
 
 
 @pytest.mark.parametrize("lengths", [(), ("--prompt-length", FEW, "--output-length", FEW - 1)])

@@ -18,7 +18,7 @@ from upshift.cli.options import Json, Model, SequenceLength
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.loading.placement.memory_limits import read_max_memory
-from upshift.loading.placement.place import CPU, DISK, Place, Placement
+from upshift.loading.placement.place import CPU, DISK, ModulePlacement, Placement
 from upshift.units import format_bytes, format_seconds
 
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")  # a layer's index in a module's name
@@ -27,15 +27,15 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")  # a layer's index in a module's name
 def show_placement(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
-    from upshift.loading.load import empty_with_files, place_empty
-    from upshift.loading.placement.apply import Where
+    from upshift.loading.load import build_empty_with_files, place_empty
+    from upshift.loading.placement.apply import PlacementOptions
     from upshift.models.sequence_length import sequence_length_of
     from upshift.models.source import find_model
 
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
-    empty, checkpoint = empty_with_files(source, dtype)
-    request = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    empty, checkpoint = build_empty_with_files(source, dtype)
+    request = PlacementOptions("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
         placement = place_empty(empty, checkpoint, request)
     if as_json:
@@ -60,7 +60,7 @@ def _print_placement(placement: Placement) -> None:
 
 def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
     """Yield (device, names, bytes, reason). Neighboring parts whose names differ by a number only share a row."""
-    group: list[Place] = []
+    group: list[ModulePlacement] = []
     for place in [*placement.modules, None]:
         if group and (place is None or _group_key(place) != _group_key(group[0])):
             first = group[0]
@@ -74,7 +74,7 @@ def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
             group.append(place)
 
 
-def _group_key(place: Place) -> tuple[str, str, str, int]:
+def _group_key(place: ModulePlacement) -> tuple[str, str, str, int]:
     return NUMBER.sub(".#", place.name), place.device, place.why, place.bytes
 
 

@@ -12,7 +12,7 @@ from upshift.cli import tables
 from upshift.cli.options import Json, Model, command_line_options
 from upshift.cli.tables import dim
 from upshift.errors import RequestError
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_of, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.units import GIB, format_count, format_seconds
 
@@ -71,7 +71,7 @@ def _lengths(source: ModelSource, length: int | None, new_tokens: int | None, *,
     if not generate:
         return sequence_length_of(source, length), LENGTHS[1]
     names = ("--sequence-length", "--max-new-tokens")
-    return prompt_and_answer_of(source, length, new_tokens, defaults=LENGTHS, options=names)
+    return prompt_and_answer_lengths(source, length, new_tokens, defaults=LENGTHS, options=names)
 
 
 def _memory_table(program: Any) -> Table:

@@ -22,7 +22,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.inference.tokenizer import tokenizer_files
 from upshift.inference.weights import files_identity, weights_identity
 from upshift.loading.output_lock import OutputLock, check_free, lock_file_beside
-from upshift.loading.rewrite.output_folder import FULL
+from upshift.loading.rewrite.output_folder import DISK_FULL_ERRORS
 from upshift.models.source import ModelSource
 from upshift.text import half_of_pair
 from upshift.value import Value
@@ -98,7 +98,7 @@ class Unfinished:
         try:
             yield
         except OSError as error:
-            reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
+            reason = "the disk is full" if error.errno in DISK_FULL_ERRORS else error.strerror or str(error)
             safe = f"its first {self._safe:,} rows are safe in {self.partial}, and the same command goes on behind them"
             if not self._safe:
                 self.partial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_gpus_are_used
 from upshift.inference.registry import EngineName, Precision, Task, check_engine
-from upshift.loading.files.checkpoint import INDEX, WEIGHTS, inside, read_index
+from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, read_index
 from upshift.loading.files.safetensors_header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
@@ -68,7 +68,7 @@ def weight_files(source: ModelSource) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
-        return [inside(folder, name) for name in read_index(folder / INDEX)]
+        return [checked_file(folder, name) for name in read_index(folder / INDEX)]
     exported = [(folder / name).with_suffix(".bin") for name in (OPENVINO_FILE, *OPENVINO_PARTS)]
     return [path for path in exported if path.is_file()]
 

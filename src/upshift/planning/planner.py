@@ -14,7 +14,7 @@ from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_gpus_are_used
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.analysis.explain import Reason, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
@@ -264,7 +264,7 @@ def plan(
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
 from upshift.value import Value
 
@@ -120,7 +120,7 @@ class TrainRequest(RunNumbers):
         }  # fmt: skip
 
     def source(self) -> ModelSource:
-        return find_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
 
     def arguments_for(self, steps: int) -> Arguments:
         """Return the arguments of a run of so many optimizer steps."""

@@ -32,9 +32,9 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.build import build_model, choose_class, find_stacks, forget_cache
+from upshift.models.build import build_model, choose_class, disable_cache, find_stacks
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
@@ -116,8 +116,8 @@ def load_elsewhere(
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
-    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
+    where = PlacementOptions(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
+    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, placement_options=where)
 
 
 def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
@@ -349,7 +349,7 @@ def no_cache(model: nn.Module) -> Iterator[None]:
     In training they cost memory, and with them transformers looks for no texts that share a row. The setting goes into the
     config, because a class may take it from there alone. Afterwards the config is as it was.
     """
-    caching = forget_cache(model)
+    caching = disable_cache(model)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from upshift import parent_process
 from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
-from upshift.internals.torch_names import DEFAULT_STORE, cuda_was_asked
+from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
 from upshift.settings import OwnRank, environment_of_rank, take_own_rank
@@ -93,7 +93,7 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
     try:
         end_with(parent)
         own = OwnRank(rank=rank, port=port)
-        if cuda_was_asked():
+        if is_fork_after_cuda():
             command = parent_process.begin_again()
             os.execve(command[0], command, environment_of_rank(own))
         _be_rank(own, plan, work, request)

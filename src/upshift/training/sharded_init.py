@@ -60,7 +60,7 @@ def build_to_fill(
         model = model_class(config)
     model.tie_weights()
     filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=dtype)
-    made = {name for group in filling.names.groups for name in filling.filled(group)}
+    made = {name for group in filling.names.groups for name in filling.filled_shapes(group)}
     filling._check_shapes()
     tied = dict(model.all_tied_weights_keys)
     missing = [name for name, weight in model.named_parameters() if name not in made and not _twin(name, tied) & made]
@@ -98,7 +98,7 @@ def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
-        filled = {name: tied.get(name, name) for name in empty.filling.filled(group)}
+        filled = {name: tied.get(name, name) for name in empty.filling.filled_shapes(group)}
         here = {name: targets[known] for name, known in filled.items() if known in targets}
         if not here:
             continue

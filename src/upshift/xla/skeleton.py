@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.torch_names import BUFFERS, PARAMETERS, tree_map
 from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
-from upshift.loading.load import build_empty, class_of
+from upshift.loading.load import build_empty, resolve_class
 from upshift.models.source import ModelSource
 from upshift.xla import experts
 
@@ -36,7 +36,7 @@ def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreT
     them no memory. Buffers that no checkpoint holds are computed."""
     config = source.hf_config
     config.dtype = dtype
-    model = build_empty(class_of(config, source), config, dtype)
+    model = build_empty(resolve_class(config, source), config, dtype)
     stored = set(model.state_dict())
     _allocate(model, dtype)
     for name in stored:

@@ -22,7 +22,7 @@ from upshift.cli.plan import questions
 from upshift.cli.plan.questions import refuse_unused
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
-from upshift.models.source import find_to_train
+from upshift.models.source import find_model_to_train
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.planner import Planning, plan_training
@@ -76,7 +76,7 @@ def command(
     asked.check(on)
     _check_data_options(risk, data, text_column)
     allowed = check_allow(split(allow))
-    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,

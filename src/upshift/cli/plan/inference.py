@@ -11,7 +11,7 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.errors import RequestError
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.inference.plan import InferenceWorkload
@@ -53,7 +53,7 @@ def fill_lengths(
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
     options = ("--prompt-length", "--output-length")
-    lengths = prompt_and_answer_of(source, prompt, output, defaults=LENGTHS, options=options)
+    lengths = prompt_and_answer_lengths(source, prompt, output, defaults=LENGTHS, options=options)
     return (*lengths, concurrency), DEFAULT_SEQUENCE_LENGTH
 
 

@@ -23,7 +23,7 @@ from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
 from upshift.inference.registry import build_engine
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
-from upshift.models.config import alike_positions_in
+from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
 
@@ -80,7 +80,7 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        whole, alike = positions_of(self.source), alike_positions_in(self.source.hf_config.get_text_config(decoder=True))
+        whole, alike = positions_of(self.source), stable_positions_in(self.source.hf_config.get_text_config(decoder=True))
         self.longest = min((limit for limit in (whole, alike) if limit is not None), default=None)
         self._positions = "positions" if self.longest == whole else "positions up to the next factor of longrope"
         self._untold: set[str] | None = None  # names of generation_config.json that are not done here; None: it is not read yet

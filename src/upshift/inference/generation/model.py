@@ -15,7 +15,7 @@ from upshift.inference.registry import Device, EngineSetup, Precision, Task
 from upshift.inference.weights import free_memory, needed_memory, stored_for, weights_size
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.loading.placement.memory_limits import USABLE_SHARE, read_device, read_size
 from upshift.models.build import find_architecture
 from upshift.models.config import heads_of, window_of
@@ -59,10 +59,10 @@ def generation_task(source: ModelSource) -> Task:
 def check_weights(source: ModelSource) -> None:
     """Raise RequestError if the files lack weights of the model. Only the headers of the files are read."""
     from upshift.loading.fill import check_files
-    from upshift.loading.load import empty_of
+    from upshift.loading.load import build_empty_model
 
     if stored_for(source) is None:  # other weights are in a form that only one engine knows
-        check_files(source, empty_of(source))
+        check_files(source, build_empty_model(source))
 
 
 def attends_to_all(source: ModelSource) -> bool:
@@ -81,13 +81,15 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads.keys * heads.width)
 
 
-def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: Where | None = None) -> Any:
+def load_model(
+    source: ModelSource, precision: Precision, device: Device = "cpu", *, where: PlacementOptions | None = None
+) -> Any:
     from upshift.inference.torch_settings import DTYPES
     from upshift.loading.load import load_source
 
     generation_task(source)
     if where is not None:
-        return load_source(source, where=where)
+        return load_source(source, placement_options=where)
     model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"))  # the type of transformers' ``to`` takes no device
     return model.to(device)
 
@@ -137,7 +139,7 @@ def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int,
 
 def divide(
     source: ModelSource, host: Host, quality: Quality, max_memory: Mapping[str | int, str | int] | None, *, rows: int, tokens: int
-) -> tuple[EngineSetup, Where, str]:
+) -> tuple[EngineSetup, PlacementOptions, str]:
     """Return the setup, where its weights go, and why. Raise NothingFits if not even one layer at a time fits, or if
     the requested quality is one that the files' dtype may not have."""
     assert source.directory is not None
@@ -150,8 +152,8 @@ def divide(
             f"partly from the disk, and how near that is was not measured: allow it with --quality {UNMEASURED}, or free memory"
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free) if free is not None else 0}
-    where = Where("auto", limits, batch=rows, sequence_length=tokens)
-    placement = place_source(source, where=where)
+    where = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
+    placement = place_source(source, placement_options=where)
     speed = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
     reason = (
         f"no race: transformers in fp32 takes {format_bytes(needed_memory(source, 'fp32'))}, and {format_bytes(free or 0)} is "

@@ -52,7 +52,7 @@ class GenerationOptions(Value):
 
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
     """Return the options. Raise RequestError for a name or a value that is not possible, with what is possible."""
-    return merge_options(GenerationOptions, source, given, only_asked=ONLY_ASKED)
+    return merge_options(GenerationOptions, source, given, user_only=ONLY_ASKED)
 
 
 def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabulary: int) -> None:

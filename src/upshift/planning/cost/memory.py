@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from upshift.models.profile import ModelProfile, StepTrace, highest
+from upshift.models.profile import ModelProfile, StepTrace, highest_at
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes
 from upshift.planning.cost.partition import (
@@ -88,7 +88,7 @@ def offer_forward_peaks(
     for item in placed:
         cost = item.segment.forward
         own_part = "loss" if item.is_loss else "activations"
-        rise = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch
+        rise = max(highest_at(cost.rise, batch, sequence), 0.0) + item.scratch
         left_bytes = cost.left.at(batch, sequence)
         released_here = cost.released.at(batch, sequence)
         if plan.activation_offload and item.is_layer:
@@ -426,7 +426,7 @@ def _half_logits_bytes(logits: float, plan: Plan, stage: Stage) -> float:
 
 
 def _recomputed_bytes(placed: list[PlacedSegment], batch: int, sequence: int) -> float:
-    rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
+    rises = [highest_at(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
     return max(rises, default=0.0)
 
 
@@ -501,7 +501,7 @@ def _evaluation_parts(profile: ModelProfile, trace: StepTrace, plan: Plan, shape
     rises = {"activations": 0.0, "loss": 0.0}
     for item in placed:
         name = "loss" if item.is_loss else "activations"
-        rises[name] = max(rises[name], highest(item.segment.forward.rise, batch, sequence) + item.scratch)
+        rises[name] = max(rises[name], highest_at(item.segment.forward.rise, batch, sequence) + item.scratch)
     if rises["loss"] >= rises["activations"]:
         return {"activations": hidden_bytes, "loss": rises["loss"]}
     return {"activations": hidden_bytes + rises["activations"]}

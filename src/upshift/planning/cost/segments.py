@@ -39,10 +39,10 @@ from dataclasses import dataclass
 
 from upshift.models.profile import (
     LOSS_CHUNK_TOKENS,
-    GradientsGo,
     ModelProfile,
     PassCost,
     Polynomial,
+    ReleasedGradients,
     Segment,
     StackTrace,
     StepTrace,
@@ -117,12 +117,12 @@ def _lower_rise(cost: PassCost, saving: Polynomial) -> PassCost:
     return cost.model_copy(update={"rise": tuple(add(term, scale(saving, -1.0)) for term in cost.rise)})
 
 
-def _lower_gradient_moments(gradients_go: GradientsGo | None, saving: Polynomial) -> GradientsGo | None:
+def _lower_gradient_moments(gradients_go: ReleasedGradients | None, saving: Polynomial) -> ReleasedGradients | None:
     if gradients_go is None:
         return None
     rise = tuple(add(term, scale(saving, -1.0)) for term in gradients_go.rise)
     moments = tuple((size, add(live, scale(saving, -1.0))) for size, live in gradients_go.moments)
-    return GradientsGo(rise=rise, moments=moments, born=gradients_go.born)
+    return ReleasedGradients(rise=rise, moments=moments, born=gradients_go.born)
 
 
 def _free_less(cost: PassCost, saving: Polynomial) -> PassCost:

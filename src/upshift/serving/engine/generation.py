@@ -25,7 +25,7 @@ from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.loading.placement.memory_limits import read_max_memory
-from upshift.models.sequence_length import prompt_and_answer_of
+from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.scheduler import Likely, Pace, Scheduler, Ticket
 from upshift.serving.engine.warmup import PROOF_TOKENS, prove
 from upshift.serving.messages import EXPECTED, Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused, TokenScore
@@ -140,7 +140,7 @@ class Generating:
             request.model, quality=request.quality, engine=request.engine, max_ttft_ms=request.max_ttft_ms,
             max_tpot_ms=request.max_tpot_ms, max_memory=memory, race_seconds=request.race_seconds,
         )  # fmt: skip
-        self.prompt_length, self.output_length = prompt_and_answer_of(
+        self.prompt_length, self.output_length = prompt_and_answer_lengths(
             self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED,
             options=("--prompt-length", "--output-length"),
         )  # fmt: skip

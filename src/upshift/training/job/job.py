@@ -92,7 +92,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     source = job.source()
     problem = why_not_isolated(isolation_of(source), job.plan)
     if problem is None and job.plan.layout != ALONE:
-        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
+        problem = cannot_run(job.plan, Tracer(source).full_model(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.arguments import Arguments
@@ -42,4 +42,4 @@ class Job(Value):
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:
-        return find_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

@@ -25,7 +25,7 @@ from upshift.benchmarking.meters import (
 )
 from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
 from upshift.models.profile import num_sides
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
@@ -102,7 +102,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     place = find_place(plan)
     base = held_bytes(plan) + bytes_left_with_parent()
     begin_held_peak(plan)
-    source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
+    source = find_model_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, place)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.registry import EngineSetup
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.source import ModelSource
 
 
@@ -104,7 +104,7 @@ class DecoderBuild(NamedTuple):
     source: ModelSource
     setup: EngineSetup
     folder: Path
-    where: Where | None = None
+    where: PlacementOptions | None = None
 
 
 class Padding:

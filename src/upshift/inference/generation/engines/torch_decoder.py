@@ -25,7 +25,7 @@ from upshift.inference.generation.prefix import Remainder, remainder
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import UNLIKE, computing, layers_to_compile
 from upshift.models.generation_config import start_token
-from upshift.models.kv_cache import cache_argument, check_kept
+from upshift.models.kv_cache import cache_argument, check_cache_filled
 
 
 class TorchDecoder(NoMixing):
@@ -94,7 +94,7 @@ class TorchDecoder(NoMixing):
     def _compute(self, left: Remainder, cache: Any) -> np.ndarray:
         for part in left.parts():
             logits = self._run(part.ids, part.mask, part.positions, cache)
-        check_kept(self.model, cache)
+        check_cache_filled(self.model, cache)
         return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
@@ -153,7 +153,7 @@ class TorchSeq2Seq(NoExtension):
             found = self.model.get_encoder()(input_ids=torch.from_numpy(ids).to(self.model.device), attention_mask=self._mask)
         self._output, self._encoded = type(found), found.last_hidden_state
         logits = self.step(np.full(len(ids), self._start))
-        check_kept(self.model, self._cache)
+        check_cache_filled(self.model, self._cache)
         return logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
