@@ -40,7 +40,8 @@ class MissingInternal(RequestError):
 
     def __init__(self, *, library: str, version: str, name: str, feature: str, instead: str = "") -> None:
         older = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
-        self.library, self.name = library, name
+        self.library = library
+        self.name = name
         ways = f"{instead}, or {older}" if instead else older
         shown = version or "(not installed)"
         super().__init__(f"{feature} needs {name}, which {library} {shown} does not have; {ways}")

@@ -37,8 +37,10 @@ class Ending(Value):
 
 class ForkServer:
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process, self._folder = process, folder
-        self._log, self._read = folder / "log", 0
+        self._process = process
+        self._folder = folder
+        self._log = folder / "log"
+        self._read = 0
         self._child: int | None = None
         self._interrupted = False
 

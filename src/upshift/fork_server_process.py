@@ -99,7 +99,8 @@ def _work(worker: ModuleType, request: Path, said: TextIO) -> NoReturn:
 
 
 def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
-    deadline, timed_out = time.monotonic() + limit_seconds, False
+    deadline = time.monotonic() + limit_seconds
+    timed_out = False
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

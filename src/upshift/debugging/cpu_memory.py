@@ -186,7 +186,8 @@ def _room(total: int, free: int, origin: str, needed: float | None, root: Path) 
 
 
 def _swap(kib: dict[str, int]) -> Iterator[Finding]:
-    total, free = kib.get("SwapTotal", 0), kib.get("SwapFree", 0)
+    total = kib.get("SwapTotal", 0)
+    free = kib.get("SwapFree", 0)
     used = total - free
     if used > SWAP_NOTICED * kib.get("MemTotal", 0) and used:
         yield warning(

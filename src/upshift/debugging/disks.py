@@ -35,7 +35,8 @@ def usage(folder: Path) -> Usage:
 def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield findings about a folder. ``option``: how a user names another folder for this purpose."""
     there = _existing(folder)
-    subject, kind = f"{purpose} folder", _filesystem(there, root)
+    subject = f"{purpose} folder"
+    kind = _filesystem(there, root)
     if not there.is_dir():
         yield error(subject, what=f"{there} is not a folder", evidence=kind, fix=option)
         return
@@ -134,10 +135,12 @@ def _existing(folder: Path) -> Path:
 
 def _filesystem(folder: Path, root: Path) -> str:
     """Return the kind of a folder's file system, by the longest mount point above the folder."""
-    best, kind = "", "file system unknown"
+    best = ""
+    kind = "file system unknown"
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         point = left.split()[4]
         if (folder == Path(point) or Path(point) in folder.parents) and len(point) >= len(best):
-            best, kind = point, right.split()[0]
+            best = point
+            kind = right.split()[0]
     return kind

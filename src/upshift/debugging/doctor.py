@@ -34,7 +34,9 @@ from upshift.units import MIB
 from upshift.value import Value
 from upshift.versions import installed_versions, torch_cuda
 
-QUICK_BYTES, WHOLE_BYTES = 16 * MIB, 256 * MIB  # written to each folder and read back
+# written to each folder and read back
+QUICK_BYTES = 16 * MIB
+WHOLE_BYTES = 256 * MIB
 TOOL_SECONDS = 5
 ROOT = Path("/")
 
@@ -75,7 +77,8 @@ def _machine(host: Host, output: Path, probe_bytes: int, needed_bytes: float | N
 
 
 def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
-    variables, ranks = read_library_variables(), read_ranks()
+    variables = read_library_variables()
+    ranks = read_ranks()
     built, is_known = torch_cuda()
     yield from examine_requirements()
     yield from examine_cuda(gpus, built, is_known, variables)

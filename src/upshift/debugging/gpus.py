@@ -13,14 +13,23 @@ from upshift.hardware.nvml import GpuPair, Gpus, GpuState
 from upshift.units import GIB, MIB, format_bytes
 
 # Bits of nvmlClocksThrottleReasons. Idle, application clocks and display are no fault.
-HW_THERMAL, SW_THERMAL, HW_BRAKE, HW_SLOWDOWN, POWER_CAP, SYNC_BOOST = 0x40, 0x20, 0x80, 0x8, 0x4, 0x10
-HOT, TOO_HOT = 80, 84  # degrees: below 80 is good, throttling begins at 84 to 90 (the custom hardware guide)
+HW_THERMAL = 0x40
+SW_THERMAL = 0x20
+HW_BRAKE = 0x80
+HW_SLOWDOWN = 0x8
+POWER_CAP = 0x4
+SYNC_BOOST = 0x10
+# degrees: below 80 is good, throttling begins at 84 to 90 (the custom hardware guide)
+HOT = 80
+TOO_HOT = 84
 LIMITED = 0.9  # of the default power limit
 BUSY = 50  # percent; PCIe and clocks of an idle GPU are lowered on purpose
 PSU_SHARE = 0.8  # of the rated power: GPUs draw more than their limit for milliseconds
 NOTICED_BYTES = 256 * MIB
 POWER_STEP = 5  # watts
-EXCLUSIVE, PROHIBITED = 3, 2  # nvmlComputeMode_t
+# nvmlComputeMode_t
+EXCLUSIVE = 3
+PROHIBITED = 2
 
 
 def examine_gpus(gpus: Gpus, *, psu_watts: float | None, process_name: Callable[[int], str | None]) -> Iterator[Finding]:
@@ -83,7 +92,8 @@ def _heat(gpu: GpuState) -> Iterator[Finding]:
 
 
 def _power(gpu: GpuState) -> Iterator[Finding]:
-    default, limit = gpu.default_limit_watts, gpu.limit_watts
+    default = gpu.default_limit_watts
+    limit = gpu.limit_watts
     reasons = gpu.throttle_reasons or 0
     if default and limit and limit < LIMITED * default:
         yield _of(
@@ -144,7 +154,8 @@ def _psu(states: tuple[GpuState, ...], psu_watts: float | None) -> Iterator[Find
 
 
 def _pcie(gpu: GpuState) -> Iterator[Finding]:
-    width, widest = gpu.pcie_width, gpu.max_pcie_width
+    width = gpu.pcie_width
+    widest = gpu.max_pcie_width
     now = f"PCIe {gpu.pcie_generation}.0 x{width}; card and slot can do {gpu.max_pcie_generation}.0 x{widest} (NVML)"
     seat = (
         f"take the card out and seat it again, in a slot that is wired x{widest}; look for other cards that share its lanes: "
@@ -301,7 +312,8 @@ WORDS = {
     40: "cross host bridges of one CPU socket (NODE)",
     50: "cross the CPU sockets (SYS)",
 }
-NVLINK, ACROSS = -1, 50
+NVLINK = -1
+ACROSS = 50
 
 
 def examine_topology(gpus: Gpus) -> Iterator[Finding]:
@@ -361,7 +373,8 @@ def _names(pairs: list[tuple[int, ...]]) -> str:
 
 def best_order(count: int, ways: Mapping[frozenset[int], int]) -> list[int]:
     """Return GPUs two by two, each with the best partner that is left; pairs that are near each other follow each other."""
-    left, order = list(range(count)), list[int]()
+    left = list(range(count))
+    order = list[int]()
     while left:
         last = order[-1] if order else None
         first = min(left, key=lambda gpu: (ways[frozenset((last, gpu))] if last is not None else 0, gpu))

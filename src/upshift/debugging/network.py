@@ -105,7 +105,8 @@ def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iter
     """Yield findings about the connections to the other hosts. ``wait_seconds``: how long the others may take to start."""
     if len(hosts) < 2:
         raise RequestError(f"--hosts {','.join(hosts)} names one host; name all, as a,b, and start the command on each")
-    me, deadline = own_place(hosts), time.monotonic() + wait_seconds
+    me = own_place(hosts)
+    deadline = time.monotonic() + wait_seconds
     try:
         server = Server(port)
     except OSError as failure:
@@ -188,7 +189,8 @@ def _talk(connection: socket.socket) -> tuple[Reached, int]:
                 raise ConnectionResetError(errno.ECONNRESET, "closed in the middle")
             return answer
 
-        block, times = bytes(CHUNK), []
+        block = bytes(CHUNK)
+        times = []
         for _ in range(PINGS):
             start = time.perf_counter()
             ask(b"ping")

@@ -69,7 +69,9 @@ def _pair(one: int, two: int, rank: int, device: torch.device) -> tuple[float, f
     """Return the round trip in seconds and the bytes per second, on the first of the two ranks. Others wait at the barrier."""
     found = None
     if rank in (one, two):
-        peer, small, large = one + two - rank, torch.zeros(1, device=device), torch.ones(BULK_BYTES // 4, device=device)
+        peer = one + two - rank
+        small = torch.zeros(1, device=device)
+        large = torch.ones(BULK_BYTES // 4, device=device)
         times = [_there_and_back(small, peer, first=rank == one) for _ in range(PINGS)]
         bulk = min(_there_and_back(large, peer, first=rank == one) for _ in range(2))
         found = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == one else None

@@ -105,14 +105,19 @@ class DebugUnderflowOverflow:
     ) -> None:
         if max_frames_to_save < 1:
             raise RequestError(f"max_frames_to_save={max_frames_to_save}: give 1 or more, such as 21")
-        self.model, self.trace_batch_nums, self.abort_after_batch_num = model, set(trace_batch_nums or ()), abort_after_batch_num
+        self.model = model
+        self.trace_batch_nums = set(trace_batch_nums or ())
+        self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
         self.findings: list[Finding] = []
         self._last: deque[Frame] = deque(maxlen=max_frames_to_save)
-        self._tell, self._trends, self._warned = tell, Trends(), set[tuple[str, str]]()
+        self._tell = tell
+        self._trends = Trends()
+        self._warned = set[tuple[str, str]]()
         self._frames: list[Frame] = []  # of this batch
         self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read together, at the end of the batch
-        self._open, self._bad_data = False, False
+        self._open = False
+        self._bad_data = False
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id: the tensor, its version, its range
         self._weights: dict[str, tuple[int, int, Reading]] = {}
         self._names = {module: name for name, module in model.named_modules()}
@@ -154,8 +159,10 @@ class DebugUnderflowOverflow:
         for frame in sorted([*frames, *compiled], key=lambda frame: self._order[frame.module]) if compiled else frames:
             self._add(frame)
         self._open = False
-        frames, self._frames = self._frames, []
-        number, self.batch_number = self.batch_number, self.batch_number + 1
+        frames = self._frames
+        self._frames = []
+        number = self.batch_number
+        self.batch_number = self.batch_number + 1
         if number not in self.trace_batch_nums:
             for finding in self._trends.add(frames):
                 self._warn(finding)
@@ -200,7 +207,8 @@ class DebugUnderflowOverflow:
         return measured
 
     def _read_pending(self) -> list[Frame]:
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         frames = []
         each = iter(numbers([found for _, _, ranges in pending for _, _, found in ranges]))
         for name, kind, ranges in pending:

@@ -37,7 +37,8 @@ def read_plan_needs(path: Path) -> PlanNeeds:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         best = document["plans"][0]
-        plan, predicted = best["plan"], best["predicted"]
+        plan = best["plan"]
+        predicted = best["predicted"]
         held = predicted.get("resident_gib") or predicted["peak_gib"]  # resident_gib: of a training plan
         num_hosts = (document.get("host") or document.get("lock", {}).get("host") or {}).get("num_nodes", 1)
         return PlanNeeds(device=plan["device"], per_host=-(-_count_devices(plan) // num_hosts), bytes_each=held * GIB)

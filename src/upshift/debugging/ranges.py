@@ -171,7 +171,8 @@ def _climbs(frame: Frame, reading: Reading, words: str, block: str) -> Finding:
 
 def climbing(past: list[float], dtype: str) -> str | None:
     """Return in words how the largest numbers of the last batches come near the limit; None: nothing to fear."""
-    limit, now = LIMITS[dtype][0], past[-1]
+    limit = LIMITS[dtype][0]
+    now = past[-1]
     if not 0 < now < math.inf:
         return None
     if now > limit / NEAR:

@@ -10,7 +10,9 @@ from upshift.hardware.spec import Gpu, Host, Measured
 from upshift.units import GIGA, TERA
 
 PROBED_FLOPS = 2 * 8192**3  # of the matrix product that the probe times on a GPU
-USUAL_SHARE, USUAL_MEMORY = 0.6, 0.7  # of the datasheet's peaks, where no fit for the product is known
+# of the datasheet's peaks, where no fit for the product is known
+USUAL_SHARE = 0.6
+USUAL_MEMORY = 0.7
 USUAL_COPY = 0.75  # of PCIe's rate, from pinned memory
 TOLERATED = 0.75  # of what is expected
 

@@ -208,7 +208,8 @@ def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
 def _ending(run: dict[str, Any] | None, reports: list[RankReport], output: Path) -> Iterator[Finding]:
     if run is None:
         return
-    steps, asked = len(run.get("tokens", ())), run.get("arguments", {}).get("max_steps")
+    steps = len(run.get("tokens", ()))
+    asked = run.get("arguments", {}).get("max_steps")
     newest = max((int(path.name[11:]) for path in output.glob("checkpoint-*") if path.name[11:].isdigit()), default=None)
     kept = "no checkpoint" if newest is None else f"newest checkpoint: {newest}"
     if run.get("finished"):

@@ -14,11 +14,18 @@ from upshift.units import MIB, format_bytes
 
 SETTLING = 3  # steps that allocate and compile
 EVERY = 4  # steps between two looks: medians take longer than noting a step
-WINDOW, ENOUGH = 16, 8  # steps that are looked at, and the fewest
-DATA_SHARE, DATA_SECONDS = 0.2, 0.005  # of a step, spent waiting for its batch: less is no fault worth a word
+# steps that are looked at, and the fewest
+WINDOW = 16
+ENOUGH = 8
+# of a step, spent waiting for its batch: less is no fault worth a word
+DATA_SHARE = 0.2
+DATA_SECONDS = 0.005
 COMPILING_STEPS = 4  # steps of the window that compiled: shapes that come once each are no fault
-LEAK_STEPS, QUARTERS = 32, 4
-LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.005  # of growth in LEAK_STEPS: absolute, and of what the process holds
+LEAK_STEPS = 32
+QUARTERS = 4
+# of growth in LEAK_STEPS: absolute, and of what the process holds
+LEAK_BYTES = 16 * MIB
+LEAK_SHARE = 0.005
 
 RECOMPILE_FIX = (
     "pad to few widths: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=64), drop_last=True; or upshift train ... --set "

@@ -87,7 +87,8 @@ def _data(facts: TpuFacts) -> Finding:
 
 
 def _machine(facts: TpuFacts) -> Finding:
-    name, evidence = "4 a TPU VM", f"{facts.chips} device files of TPUs in /dev"
+    name = "4 a TPU VM"
+    evidence = f"{facts.chips} device files of TPUs in /dev"
     if facts.chips:
         return ok(name, what="this machine has TPU chips", evidence=evidence)
     return hint(

@@ -44,7 +44,8 @@ def _cores(group: _Group) -> float | None:
     if group.version == 2:
         quota, _, period = read_text(group.path / "cpu.max").partition(" ")
     else:
-        quota, period = read_text(group.path / "cpu.cfs_quota_us"), read_text(group.path / "cpu.cfs_period_us")
+        quota = read_text(group.path / "cpu.cfs_quota_us")
+        period = read_text(group.path / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
@@ -56,7 +57,8 @@ def _memory(group: _Group) -> tuple[int, int] | None:
     names = ("memory.max", "memory.current", "inactive_file")
     if group.version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit, used = read_text(group.path / names[0]), read_text(group.path / names[1])
+    limit = read_text(group.path / names[0])
+    used = read_text(group.path / names[1])
     if not limit.isdigit() or int(limit) >= UNLIMITED:
         return None
     reclaimable = dict(line.split() for line in read_text(group.path / "memory.stat").splitlines()).get(names[2], "0")
@@ -73,9 +75,11 @@ def _ancestors(root: Path, controller: str) -> Iterator[_Group]:
         mount_root, mount_point = left.split()[3:5]
         kind, *_, super_options = right.split()
         if kind == "cgroup2":
-            version, own = 2, membership.get("")
+            version = 2
+            own = membership.get("")
         elif kind == "cgroup" and controller in super_options.split(","):
-            version, own = 1, membership.get(controller)
+            version = 1
+            own = membership.get(controller)
         else:
             continue
         if own is None:

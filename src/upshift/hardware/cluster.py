@@ -15,7 +15,9 @@ from upshift.hardware.spec import Cpu, Host, Isa, Link, Measured
 from upshift.units import MIB
 
 Number = TypeVar("Number", int, float)
-LINK_BYTES, SMALL_BYTES, TIMES = 4 * MIB, 1024, 3
+LINK_BYTES = 4 * MIB
+SMALL_BYTES = 1024
+TIMES = 3
 
 
 def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:

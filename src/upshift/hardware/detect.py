@@ -33,7 +33,8 @@ ISA_FLAGS: dict[str, dict[str, Isa]] = {
         "sve": "sve", "sve2": "sve2",
     },
 }  # fmt: skip
-FIND_NVML, FROM_ENVIRONMENT = object(), object()
+FIND_NVML = object()
+FROM_ENVIRONMENT = object()
 
 
 def detect(
@@ -128,10 +129,12 @@ def _least(value: int, limit: int | None) -> int:
 def _usable_cores(cores: dict[int, tuple[str, str]], affinity: Collection[int] | None, limits: CgroupLimits) -> tuple[int, str]:
     allowed = set(affinity) if affinity is not None else _affinity()
     if allowed is None:
-        usable, origin = _psutil_cores() or 1, "psutil"
+        usable = _psutil_cores() or 1
+        origin = "psutil"
     else:
         # Hyper-threads of one core share its matrix units, so they count once.
-        usable, origin = len({cores.get(cpu, (str(cpu), "")) for cpu in allowed}) or 1, "affinity of this process"
+        usable = len({cores.get(cpu, (str(cpu), "")) for cpu in allowed}) or 1
+        origin = "affinity of this process"
     if limits.cores is not None and limits.cores < usable:
         return max(1, int(limits.cores)), f"cgroup quota of {limits.cores:g} cores"
     return usable, origin
@@ -162,7 +165,8 @@ def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
     """Return (package, core) of each online CPU number."""
     cores = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
-        package, core = read_text(folder / "physical_package_id"), read_text(folder / "core_id")
+        package = read_text(folder / "physical_package_id")
+        core = read_text(folder / "core_id")
         if core:
             cores[int(folder.parent.name[3:])] = (package, core)
     return cores

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from upshift.units import MIB
 
-PIECE, PIECES = 24 * MIB, 5  # 120 MiB: a tenth of a second of a fast disk, one of a slow one
+# 120 MiB: a tenth of a second of a fast disk, one of a slow one
+PIECE = 24 * MIB
+PIECES = 5
 CHUNK = 4 * MIB  # of one system call
 MIN_BYTES = 4 * MIB  # a smaller file does not show a disk's rate
 
@@ -51,7 +53,8 @@ def fresh_disk_rate(file: Path) -> float | None:
 
 
 def _rate(descriptor: int, content: memoryview, start: int, end: int) -> float:
-    began, offset = time.perf_counter(), start
+    began = time.perf_counter()
+    offset = start
     while offset < end:
         offset += os.preadv(descriptor, [content[: end - offset]], offset) or end
     return (end - start) / (time.perf_counter() - began)

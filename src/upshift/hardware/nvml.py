@@ -52,7 +52,8 @@ def usable_handles(nvml: Any, visible_devices: str | None) -> list[Any]:
 
 def _handles(nvml: Any) -> tuple[list[Any], list[Any]]:
     """Return the GPUs that are not cut, and the MIG instances of the others."""
-    whole, instances = [], []
+    whole = []
+    instances = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         mode = ask(nvml, "nvmlDeviceGetMigMode", handle)
@@ -72,7 +73,8 @@ def _select(nvml: Any, whole: Sequence[Any], instances: Sequence[Any], visible_d
     Entries are indices or beginnings of UUIDs. A bad entry ends the list. A process can use one MIG instance, and nothing beside
     it.
     """
-    numbered, selected = whole or instances[:1], list[Any]()
+    numbered = whole or instances[:1]
+    selected = list[Any]()
     for entry in (part.strip() for part in visible_devices.split(",")):
         if entry.isdigit() and int(entry) < len(numbered):
             selected.append(numbered[int(entry)])
@@ -143,7 +145,9 @@ def plain(text: str | bytes) -> str:
 
 
 P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-TEMPERATURE_SLOWDOWN, TEMPERATURE_GPU = 1, 0  # NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, NVML_TEMPERATURE_GPU
+# NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, NVML_TEMPERATURE_GPU
+TEMPERATURE_SLOWDOWN = 1
+TEMPERATURE_GPU = 0
 CLOCK_SM = 1
 MILLI = 1e-3
 
@@ -241,7 +245,8 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
         get(q) for q in ("MemoryInfo", "UtilizationRates", "PowerManagementLimitConstraints", "EccMode")
     )
     links = [get("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    rows, bus = get("RemappedRows"), getattr(get("PciInfo"), "busId", None)
+    rows = get("RemappedRows")
+    bus = getattr(get("PciInfo"), "busId", None)
     reasons = get("CurrentClocksEventReasons")
     return GpuState(
         index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else plain(bus),

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_SHAPE, CPU_SMALL_SHAPE = (1024, 1024, 4096), (128, 1024, 1024)  # tokens, in features, out features
+# tokens, in features, out features
+CPU_SHAPE = (1024, 1024, 4096)
+CPU_SMALL_SHAPE = (128, 1024, 1024)
 GPU_SHAPE = (8192, 8192, 8192)
 MIN_STREAM_BYTES = 64 * MIB  # per array, where the last-level cache is small or unknown
 MAX_STREAM_BYTES = 2048 * MIB
@@ -113,7 +115,8 @@ def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]
 def _torch_settings(num_threads: int) -> Iterator[None]:
     import torch
 
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     torch.set_num_threads(num_threads)
     try:
         yield
@@ -140,7 +143,8 @@ def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
 
     each = limit_seconds / 5
     torch.set_float32_matmul_precision("highest")
-    start, worked = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    worked = time.process_time()
     fp32 = _cpu_matrix_rate(torch.float32, limit_seconds=each)
     share = (time.process_time() - worked) / (time.perf_counter() - start) / cpu.usable_cores
     torch.set_float32_matmul_precision("medium")

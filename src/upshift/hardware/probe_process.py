@@ -25,7 +25,8 @@ from upshift.errors import MissingInternal
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.parent_process import end_with
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
+SMALL_BYTES = 2**10
+LARGE_BYTES = 2**23
 TIMES = 5
 PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
@@ -47,7 +48,8 @@ def compiler_works() -> bool:
     """Return whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
 
     try:
-        find, no_compiler = CPP_COMPILER.get(), NO_COMPILER.get()
+        find = CPP_COMPILER.get()
+        no_compiler = NO_COMPILER.get()
     except MissingInternal:  # then torch's helper for extensions, which takes the same variables
         from torch.utils.cpp_extension import get_cxx_compiler as find
 
@@ -106,7 +108,8 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    whole = torch.zeros(num_bytes // 4)
+    other = torch.zeros(num_bytes // 4)
     half = torch.zeros(num_bytes // 8)
     operations: dict[str, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(whole, half),

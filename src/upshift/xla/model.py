@@ -36,7 +36,8 @@ class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
 
     def __init__(self, source: ModelSource, torch_model: PreTrainedModel, weights: dict[str, tf.Variable]) -> None:
         super().__init__(name="xla_model")
-        self.source, self.config = source, torch_model.config
+        self.source = source
+        self.config = torch_model.config
         self._torch_model = [torch_model]  # in a list that tf.Module does not search for variables
         self.weights = weights
         self._names = tuple(names_of(torch_model).items())
@@ -55,7 +56,8 @@ class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         state = _torch_state(self)
-        kept, shown = self.config.dtype, transformers_logging.is_progress_bar_enabled()
+        kept = self.config.dtype
+        shown = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         self.config.dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         try:

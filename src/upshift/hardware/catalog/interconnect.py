@@ -87,7 +87,8 @@ def stated(port: str, *, per_node: int) -> Connection:
 def usual(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
     """Return the link without `@`: the accelerators' own fabric where it joins all nodes, else the vendor's reference system's
     ports."""
-    fabric, system = facts.fabric, facts.reference
+    fabric = facts.fabric
+    system = facts.reference
     if fabric is not None and fabric.spans_nodes and num_nodes * per_node <= fabric.largest:
         one = fabric.link(num_nodes * per_node)
         link = Link(name=f"{per_node} x {one.name}", bytes_per_second=one.bytes_per_second * per_node)

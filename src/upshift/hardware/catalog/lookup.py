@@ -207,10 +207,12 @@ def describe(text: str) -> Host:
         except ValueError:  # a NUL or a lone surrogate is no path
             raise RequestError(f"{stripped[:MAX_SHOWN]!r} is not a path; give the path of a Host JSON file") from None
     request = _parse(stripped.lower())
-    product, memory_bytes = request.product, None
+    product = request.product
+    memory_bytes = None
     with_memory = re.fullmatch(r"(.*[a-z0-9+])[-_ ]([0-9]{1,6}) ?(?:gib|gb|g)", product)
     if with_memory and int(with_memory[2]) and isinstance(_facts_or_none(with_memory[1]), CpuFacts):
-        product, memory_bytes = with_memory[1], int(with_memory[2]) * GIB
+        product = with_memory[1]
+        memory_bytes = int(with_memory[2]) * GIB
     facts = find(product)
     return _gpu_host(request, facts) if isinstance(facts, GpuFacts) else _cpu_host(request, facts, memory_bytes)
 
@@ -246,7 +248,9 @@ def _stated(request: _Request, *, num_nodes: int, per_node: int, inside: str) ->
 
 
 def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
-    gpu, largest, source = facts.gpu, facts.max_per_node, f"table: {facts.source}"
+    gpu = facts.gpu
+    largest = facts.max_per_node
+    source = f"table: {facts.source}"
     nodes, per_node = (request.first or 1, request.second) if request.second else (1, request.first or 1)
     if largest is not None and per_node > largest:
         fits = f"{math.ceil(nodes * per_node / largest)}x{largest}x{request.product}"
@@ -289,7 +293,8 @@ def _inside(facts: GpuFacts, per_node: int) -> interconnect.Connection:
 
 
 def _cpu_host(request: _Request, facts: CpuFacts, memory_bytes: int | None) -> Host:
-    hosts, sockets = request.first or 1, request.second or 1
+    hosts = request.first or 1
+    sockets = request.second or 1
     if sockets > facts.max_sockets:
         fits = f"{hosts}x{facts.max_sockets}x{request.product}"
         raise RequestError(f"host {request.text!r} has {sockets} sockets of at most {facts.max_sockets}; write {fits}")

@@ -42,8 +42,11 @@ def _nvlink(links: int, gb_s: float, largest: int, *, spans_nodes: bool = False)
 
 # The largest systems: DGX-2 and HGX A100 hold 16 GPUs, HGX of Hopper and Blackwell 8, one rack of GB200 72 on 18 trays.
 # DGX-1 has no switch: two of its V100 share one or two of the six links.
-NVLINK2, NVLINK3, NVLINK4 = _nvlink(6, 25, 16), _nvlink(12, 25, 16), _nvlink(18, 25, 8)
-NVLINK5, NVL72 = _nvlink(18, 50, 8), _nvlink(18, 50, 72, spans_nodes=True)
+NVLINK2 = _nvlink(6, 25, 16)
+NVLINK3 = _nvlink(12, 25, 16)
+NVLINK4 = _nvlink(18, 25, 8)
+NVLINK5 = _nvlink(18, 50, 8)
+NVL72 = _nvlink(18, 50, 72, spans_nodes=True)
 
 DGX_1 = ReferenceSystem(
     name="DGX-1", port="ib-edr", ports_per_gpu=0.5, source="NVIDIA DGX-1 white paper WP-08437-001, 4 ports for 8 GPUs"

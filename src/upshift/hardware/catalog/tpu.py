@@ -22,7 +22,8 @@ def _row(
 
     `gib` and `gb_s` are of the memory. `link_gb_s` is of one link in one direction. Ports outside are of 100 Gb/s.
     """
-    key, source = f"tpu-{version}", f"Google Cloud TPU {version} documentation (2025)"
+    key = f"tpu-{version}"
+    source = f"Google Cloud TPU {version} documentation (2025)"
     gpu = Gpu(name=f"TPU {version}", backend="xla", table_key=key, memory_bytes=round(gib * GIB), peak=rates(tera, gb_s))
     torus = Fabric(
         name="ICI", topology="torus", link_bytes_per_second=link_gb_s * GIGA, links=links, largest=pod, spans_nodes=True,

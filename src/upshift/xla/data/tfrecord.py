@@ -111,7 +111,8 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
             batches = shuffled.padded_batch(global_batch, padding_values=paddings, drop_remainder=False)
             for ids, labels, mask in batches.skip(batch).prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
                 yield {"input_ids": ids, "labels": labels, "attention_mask": mask}
-            epoch, batch = epoch + 1, 0
+            epoch = epoch + 1
+            batch = 0
 
     return Batches(
         start=start, global_batch=global_batch, buckets=buckets, pad_token_id=index.pad_token_id, num_examples=index.num_examples,

@@ -46,11 +46,13 @@ def advance(beams: Beams, logits: Any, number: Any, options: XlaGeneration) -> t
     scores = tf.reshape(tf.reshape(scores, [prompts, count, words]) + beams.running_scores[:, :, None], [prompts, -1])
     kept = max(2, 1 + len(options.eos_token_id)) * count  # so that enough of them go on where all others end
     best, places = tf.math.top_k(scores, k=kept)
-    origin, tokens = places // words, tf.cast(places % words, tf.int64)
+    origin = places // words
+    tokens = tf.cast(places % words, tf.int64)
     texts = _write(_take(beams.running, origin), tokens, number)
     ended = _ended(tokens, number, options)
     alive, chosen = tf.math.top_k(best + tf.where(ended, UNLIKELY, 0.0), k=count)
-    running, rows = _take(texts, chosen), _take(origin, chosen) + tf.range(prompts)[:, None] * count
+    running = _take(texts, chosen)
+    rows = _take(origin, chosen) + tf.range(prompts)[:, None] * count
     finished = _finish(beams, texts, best, ended, number, options)
     may_improve = _may_improve(beams.may_improve, alive, finished, number, options)
     after = Beams(running, alive, *finished, may_improve, tf.logical_not(tf.reduce_all(ended)))

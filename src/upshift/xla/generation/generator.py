@@ -126,7 +126,8 @@ class XlaGenerator:
         function = self._function(options.program())
         ids, mask = _padded(prompts, width, left=self._passes.left)
         inputs = (tf.constant(ids), tf.constant(mask), _sampling(options, places))
-        before, start = self.num_traces, time.perf_counter()
+        before = self.num_traces
+        start = time.perf_counter()
         tokens: np.ndarray = function(*inputs).numpy()
         if self.num_traces > before:
             self.compiled.append(self._shape(len(ids), width, options, time.perf_counter() - start))

@@ -33,7 +33,9 @@ class FirstStates(DynamicLayer):
     """A cache with the states of one pass alone."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        self.keys = key_states
+        self.values = value_states
+        self.is_initialized = True
         return key_states, value_states
 
 
@@ -47,7 +49,10 @@ class PlacedStates(CacheLayerMixin):
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.keys, self.values, self.place, self.is_initialized = keys, values, place, True
+        self.keys = keys
+        self.values = values
+        self.place = place
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise NotImplementedError("keys and values are given from the start")
@@ -202,14 +207,16 @@ class EncoderDecoder:
 
     def __init__(self, model: Any, lower: Callable[[Any], Lowered], start: int) -> None:
         self._export = partial(_exported, lower, {})
-        self._model, self._start = model, start
+        self._model = model
+        self._start = start
 
     def begin(self, weights: Weights, ids: Any, mask: Any, new: int) -> Begun:
         rows, length = ids.shape
         encode = self._export(Encode(self._model), (*_ids(rows, length), torch.ones(rows, 1, dtype=torch.long)))
         first = tf.fill([rows, 1], tf.constant(self._start, tf.int64))
         logits, *states = encode([ids, mask, first], weights)
-        own, encoded = states[: len(states) // 2], states[len(states) // 2 :]
+        own = states[: len(states) // 2]
+        encoded = states[len(states) // 2 :]
         return Begun(logits, _room(own, new - 1), (mask, *encoded))
 
     def step(self, weights: Weights, tokens: Any, number: Any, states: tuple[Any, ...], context: tuple[Any, ...]) -> Any:

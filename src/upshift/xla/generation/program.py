@@ -55,7 +55,8 @@ def _chosen(passes: Passes, options: XlaGeneration, fill: int, weights: Weights,
 
 
 def _searched(passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any) -> Any:
-    count, new = options.num_beams, options.max_new_tokens
+    count = options.num_beams
+    new = options.max_new_tokens
     begun = passes.begin(weights, ids, mask, new)
     # The prompts are read once; their beams are the same until the first token of each is chosen.
     logits, *context = (tf.repeat(one, count, axis=0) for one in (begun.logits, *begun.context))

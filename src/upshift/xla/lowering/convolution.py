@@ -40,7 +40,9 @@ def _convolution(
     stride, padding, dilation = (_each(one, space) for one in (stride, padding, dilation))
     dtype = value.dtype
     if bias is not None:  # half precision is rounded once, behind it
-        value, weight, bias = as_wide(value), as_wide(weight), as_wide(bias)
+        value = as_wide(value)
+        weight = as_wide(weight)
+        bias = as_wide(bias)
     turned = moved(value, _channels_last(rank))
     if transposed:
         made = _transposed(turned, weight, stride, padding, dilation, _each(output_padding, space), groups)
@@ -72,7 +74,8 @@ def _transposed(
     value: tf.Tensor, weight: tf.Tensor, stride: list[int], padding: list[int], dilation: list[int], extra: list[int], groups: int
 ) -> tf.Tensor:
     """Return a convolution of the value with zeros between its numbers, by the kernel turned around."""
-    rank, sizes = len(value.shape), [int(size) for size in weight.shape[2:]]
+    rank = len(value.shape)
+    sizes = [int(size) for size in weight.shape[2:]]
     spread = value
     for place, step in enumerate(stride):
         spread = _spread(spread, place + 1, step)
@@ -114,7 +117,8 @@ def _max_pool(
 def _ceil_more(node: Node, value: Any, kernel: Any, stride: Any, pads: list[int], place: int, ceil_mode: bool) -> int:
     if not ceil_mode:
         return 0
-    step, size = _each(stride or kernel, 2)[place], _each(kernel, 2)[place]
+    step = _each(stride or kernel, 2)[place]
+    size = _each(kernel, 2)[place]
     wanted = node.meta["val"][0].shape[2 + place]
     return max(0, (int(wanted) - 1) * step + size - int(value.shape[2 + place]) - 2 * pads[place])
 
@@ -125,11 +129,14 @@ def _avg_pool(
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> tf.Tensor:  # fmt: skip
     """Return the mean of each whole window, zeros beyond the edges included, corrected where torch divides by less."""
-    rank, out = len(value.shape), result(node).shape[2:]
+    rank = len(value.shape)
+    out = result(node).shape[2:]
     space = rank - 2
-    kernel, padding = _each(kernel, space), _each(padding, space)
+    kernel = _each(kernel, space)
+    padding = _each(padding, space)
     stride = _each(stride or kernel, space)
-    edges, less = [], np.ones([1] * rank)
+    edges = []
+    less = np.ones([1] * rank)
     for place, (size, step, pad, count) in enumerate(zip(kernel, stride, padding, out, strict=True)):
         whole = int(value.shape[2 + place])
         edges.append([pad, max(0, (int(count) - 1) * step + size - whole - pad)])

@@ -120,7 +120,8 @@ def _rsub(node: Node, left: Any, right: Any, alpha: float = 1) -> tf.Tensor:
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 def _rounded_div(node: Node, left: Any, right: Any, *, rounding_mode: str | None = None) -> tf.Tensor:
     dtype = result_dtype(node)
-    left, right = as_dtype(left, dtype), as_dtype(right, dtype)
+    left = as_dtype(left, dtype)
+    right = as_dtype(right, dtype)
     if rounding_mode is None:
         return tf.divide(left, right)
     if rounding_mode == "floor":

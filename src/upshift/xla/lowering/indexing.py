@@ -91,7 +91,8 @@ def _index_put(
     _without_masks(value, places)
     rank = len(value.shape)
     coordinates, dims = _coordinates(value, places)
-    order, width = _indexed_first(dims, rank), len(coordinates.shape) - 1
+    order = _indexed_first(dims, rank)
+    width = len(coordinates.shape) - 1
     turned = moved(value, order)
     at_result = _result_order(dims, rank, width)
     shape = [*coordinates.shape[:-1], *turned.shape[len(dims) :]]

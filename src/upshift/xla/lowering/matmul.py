@@ -62,7 +62,8 @@ def _cdist(node: Node, left: tf.Tensor, right: tf.Tensor, power: float = 2.0, *_
 @lowers("aten._fft_c2c.default")
 def _fft(node: Node, value: tf.Tensor, dims: Sequence[int], normalization: int, forward: bool) -> tf.Tensor:
     """Transform over ``dims``. ``normalization``: torch divides by nothing, the root of the size, or the size."""
-    rank, size = len(value.shape), 1
+    rank = len(value.shape)
+    size = 1
     for dim in (positive(dim, rank) for dim in dims):
         order = list(range(rank))
         order[dim], order[-1] = order[-1], order[dim]

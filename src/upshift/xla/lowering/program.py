@@ -21,7 +21,7 @@ from upshift.xla.lowering.creation import SEED
 from upshift.xla.lowering.registry import DTYPES, LOWERINGS
 
 FAMILIES = (
-    "convolution", "creation", "elementwise", "indexing", "normalization", "products", "reductions", "resizing", "shaping",
+    "convolution", "creation", "elementwise", "indexing", "matmul", "normalization", "reductions", "shape",
 )  # fmt: skip
 for _family in FAMILIES:
     import_module(f"upshift.xla.lowering.{_family}")
@@ -47,14 +47,16 @@ class UnloweredOp(RequestError):
 class Program:
     def __init__(self, exported: ExportedProgram, *, strip: str) -> None:
         _check_lowered(exported.graph.nodes)
-        self._nodes, self._outputs = list(exported.graph.nodes), exported.graph_signature.output_specs
+        self._nodes = list(exported.graph.nodes)
+        self._outputs = exported.graph_signature.output_specs
         self._weights: dict[str, str] = {}  # placeholder -> name in Hugging Face's state_dict
         self._constants: dict[str, torch.Tensor] = {}
         self.inputs: tuple[str, ...] = ()
         state = exported.state_dict
         first_name: dict[int, str] = {}
         for spec in exported.graph_signature.input_specs:
-            name, target = spec.arg.name, spec.target
+            name = spec.arg.name
+            target = spec.target
             if spec.kind is InputKind.USER_INPUT:
                 self.inputs += (name,)
             elif spec.kind in WEIGHTS and target in state:

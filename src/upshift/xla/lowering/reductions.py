@@ -29,7 +29,8 @@ def _mean(node: Node, value: tf.Tensor, dims: Dims = None, keepdim: bool = False
 @lowers("aten.linalg_vector_norm.default")
 def _vector_norm(node: Node, value: tf.Tensor, order: float = 2, dims: Dims = None, keepdim: bool = False, **_: Any) -> tf.Tensor:
     dtype = result_dtype(node)
-    sizes, over = tf.abs(tf.cast(value, tf.float32 if dtype.size < 4 else dtype)), dims_of(dims, len(value.shape))
+    sizes = tf.abs(tf.cast(value, tf.float32 if dtype.size < 4 else dtype))
+    over = dims_of(dims, len(value.shape))
     if math.isinf(order):
         found = (tf.reduce_max if order > 0 else tf.reduce_min)(sizes, over, keepdims=keepdim)
     elif order == 2:

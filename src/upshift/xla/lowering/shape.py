@@ -161,7 +161,8 @@ def _unfold(node: Node, value: tf.Tensor, dim: int, size: int, step: int) -> tf.
 @lowers("aten.diagonal.default", "aten.diagonal_copy.default")
 def _diagonal(node: Node, value: tf.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> tf.Tensor:
     rank = len(value.shape)
-    first, second = positive(dim1, rank), positive(dim2, rank)
+    first = positive(dim1, rank)
+    second = positive(dim2, rank)
     order = [dim for dim in range(rank) if dim not in (first, second)] + [first, second]
     return tf.linalg.diag_part(moved(value, order), k=offset)
 

@@ -22,7 +22,10 @@ from upshift.xla.skeleton import names_of, skeleton
 from upshift.xla.tpu.request import Argument, Part
 from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
 
-LEARNING_RATE, BETAS, EPSILON, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
+LEARNING_RATE = 1e-4
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+DECAY = 0.01
 BATCH = ("input_ids", "attention_mask", "labels")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,7 +46,8 @@ class _Input(NamedTuple):
 
 def generation_program(source: ModelSource, options: XlaGeneration, *, rows: int, width: int, dtype: str) -> Program:
     model = skeleton(source, dtype=DTYPES[dtype])
-    passes, weights = passes_of(model, source), _weights(model)
+    passes = passes_of(model, source)
+    weights = _weights(model)
     new = options.max_new_tokens
     names = [one.name for one in weights]
 
@@ -78,11 +82,13 @@ def training_program(source: ModelSource, *, rows: int, length: int, dtype: str)
         for n, one in enumerate(weights)
     ]
     step_count = _Input("step", "optimizer", tf.TensorSpec((), tf.float32), becomes=3 * count)
-    names, fixed_names = [one.name for one in weights], [one.name for one in fixed]
+    names = [one.name for one in weights]
+    fixed_names = [one.name for one in fixed]
 
     def run(*given: Any) -> Any:
         held, first, second = (given[count * place : count * (place + 1)] for place in range(3))
-        step, batch = given[3 * count], dict(zip(BATCH, given[-len(BATCH) :], strict=True))
+        step = given[3 * count]
+        batch = dict(zip(BATCH, given[-len(BATCH) :], strict=True))
         others = dict(zip(fixed_names, given[3 * count + 1 :], strict=False))
         with tf.GradientTape() as tape:
             tape.watch(held)

@@ -57,7 +57,8 @@ def read_topology(text: str) -> Topology:
     if found is None or f"tpu-{found[1]}" not in TPUS:
         versions = ", ".join(key.removeprefix("tpu-") for key in TPUS)
         raise RequestError(f"--topology {text!r} is not known; write a version ({versions}) and a size, such as v5e-4")
-    version, size = found[1], int(found[2])
+    version = found[1]
+    size = int(found[2])
     flat = version in FLAT
     grids, per_chip = (GRIDS, 1) if flat else (CUBES, 2)
     if size % per_chip or size // per_chip not in grids:
@@ -178,7 +179,8 @@ def _need_compiler() -> None:
 
 
 def _ask(request: CompileRequest, where: Topology, folder: Path) -> CompileAnswer:
-    asked, answer = folder / "request.json", folder / "answer.json"
+    asked = folder / "request.json"
+    answer = folder / "answer.json"
     asked.write_text(request.to_json(), encoding="utf-8")
     command = parent_process.command("upshift.xla.tpu.compiler_process", str(asked), str(answer))
     environment = tpu_compiler_environment(where.accelerator_type)

@@ -76,7 +76,8 @@ def _annotate(module: Any, request: CompileRequest) -> None:
 
     ir = IR.get()
     number = ir.IntegerType.get_signless(32)
-    everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
+    everywhere = ir.StringAttr.get("{replicated}")
+    over = request.chips > 1
     attributes: list[Any] = []
     (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
     for argument in request.arguments:
@@ -108,7 +109,8 @@ def _by_rows(main: Any, place: int, chips: int) -> Any:
 
 
 def _answer(compiled: Any, seconds: float, text: str, dump: Path) -> CompileAnswer:
-    memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
+    memory = compiled.get_compiled_memory_stats()
+    cost = compiled.cost_analysis()
     (optimized,) = dump.glob("*.after_optimizations.txt")
     exchanges = len(EXCHANGE.findall(optimized.read_text(encoding="utf-8")))
     return CompileAnswer(

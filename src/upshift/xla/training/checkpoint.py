@@ -27,7 +27,9 @@ from upshift.value import Value, first_problem
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"checkpoint-(\d+)")
-STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimizer.safetensors"
+STATE = "upshift_state.json"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
 class Standing(Value):

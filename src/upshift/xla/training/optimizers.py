@@ -46,7 +46,8 @@ class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
     def update(self, weight: tf.Variable, states: list[tf.Variable], gradient: tf.Tensor, scalars: Scalars) -> tf.Operation:
         """Update one weight in place. Biases and norms (vectors) have no weight decay, as transformers.Trainer has
         it."""
-        given, rate = self.arguments, scalars["learning_rate"]
+        given = self.arguments
+        rate = scalars["learning_rate"]
         decay = given.weight_decay if len(weight.shape) >= 2 else 0.0
         if given.optim == "sgd":
             return self._sgd(weight, states, gradient + decay * weight if decay else gradient, rate)
@@ -67,5 +68,6 @@ class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
 def learning_rates(arguments: XlaArguments) -> list[float]:
     """Return the learning rate of every step, by the schedules that the torch backend has. Raises RequestError."""
     check_schedule(arguments)
-    name, rate = arguments.lr_scheduler_type, arguments.learning_rate
+    name = arguments.lr_scheduler_type
+    rate = arguments.learning_rate
     return [rate * factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]

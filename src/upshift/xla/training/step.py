@@ -60,7 +60,10 @@ class Step:
     """``max_traces``: the number of planned shapes; one more is an error, as each costs a compilation."""
 
     def __init__(self, model: XlaModel, optimizer: Optimizer, devices: Devices, *, max_traces: int) -> None:
-        self.model, self.optimizer, self.devices, self.max_traces = model, optimizer, devices, max_traces
+        self.model = model
+        self.optimizer = optimizer
+        self.devices = devices
+        self.max_traces = max_traces
         self._shifted = shifts_labels(model.torch_model)
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._gradients_of_replica = traced(self._gradients, jit=not devices.on_tpu)
@@ -144,7 +147,8 @@ class Step:
         return loss, number, gradients
 
     def _of_micro_batch(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        program, weights = self._program(batch), self.optimizer.trained
+        program = self._program(batch)
+        weights = self.optimizer.trained
         with tf.GradientTape() as tape:
             loss, number = loss_sum(program, batch, self.model.weights, seed, shifted=self._shifted)
             check_rules(tf.compat.v1.get_default_graph().get_operations())  # what follows from it has the shapes of the weights

@@ -36,7 +36,8 @@ class Devices:
 def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
     """Divide the rows of the global batch, in order, among the replicas. With several hosts, each has the whole and
     takes its own."""
-    strategy, number = devices.strategy, devices.num_replicas
+    strategy = devices.strategy
+    number = devices.num_replicas
     if strategy is None:
         return {name: tf.constant(value) for name, value in batch.items()}
 

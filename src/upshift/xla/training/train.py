@@ -36,15 +36,18 @@ class Evaluation:
     """The evaluation of a run, with one program for each width of the batches."""
 
     def __init__(self, model: XlaModel, devices: Devices) -> None:
-        self.model, self.devices = model, devices
+        self.model = model
+        self.devices = devices
         self._of_replica = traced(self._sums, jit=not devices.on_tpu)
         self._function = self._of_replica if devices.strategy is None else traced(self._on_replicas, jit=False)
 
     def __call__(self, batches: Iterable[Mapping[str, Any]]) -> float:
-        loss, number = 0.0, 0.0
+        loss = 0.0
+        number = 0.0
         for batch in batches:
             found = self._function(divided(batch, self.devices))
-            loss, number = loss + float(found[0]), number + float(found[1])
+            loss = loss + float(found[0])
+            number = number + float(found[1])
         return loss / max(number, 1.0)
 
     def _sums(self, batch: Mapping[str, Any]) -> Sums:
@@ -103,7 +106,8 @@ def train(
     least. Raise RequestError for a wrong argument, and Interrupted after SIGINT or SIGTERM, with a checkpoint that
     ``resume`` continues."""
     given = XlaArguments.from_fields(arguments)
-    output, rates = Path(output), learning_rates(given)
+    output = Path(output)
+    rates = learning_rates(given)
     devices = devices or choose_devices()
     with claimed(output) if devices.is_chief else nullcontext():
         return _train(model, data, output, global_batch, resume, from_config, devices, on_step, given, rates)
@@ -181,15 +185,21 @@ class _Run:
         self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: XlaArguments, rates: list[float],
         output: Path, standing: Standing | None,
     ) -> None:  # fmt: skip
-        self.model, self.optimizer, self.data, self.devices = model, optimizer, data, devices
-        self.arguments, self.rates, self.output = arguments, rates, output
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.devices = devices
+        self.arguments = arguments
+        self.rates = rates
+        self.output = output
         self.losses = list(standing.losses) if standing else []
         self.evaluations = list(standing.evaluations) if standing else []
         self.evaluation = Evaluation(model, devices)
         self.step = Step(model, optimizer, devices, max_traces=len(data.buckets.widths))
 
     def to_the_end(self, on_step: Callable[[StepDone], None]) -> None:
-        last, first = self.arguments.max_steps, len(self.losses)
+        last = self.arguments.max_steps
+        first = len(self.losses)
         batches = self.data.from_step(first)
         with _stop_asked(self.devices) as stop:
             for number in range(first, last):
