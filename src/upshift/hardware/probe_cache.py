@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import RequestError
 from upshift.hardware.probe import probe, with_measured
 from upshift.hardware.spec import Host, Measured
@@ -46,4 +46,4 @@ def _cache_path(host: Host) -> Path:
 
 
 def _store(path: Path, measured: Measured) -> None:
-    keep("the probe's result is", path, measured.to_json(indent=1))
+    write_cache_file("the probe's result is", path, measured.to_json(indent=1))

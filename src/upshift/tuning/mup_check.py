@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import JobFailed, RequestError
-from upshift.fork_server import Ending, fork_server
+from upshift.fork_server import ChildExit, fork_server
 from upshift.models.build import build_model, choose_class, find_stacks, sample_inputs
 from upshift.models.describe import max_positions
 from upshift.models.sequence_length import default_length
@@ -146,7 +146,7 @@ def check_widths(narrow: str, whole: str) -> Growth:
     found = next((one for one in answers if isinstance(one, Growth)), None)
     if found is None:
         ended = answers[-1]
-        raise JobFailed(f"the check of muP ended: {ended.last_words if isinstance(ended, Ending) else ''}")
+        raise JobFailed(f"the check of muP ended: {ended.last_words if isinstance(ended, ChildExit) else ''}")
     return found
 
 

@@ -14,7 +14,7 @@ import optuna
 from transformers.trainer_utils import BestRun, default_hp_space_optuna, default_hp_space_wandb
 
 from upshift.errors import JobFailed, NothingFits, RequestError
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.tuning.backends import native_space, space_of
 from upshift.tuning.jobs import Servers
 from upshift.tuning.space import Space
@@ -114,7 +114,7 @@ def _run(recipe: Recipe, servers: Servers[ForkServer], asked: Asked) -> Sequence
         recipe.write(folder, asked.trial)
         *_, ended = server.ask(Request(folder=name), Request, limit_seconds=LONGEST_SECONDS)
         if not (folder / RESULT).exists():
-            assert isinstance(ended, Ending)
+            assert isinstance(ended, ChildExit)
             code = -ended.signal if ended.signal else ended.exit
             raise JobFailed(f"its process died (exit code {code}): {ended.last_words or 'without words'}")
         result = json.loads((folder / RESULT).read_bytes())

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from upshift import parent_process
-from upshift.atomic_file import alone
+from upshift.atomic_file import exclusive_lock
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.safetensors_header import Header, StoredTensor, read_header, shown
 from upshift.loading.rewrite.output_folder import MANIFEST
@@ -225,7 +225,7 @@ def _alone(place: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(place))
+            stack.enter_context(exclusive_lock(place))
         except OSError as error:
             raise RequestError(
                 f"pickled weights are rewritten into {place.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.record import Record
@@ -22,7 +22,8 @@ def keep_program(record: Record) -> None:
     """Keep the newest row for each model, slice, kind and shape."""
     path = _path()
     others = [row for row in _read(path) if row.plan != record.plan]
-    keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:]))
+    rows = "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:])
+    write_cache_file("the compiled program's numbers are", path, rows)
 
 
 def known_programs(source: ModelSource, table_key: str) -> list[Record]:
