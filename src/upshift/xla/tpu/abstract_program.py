@@ -18,7 +18,7 @@ from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.program import generate_tokens
 from upshift.xla.generation.sampling import Sampling
 from upshift.xla.lowering.registry import DTYPES as TENSORFLOW_DTYPES
-from upshift.xla.skeleton import names_of, skeleton
+from upshift.xla.skeleton import first_names, skeleton
 from upshift.xla.tpu.request import Argument, Part
 from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
 
@@ -116,7 +116,7 @@ def _adamw(weight: Any, gradient: Any, first: Any, second: Any, step: Any) -> tu
 def _weights(model: Any) -> list[_Input]:
     """Return one argument for all weights that are tied."""
     state = model.state_dict()
-    first = [name for name, first in names_of(model).items() if name == first]
+    first = [name for name, first in first_names(model).items() if name == first]
     specs = {name: tf.TensorSpec(tuple(one.shape), TENSORFLOW_DTYPES[one.dtype]) for name, one in state.items()}
     return [_Input(name, "weights", specs[name]) for name in first]
 

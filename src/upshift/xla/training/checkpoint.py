@@ -32,7 +32,7 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
-class Standing(Value):
+class RunState(Value):
     """The state of a run apart from tensors: with the same one, and the same data, it goes on the same way."""
 
     step: int  # optimizer steps done
@@ -45,7 +45,7 @@ class Standing(Value):
 
 
 def write_checkpoint(
-    output: Path, standing: Standing, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
+    output: Path, standing: RunState, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
 ) -> Path:  # fmt: skip
     """Write a checkpoint and remove all but the ``keep`` newest. Raise JobFailed where the disk does not take it."""
     final = output / f"checkpoint-{standing.step}"
@@ -70,7 +70,7 @@ def write_checkpoint(
     return final
 
 
-def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
+def newest_checkpoint(output: Path) -> tuple[Path, RunState] | None:
     """Return the newest checkpoint that is whole, every byte of it compared with what was saved. Warn of each newer
     one that is not."""
     for path in _found(output):
@@ -103,20 +103,20 @@ def _found(output: Path) -> list[Path]:
     return sorted(paths, key=lambda path: -int(path.name.rpartition("-")[2]))
 
 
-def _standing(path: Path) -> Standing | None:
+def _standing(path: Path) -> RunState | None:
     """Return the state, or None if the checkpoint is not whole."""
     try:
         document = unsealed((path / STATE).read_bytes())
         if document is None:
             return None
-        standing = Standing.model_validate(json.loads(document))
+        standing = RunState.model_validate(json.loads(document))
         whole = standing.checksums == checksums_of(path, (WEIGHTS, OPTIMIZER))
     except (OSError, ValueError):
         return None
     return standing if whole and path.name == f"checkpoint-{standing.step}" else None
 
 
-def arguments_of(standing: Standing, kind: type[Value]) -> Any:
+def arguments_of(standing: RunState, kind: type[Value]) -> Any:
     try:
         return kind.model_validate(standing.arguments)
     except ValidationError as error:

@@ -22,7 +22,7 @@ from upshift.xla.lowering.program import Program
 from upshift.xla.model import XlaModel
 from upshift.xla.training.loss import loss_program, loss_sum, shapes_of, shifts_labels
 from upshift.xla.training.optimizers import Optimizer, Scalars
-from upshift.xla.training.strategy import Devices, divided
+from upshift.xla.training.strategy import Devices, divide_rows
 
 BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase", "Switch", "RefSwitch"}
 SHAPES_OF_DATA = {"Where", "Unique", "UniqueV2", "DynamicPartition", "SetDiff1D", "ListDiff", "NonMaxSuppressionV3"}
@@ -52,7 +52,7 @@ Batch = Mapping[str, Any]
 Results = tuple[tf.Tensor, tf.Tensor]  # mean loss, norm of the gradients before clipping
 
 
-def traced(function: Any, *, jit: bool) -> Any:
+def as_tf_function(function: Any, *, jit: bool) -> Any:
     return tf.function(function, jit_compile=jit or None, autograph=False)
 
 
@@ -66,11 +66,11 @@ class Step:
         self.max_traces = max_traces
         self._shifted = shifts_labels(model.torch_model)
         self._programs: dict[tuple[Any, ...], Program] = {}
-        self._gradients_of_replica = traced(self._gradients, jit=not devices.on_tpu)
+        self._gradients_of_replica = as_tf_function(self._gradients, jit=not devices.on_tpu)
         if devices.strategy is None:
-            self.function = traced(self._on_one_device, jit=True)
+            self.function = as_tf_function(self._on_one_device, jit=True)
         else:
-            self.function = traced(self._on_replicas, jit=False)
+            self.function = as_tf_function(self._on_replicas, jit=False)
 
     @property
     def num_traces(self) -> int:
@@ -80,7 +80,7 @@ class Step:
         """Run the step on the ``batch`` of all replicas. Raise JobFailed if it is traced for a shape that was not
         planned."""
         given = {name: tf.constant(value, tf.float32) for name, value in scalars.items()}
-        made: Results = self.function(divided(batch, self.devices), given, tf.constant(seed, tf.int32))
+        made: Results = self.function(divide_rows(batch, self.devices), given, tf.constant(seed, tf.int32))
         if self.num_traces > self.max_traces:
             shapes = {name: value.shape for name, value in batch.items()}
             raise JobFailed(f"the step was traced {self.num_traces} times, {self.max_traces} shapes were planned; last {shapes}")

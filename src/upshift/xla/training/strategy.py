@@ -33,7 +33,7 @@ class Devices:
         return self.strategy is None or bool(self.strategy.extended.should_save_summary)
 
 
-def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
+def divide_rows(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
     """Divide the rows of the global batch, in order, among the replicas. With several hosts, each has the whole and
     takes its own."""
     strategy = devices.strategy

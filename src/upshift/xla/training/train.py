@@ -23,11 +23,11 @@ from upshift.xla.data.batches import Batches
 from upshift.xla.data.tfrecord import record_batches
 from upshift.xla.model import Dtype, XlaModel, build
 from upshift.xla.training.arguments import XlaArguments
-from upshift.xla.training.checkpoint import Standing, newest_checkpoint, restore, write_checkpoint
+from upshift.xla.training.checkpoint import RunState, newest_checkpoint, restore, write_checkpoint
 from upshift.xla.training.loss import loss_program, loss_sum, shapes_of, shifts_labels
 from upshift.xla.training.optimizers import Optimizer, learning_rates
-from upshift.xla.training.step import Step, traced
-from upshift.xla.training.strategy import Devices, choose_devices, divided
+from upshift.xla.training.step import Step, as_tf_function
+from upshift.xla.training.strategy import Devices, choose_devices, divide_rows
 
 Sums = tuple[tf.Tensor, tf.Tensor]  # of the labels' losses, and their number
 
@@ -38,14 +38,14 @@ class Evaluation:
     def __init__(self, model: XlaModel, devices: Devices) -> None:
         self.model = model
         self.devices = devices
-        self._of_replica = traced(self._sums, jit=not devices.on_tpu)
-        self._function = self._of_replica if devices.strategy is None else traced(self._on_replicas, jit=False)
+        self._of_replica = as_tf_function(self._sums, jit=not devices.on_tpu)
+        self._function = self._of_replica if devices.strategy is None else as_tf_function(self._on_replicas, jit=False)
 
     def __call__(self, batches: Iterable[Mapping[str, Any]]) -> float:
         loss = 0.0
         number = 0.0
         for batch in batches:
-            found = self._function(divided(batch, self.devices))
+            found = self._function(divide_rows(batch, self.devices))
             loss = loss + float(found[0])
             number = number + float(found[1])
         return loss / max(number, 1.0)
@@ -110,10 +110,10 @@ def train(
     rates = learning_rates(given)
     devices = devices or choose_devices()
     with claimed(output) if devices.is_chief else nullcontext():
-        return _train(model, data, output, global_batch, resume, from_config, devices, on_step, given, rates)
+        return _train_on_devices(model, data, output, global_batch, resume, from_config, devices, on_step, given, rates)
 
 
-def _train(
+def _train_on_devices(
     model: str | ModelSource, data: Batches | str, output: Path, global_batch: int, resume: bool, from_config: bool,
     devices: Devices, on_step: Callable[[StepDone], None], given: XlaArguments, rates: list[float],
 ) -> Trained:  # fmt: skip
@@ -139,7 +139,7 @@ def _train(
     )  # fmt: skip
 
 
-def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
+def _start_of(output: Path, *, resume: bool) -> tuple[Path, RunState] | None:
     """Return the checkpoint to go on from. None: from the beginning. Nothing that is in the directory is ever written
     over otherwise."""
     inside = sorted(path for path in output.iterdir() if path.name != LOCK_NAME) if output.is_dir() else []
@@ -161,8 +161,8 @@ def _check_divides(global_batch: int, devices: Devices, arguments: XlaArguments)
 
 
 def _restored(
-    found: tuple[Path, Standing], model: XlaModel, optimizer: Optimizer, data: Batches, arguments: XlaArguments
-) -> Standing:
+    found: tuple[Path, RunState], model: XlaModel, optimizer: Optimizer, data: Batches, arguments: XlaArguments
+) -> RunState:
     path, standing = found
     asked = arguments.model_dump()
     other = next((name for name in asked if name not in CHANGEABLE and standing.arguments.get(name) != asked[name]), None)
@@ -183,7 +183,7 @@ def _restored(
 class _Run:
     def __init__(
         self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: XlaArguments, rates: list[float],
-        output: Path, standing: Standing | None,
+        output: Path, standing: RunState | None,
     ) -> None:  # fmt: skip
         self.model = model
         self.optimizer = optimizer
@@ -231,7 +231,7 @@ class _Run:
         if not stop and not (every and done % every == 0):
             return
         if self.devices.is_chief:
-            standing = Standing(
+            standing = RunState(
                 step=done, losses=tuple(self.losses), evaluations=tuple(self.evaluations), arguments=self.arguments.model_dump(),
                 global_batch=self.data.global_batch, data=self.data.identity,
             )  # fmt: skip
