@@ -16,7 +16,7 @@ INPUTS = ("temperature", "top_k", "top_p", "seed")  # inputs of a program: chang
 
 
 class XlaGeneration(Value):
-    """Hold the options of generation. A sampled text depends on ``seed`` and its prompt's index, not on the grouping of prompts."""
+    """Hold the options of generation. Sampled texts depend on ``seed`` and the prompt's index, not on the grouping of prompts."""
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)

@@ -38,7 +38,7 @@ class SinglePassStates(DynamicLayer):
 
 
 class AllStates(CacheLayerMixin):
-    """Keys and values of all places. A pass writes its own from ``place`` on."""
+    """Hold the keys and values of all positions. A pass writes its own from ``position`` on."""
 
     is_compileable = True
     is_sliding = False
@@ -120,8 +120,7 @@ class Prefill(Pass):
 
 
 class Step(Pass):
-    """A pass of one token [R, 1] at ``place`` [1] among T, to logits and states. ``mask`` [R, T] says which places
-    are tokens."""
+    """Compute logits and states of one token [R, 1] at ``position`` [1] of T. ``mask`` [R, T] is 1 where there are tokens."""
 
     def forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, position: torch.Tensor, states: list[torch.Tensor]
@@ -143,7 +142,7 @@ class Encode(Pass):
 
 
 class DecodeStep(Pass):
-    """A pass of one token [R, 1] of a decoder at ``place`` beside its encoder's states."""
+    """Compute logits and states of one token [R, 1] of a decoder at ``position``, from its encoder's states."""
 
     def forward(
         self,
@@ -155,13 +154,10 @@ class DecodeStep(Pass):
     ) -> States:
         decoder_cache = _cache_at(states, position)
         cache = EncoderDecoderCache(decoder_cache, _encoded_cache(encoded))
-        encoder_output = encoded[0][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which only the shape is read
-        inputs = {
-            "encoder_outputs": BaseModelOutput(last_hidden_state=encoder_output),
-            "attention_mask": mask,
-            "decoder_input_ids": ids,
-        }
-        return self.run(**inputs, cache=cache), *states_of(decoder_cache)
+        stand_in = encoded[0][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output: only the shape is read
+        encoder_outputs = BaseModelOutput(last_hidden_state=stand_in)
+        logits = self.run(encoder_outputs=encoder_outputs, attention_mask=mask, decoder_input_ids=ids, cache=cache)
+        return logits, *states_of(decoder_cache)
 
 
 Weights = Mapping[str, Any]  # tensors by their Hugging Face names

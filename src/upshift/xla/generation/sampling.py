@@ -24,7 +24,7 @@ class Sampling(NamedTuple):
 
 
 def process(scores: Any, position: Any, options: XlaGeneration) -> Any:
-    """Return scores [R, V] of the token ``number`` (from 0 on) after transformers' processors, in its order."""
+    """Apply transformers' processors, in its order, to scores [R, V] of the new token at a position, counted from 0."""
     vocabulary = tf.range(scores.shape[-1])
     if options.min_new_tokens and options.eos_token_id:
         early = _is_in(vocabulary, options.eos_token_id) & (position < options.min_new_tokens)
