@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from upshift.debugging.finding import Finding, error, hint, ok, warning
-from upshift.hardware.cgroup import own_group, read_limits, read_text
+from upshift.hardware.cgroup import process_cgroup, read_limits, read_text
 from upshift.hardware.spec import Host
 from upshift.units import GIB, KIB, MIB, format_bytes
 
@@ -73,7 +73,7 @@ def _quota(physical: int | None, root: Path) -> Iterator[Finding]:
             evidence="cpu.max of this process's control group",
             fix="raise --cpus of docker run, or limits.cpu of the pod, if the rest of the machine is yours",
         )
-    group = own_group(root, "cpu")
+    group = process_cgroup(root, "cpu")
     counters = dict(line.split()[:2] for line in read_text(group / "cpu.stat").splitlines() if " " in line) if group else {}
     periods, throttled = (int(counters.get(name, 0)) for name in ("nr_periods", "nr_throttled"))
     if periods and throttled > THROTTLED * periods:
@@ -136,7 +136,7 @@ def examine_memory(
     }
     yield from _swap(kib)
     yield from _pages(kib, root)
-    group = own_group(root, "memory")
+    group = process_cgroup(root, "memory")
     events = dict(line.split() for line in read_text(group / "memory.events").splitlines()) if group else {}
     if int(events.get("oom_kill", 0)):
         yield warning(

@@ -237,7 +237,7 @@ def _width(batch: Mapping[str, np.ndarray]) -> int:
     """Return the tokens of a row; 1 if the batch has no token ids."""
     if "input_ids" not in batch:
         return 1
-    return max(value.shape[1] for value in batch.values() if value.ndim == 2)
+    return max(int(value.shape[1]) for value in batch.values() if value.ndim == 2)
 
 
 class Evaluation:
