@@ -9,6 +9,7 @@ hold memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
@@ -226,12 +227,9 @@ def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
     try:
         handles = usable_handles(nvml, visible_devices)
         states = tuple(_state(nvml, handle, index) for index, handle in enumerate(handles))
-        numbers = range(len(handles))
-        pairs = [_pair(nvml, handles, first, second) for first in numbers for second in numbers if first < second]
-        return Gpus(
-            states=states, pairs=tuple(pairs), origin="NVML", driver=as_text(query(nvml, "nvmlSystemGetDriverVersion") or "") or None,
-            driver_cuda=newest_cuda(nvml),
-        )  # fmt: skip
+        pairs = tuple(_pair(nvml, handles, first, second) for first, second in combinations(range(len(handles)), 2))
+        driver = as_text(query(nvml, "nvmlSystemGetDriverVersion") or "") or None
+        return Gpus(states=states, pairs=pairs, origin="NVML", driver=driver, driver_cuda=newest_cuda(nvml))
     except nvml.NVMLError as error:
         return Gpus(origin=f"none: NVML says {error}")
     finally:

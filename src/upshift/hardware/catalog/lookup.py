@@ -260,7 +260,7 @@ def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
         raise RequestError(
             f"host {request.text!r} has {per_node} devices in a node of at most {max_per_node}; write {suggestion}"
         )
-    inter_node = _stated_connection(request, num_nodes=nodes, per_node=per_node, inside=f"{per_node}x")
+    inter_node = _stated_connection(request, num_nodes=nodes, per_node=per_node, devices_prefix=f"{per_node}x")
     if inter_node is None and nodes > 1:
         inter_node = interconnect.default_connection(facts, num_nodes=nodes, per_node=per_node)
     intra_node, intra_origin = _intra_node_connection(facts, per_node)
@@ -303,7 +303,7 @@ def _cpu_host(request: _Request, facts: CpuFacts, memory_bytes: int | None) -> H
     if sockets > facts.max_sockets:
         suggestion = f"{hosts}x{facts.max_sockets}x{request.product}"
         raise RequestError(f"host {request.text!r} has {sockets} sockets of at most {facts.max_sockets}; write {suggestion}")
-    inter_node = _stated_connection(request, num_nodes=hosts, per_node=1, inside=f"{sockets}x" if request.second else "")
+    inter_node = _stated_connection(request, num_nodes=hosts, per_node=1, devices_prefix=f"{sockets}x" if request.second else "")
     if inter_node is None and hosts > 1:
         inter_node = interconnect.Connection(None, interconnect.UNKNOWN)
     return Host(

@@ -1,8 +1,8 @@
 """List NVIDIA's GPUs.
 
 Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. If a datasheet has only the sparse figure,
-it is halved. `memory_bytes` is the total that NVML reports with ECC as shipped; it is less than the advertised size. PCIe cards have
-no NVLink bridges here. The power is the maximum of the datasheet.
+it is halved. `memory_bytes` is the total that NVML reports with ECC as shipped; it is less than the advertised size. PCIe cards
+have no NVLink bridges here. The power is the maximum of the datasheet.
 """
 
 from __future__ import annotations
