@@ -15,7 +15,7 @@ import pytest
 
 from upshift.debugging import network
 from upshift.debugging.finding import Finding
-from upshift.debugging.network import Server, examine_network, own_place
+from upshift.debugging.network import Server, examine_network, own_index
 from upshift.errors import RequestError
 
 # Two namespaces joined by a wire, 10.7.0.1 and 10.7.0.2; the answers of some ports of the second one are dropped.
@@ -103,9 +103,9 @@ def test_nobody_listens_and_unknown_names() -> None:
 
 
 def test_wrong_hosts_are_refused() -> None:
-    assert own_place(["203.0.113.1", "127.0.0.1"]) == 1
+    assert own_index(["203.0.113.1", "127.0.0.1"]) == 1
     with pytest.raises(RequestError, match="none of 203.0.113.1,203.0.113.2 is this host"):
-        own_place(["203.0.113.1", "203.0.113.2"])
+        own_index(["203.0.113.1", "203.0.113.2"])
     with pytest.raises(RequestError, match="names one host"):
         list(examine_network(["127.0.0.1"], port=1, wait_seconds=0))
 
