@@ -39,12 +39,10 @@ class MissingInternal(RequestError):
     The message is one line: the feature that needs the name, the library and its version, and what to do instead."""
 
     def __init__(self, *, library: str, version: str, name: str, feature: str, instead: str = "") -> None:
-        install_older = (
-            f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
-        )
+        install = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
         self.library = library
         self.name = name
-        next_step = f"{instead}, or {install_older}" if instead else install_older
+        next_step = f"{instead}, or {install}" if instead else install
         shown = version or "(not installed)"
         super().__init__(f"{feature} needs {name}, which {library} {shown} does not have; {next_step}")
 

@@ -97,11 +97,14 @@ def _power(gpu: GpuState) -> Iterator[Finding]:
     limit = gpu.limit_watts
     reasons = gpu.throttle_reasons or 0
     if default and limit and limit < LIMITED * default:
+        evidence = "its power limit was lowered"
+        if reasons & POWER_CAP:
+            evidence += ", and it throttles by it now"
         yield _gpu_finding(
             gpu,
             "warning",
             f"may draw {limit:.0f} W of its {default:.0f} W",
-            "its power limit was lowered, and it throttles by it now" if reasons & POWER_CAP else "its power limit was lowered",
+            evidence,
             f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}, if the power supply and the cooling allow it",
         )
     if reasons & SYNC_BOOST:
@@ -366,7 +369,9 @@ def _link_level(pair: GpuPair) -> int | None:
 
 
 def _describe_level(level: int) -> str:
-    return "are joined by NVLink" if level == NVLINK else LEVEL_DESCRIPTIONS.get(level, f"are at NVML's level {level}")
+    if level == NVLINK:
+        return "are joined by NVLink"
+    return LEVEL_DESCRIPTIONS.get(level, f"are at NVML's level {level}")
 
 
 def _pairs_by_level(levels: Mapping[frozenset[int], int]) -> dict[int, list[tuple[int, ...]]]:

@@ -97,7 +97,7 @@ class Server:
 
 def own_index(hosts: list[str]) -> int:
     """Return the index of this host in the list. Raise RequestError if it is not in the list."""
-    own_addresses = interface_of_address()
+    own_addresses = interfaces_by_address()
     for index, host in enumerate(hosts):
         with suppress(OSError):
             address = socket.gethostbyname(host)
@@ -137,14 +137,14 @@ def _examine_own_name() -> Iterator[Finding]:
     except OSError:
         address = None
     if address is None or address.startswith("127."):
-        interface = next(iter(interface_of_address().values()), "eth0")
+        interface = next(iter(interfaces_by_address().values()), "eth0")
         yield warning(
             "host name", what=f"{name} is {address or 'unknown'} to this host itself, and gloo announces it",
             evidence="the system's resolver", fix=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
         )  # fmt: skip
 
 
-def interface_of_address() -> dict[str, str]:
+def interfaces_by_address() -> dict[str, str]:
     """Return the network interface of each address of this host, without loopback."""
     interfaces = {}
     for name, addresses in importlib.import_module("psutil").net_if_addrs().items():
@@ -236,7 +236,7 @@ def _ephemeral_ports() -> tuple[int, int]:
 
 
 def _speed_finding(subject: str, address: str, reached: Reached) -> Iterator[Finding]:
-    interface = interface_of_address().get(reached.local, "lo")
+    interface = interfaces_by_address().get(reached.local, "lo")
     evidence = f"{address} by {interface}: round trip {reached.latency * 1e6:,.0f} us, {reached.rate / 1e6:,.0f} MB/s"
     settings = f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     if reached.rate < SLOW_BYTES or reached.latency > SLOW_SECONDS:

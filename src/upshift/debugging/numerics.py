@@ -55,10 +55,12 @@ def tensors_inside(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_ranges(ranges: list[Tensor]) -> list[list[float]]:
+    """Return the smallest and the largest magnitude of each range, with one transfer from the device."""
     if not ranges:
         return []
-    stacked: list[list[float]] = torch.stack([value_range.to(ranges[0].device, torch.float32) for value_range in ranges]).tolist()
-    return stacked
+    on_one_device = [value_range.to(ranges[0].device, torch.float32) for value_range in ranges]
+    limits: list[list[float]] = torch.stack(on_one_device).tolist()
+    return limits
 
 
 def holds_bad(tensor: Tensor) -> bool:
@@ -136,7 +138,9 @@ class DebugUnderflowOverflow:
         _COMPILED_TENSORS.pop(id(self), None)  # an earlier debugger that is gone may have had the same id
         self._handles = [model.register_forward_pre_hook(_never_compiled(self._start_batch), with_kwargs=True)]
         for index, (module, name) in enumerate(self._names.items()):
-            self._handles.append(module.register_forward_hook(self._hook(name, index * TENSORS_PER_MODULE), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_hook(self._make_hook(name, index * TENSORS_PER_MODULE), with_kwargs=True)
+            )
         self._handles.append(model.register_forward_hook(_never_compiled(self._end_batch), with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
@@ -144,8 +148,6 @@ class DebugUnderflowOverflow:
         _COMPILED_TENSORS.pop(id(self), None)
         while self._handles:
             self._handles.pop().remove()
-
-    # One batch
 
     def _start_batch(self, module: nn.Module, inputs: Any, named: Any) -> None:
         self._finish_batch()  # an exception may have ended the previous forward pass, as in stages of a pipeline
@@ -162,6 +164,7 @@ class DebugUnderflowOverflow:
         self._finish_batch()
 
     def _finish_batch(self) -> None:
+        """Check the frames that are not checked yet, follow the trends, and count the batch."""
         if not self._open:
             return
         frames = self._read_pending()
@@ -181,9 +184,7 @@ class DebugUnderflowOverflow:
         if self.abort_after_batch_num is not None and number >= self.abort_after_batch_num:
             raise NumericsError(f"stopped after batch {number}, as abort_after_batch_num={self.abort_after_batch_num} asks for")
 
-    # One call
-
-    def _hook(self, name: str, row: int) -> Callable[..., None]:
+    def _make_hook(self, name: str, row: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 self._record_ranges(row, inputs, named, output)
@@ -194,6 +195,7 @@ class DebugUnderflowOverflow:
 
     @torch.no_grad()
     def _record_call(self, name: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """Measure the tensors of a call. On a CPU also check them at once."""
         if not self._open:
             return  # the backward pass recomputes a layer that was already checked
         ranges = []
@@ -219,6 +221,7 @@ class DebugUnderflowOverflow:
         return measured
 
     def _read_pending(self) -> list[Frame]:
+        """Return the frames of the pending calls."""
         pending = self._pending
         self._pending = []
         frames = []
@@ -259,10 +262,9 @@ class DebugUnderflowOverflow:
             self.findings.append(finding)
             self._tell(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
 
-    # Weights are checked once a batch, and only those that have changed.
-
     @torch.no_grad()
     def _check_weights(self) -> None:
+        """Read the ranges of the weights that changed since the last batch, and report weights that are not finite."""
         changed = []
         for name, parameter in self.model.named_parameters():
             local = local_part(parameter)
@@ -278,25 +280,25 @@ class DebugUnderflowOverflow:
             self._add_frame(Frame(owner, type(self.model.get_submodule(owner)).__name__, (self._weights[bad[0]][2],)))
 
     def _weight_readings(self, module: str) -> Iterator[Reading]:
+        """Yield the readings of a module's own weights."""
         owner = self.model.get_submodule(module)
         for name in PARAMETERS.of(owner):
             stored = self._weights.get(f"{module}.{name}" if module else name)
             if stored is not None:
                 yield stored[2]
 
-    # Compiled modules
-
     def _record_ranges(self, row: int, inputs: Any, named: Any, output: Any) -> None:
+        """Write the ranges of a compiled module's call into the tensor of ranges, from ``row`` on."""
         assert self._compiled_ranges is not None
         for index, (label, tensor) in enumerate(labelled_tensors(inputs, named, output)):
             if index < TENSORS_PER_MODULE and tensor.dtype in FLOATS and tensor.numel():
                 with torch.no_grad():
-                    self._compiled_ranges[row + index] = torch.stack(torch.aminmax(tensor.detach().abs())).to(
-                        self._compiled_ranges
-                    )
-                _note(id(self), row + index, label, FLOATS[tensor.dtype])
+                    limits = torch.stack(torch.aminmax(tensor.detach().abs()))
+                    self._compiled_ranges[row + index] = limits.to(self._compiled_ranges)
+                _register_compiled_tensor(id(self), row + index, label, FLOATS[tensor.dtype])
 
     def _read_compiled_frames(self) -> list[Frame]:
+        """Return the frames of compiled modules."""
         types = _COMPILED_TENSORS.get(id(self))
         if not types or self._compiled_ranges is None:
             return []
@@ -305,9 +307,11 @@ class DebugUnderflowOverflow:
             if row in types and low != NOT_WRITTEN:
                 compiled.setdefault(row // TENSORS_PER_MODULE, []).append(Reading(*types[row], low, high))
         names = [(name, type(module).__name__) for module, name in self._names.items()]
-        return [
-            Frame(*names[index], (*self._weight_readings(names[index][0]), *readings)) for index, readings in compiled.items()
-        ]
+        frames = []
+        for index, readings in compiled.items():
+            name, kind = names[index]
+            frames.append(Frame(name, kind, (*self._weight_readings(name), *readings)))
+        return frames
 
 
 _COMPILED_TENSORS: dict[int, dict[int, tuple[str, str]]] = {}  # by id of the debugger and row of ranges: label and dtype
@@ -315,7 +319,7 @@ _COMPILED_TENSORS: dict[int, dict[int, tuple[str, str]]] = {}  # by id of the de
 
 # It runs once, when a module is compiled. A graph that changed Python's state would be compiled again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note(debugger: int, row: int, label: str, dtype: str) -> None:
+def _register_compiled_tensor(debugger: int, row: int, label: str, dtype: str) -> None:
     _COMPILED_TENSORS.setdefault(debugger, {})[row] = (label, dtype)
 
 

@@ -98,4 +98,6 @@ def _describe_gpu(measured: Measured) -> str:
     rates = measured.gpu
     assert rates is not None
     bf16 = f"bf16 {rates.bf16 / TERA:,.0f} TFLOP/s" if rates.bf16 else "no bf16"
-    return f"{bf16}, memory {rates.memory_bytes_per_second / GIGA:,.0f} GB/s" if rates.memory_bytes_per_second else bf16
+    if rates.memory_bytes_per_second:
+        return f"{bf16}, memory {rates.memory_bytes_per_second / GIGA:,.0f} GB/s"
+    return bf16

@@ -101,7 +101,9 @@ def _short_path(path: str) -> str:
     parts = Path(path).parts
     if "site-packages" in parts:
         return "/".join(parts[parts.index("site-packages") + 1 :])
-    return "/".join(parts[parts.index("upshift") :]) if "upshift" in parts else "/".join(parts[-2:])
+    if "upshift" in parts:
+        return "/".join(parts[parts.index("upshift") :])
+    return "/".join(parts[-2:])
 
 
 def delete_report(output: Path, rank: int) -> None:
@@ -131,9 +133,9 @@ def examine_run(output: Path) -> list[Finding]:
     """Return findings about the run in a folder. Raise RequestError if the folder has no run."""
     if not output.is_dir():
         raise RequestError(f"{output} is not a folder; give the output folder of a run, which has {RUN}")
-    run = _json(_text(output / RUN))
+    run = _parse_object(_read_text(output / RUN))
     reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
-    autopsies = _text(output / AUTOPSIES).splitlines()
+    autopsies = _read_text(output / AUTOPSIES).splitlines()
     stored = _read_findings(output)
     if run is None and not reports and not autopsies and not stored:
         raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
@@ -145,11 +147,11 @@ def _rank_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _json(text: str) -> dict[str, Any] | None:
+def _parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object of a text, or None if the text is empty, incomplete or no object."""
     try:
         document = json.loads(text)
@@ -208,7 +210,9 @@ def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
 
 def _silent(reports: list[RankReport]) -> Iterator[Finding]:
     serious = [report for report in reports if report.kind != "slow"]
-    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports}) if serious else []
+    if not serious:
+        return
+    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports})
     if missing:
         names = ", ".join(map(str, missing))
         yield error(
@@ -220,7 +224,7 @@ def _silent(reports: list[RankReport]) -> Iterator[Finding]:
 
 def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
     for number, line in enumerate(lines, start=1):
-        autopsy = _json(line)
+        autopsy = _parse_object(line)
         if autopsy is None:
             yield unknown("memory", what=f"ran out, and line {number} of {AUTOPSIES}, which says how, was cut off: left out")
             continue
@@ -254,10 +258,11 @@ def _rank_name(report: RankReport) -> str:
 
 
 def _innermost_line(report: RankReport) -> str:
+    """Return the innermost line of the main thread, and the line of Upshift that called it."""
     main = next(iter(report.stacks), None)
     if main is None or not main.frames:
         return "no stack"
     upshift_line = next((line for line in reversed(main.frames) if line.startswith("upshift/")), None)
-    return main.frames[-1] + (
-        f", called from {upshift_line}" if upshift_line is not None and upshift_line != main.frames[-1] else ""
-    )
+    if upshift_line is None or upshift_line == main.frames[-1]:
+        return main.frames[-1]
+    return f"{main.frames[-1]}, called from {upshift_line}"

@@ -90,13 +90,15 @@ def _weakest_cpu(cpus: Sequence[Cpu]) -> Cpu:
     first = cpus[0]
     names = {cpu.model_name for cpu in cpus}
     instructions: list[tuple[Isa, ...]] = [cpu.isa for cpu in cpus if cpu.isa is not None]
-    shared = tuple(name for name in instructions[0] if all(name in isa for isa in instructions)) if instructions else None
+    shared: tuple[Isa, ...] | None = None
+    if len(instructions) == len(cpus):
+        shared = tuple(name for name in instructions[0] if all(name in isa for isa in instructions))
     return first.changed(
         model_name=first.model_name if len(names) == 1 else " or ".join(sorted(str(name) for name in names)),
         physical_cores=_minimum([cpu.physical_cores for cpu in cpus]),
         usable_cores=min(cpu.usable_cores for cpu in cpus),
         numa_nodes=_minimum([cpu.numa_nodes for cpu in cpus]),
-        isa=shared if len(instructions) == len(cpus) else None,
+        isa=shared,
         memory_bytes=_minimum([cpu.memory_bytes for cpu in cpus]),
         free_memory_bytes=_minimum([cpu.free_memory_bytes for cpu in cpus]),
     )

@@ -63,7 +63,9 @@ def advance(beams: Beams, logits: Any, position: Any, options: XlaGeneration) ->
 
 def continues_search(beams: Beams, options: XlaGeneration) -> Any:
     """Return whether another token can change the result."""
-    stops_early = tf.reduce_all(beams.is_finished) if options.early_stopping is True else tf.constant(False)
+    stops_early = tf.constant(False)
+    if options.early_stopping is True:
+        stops_early = tf.reduce_all(beams.is_finished)
     return tf.reduce_any(beams.can_improve) & tf.logical_not(stops_early) & beams.can_continue
 
 

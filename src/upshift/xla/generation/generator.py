@@ -61,9 +61,6 @@ def group_prompts(lengths: Sequence[int], *, rows: int, multiple: int | None = N
         waiting = waiting[num_grouped:]
 
 
-LARGEST_DRAW = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
-
-
 class CompiledShape(Value):
     """Describe the shape of a compiled program. ``seconds``: its first call, with export, tracing and compilation."""
 
@@ -78,7 +75,7 @@ class XlaGenerator:
 
     ``pad_to_multiple_of``: the width of prompts; None: a power of two from 32 on. ``compiled`` lists the programs so far.
     ``num_traces`` counts how often TensorFlow traced. If it is larger than the number of programs, a shape changed that should
-    be fixed.
+    not change.
     """
 
     def __init__(self, model: XlaModel, *, pad_to_multiple_of: int | None = None) -> None:

@@ -28,7 +28,8 @@ class _Loss(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.extra = {"use_cache": False} if takes_use_cache else {}
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(**inputs, **self.extra).loss

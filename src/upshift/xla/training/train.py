@@ -123,7 +123,9 @@ def _find_checkpoint(output: Path, *, resume: bool) -> tuple[Path, RunState] | N
     """Return the checkpoint to continue from, or None to start from the beginning.
 
     Raise RequestError for a folder that is not empty, unless its run is resumed. So nothing in it is ever overwritten."""
-    contents = sorted(path for path in output.iterdir() if path.name != LOCK_NAME) if output.is_dir() else []
+    contents: list[Path] = []
+    if output.is_dir():
+        contents = sorted(path for path in output.iterdir() if path.name != LOCK_NAME)
     if contents and not resume:
         raise RequestError(f"{output} is not empty ({contents[0].name}); resume its run (--resume), or give another directory")
     checkpoint = newest_checkpoint(output)
