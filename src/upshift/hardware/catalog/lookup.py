@@ -26,85 +26,6 @@ from upshift.hardware.catalog.tpu import TPUS
 from upshift.hardware.spec import Backend, Cpu, Host
 from upshift.units import GIB
 
-MAX_NAME_LENGTH = 60  # longer texts name no product
-MEMORY_TOLERANCE = 0.1  # as a share of the memory that the driver reports: a 48 GB card reports 45.0 GiB
-
-
-class Product(NamedTuple):
-    """Hold what a product is named by: the key of its row, the vendor's name, and the GiB of one device if the row has them."""
-
-    key: str
-    name: str
-    memory_gib: float | None
-
-
-class Matches(NamedTuple):
-    """Hold the names that match a text: ``exact`` with all words of the name, ``partial`` with some of them."""
-
-    exact: tuple[str, ...]
-    partial: tuple[str, ...]
-
-
-def join_words(text: str) -> str:
-    """Return the letters and digits of a text in lower case. They do not depend on how words are joined."""
-    return "".join(_split_words(text))
-
-
-def match_products(text: str, products: Mapping[str, Product]) -> Matches:
-    """Return the names of ``products`` that a text may mean."""
-    joined = join_words(text)
-    if not joined or len(joined) > MAX_NAME_LENGTH:
-        return Matches((), ())
-    exact = []
-    partial = []
-    for name, product in products.items():
-        needed = _split_words(name)
-        optional = [word for word in _split_words(f"{product.key} {product.name}") if word not in needed]
-        word_sets = _used_word_sets(joined, (*needed, *optional), product)
-        best = max((len(used.intersection(needed)) for used in word_sets), default=0)
-        if best == len(needed):
-            exact.append(name)
-        elif best > 0:
-            partial.append(name)
-    return Matches(tuple(exact), tuple(partial))
-
-
-def _split_words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
-
-
-def _used_word_sets(joined: str, words: tuple[str, ...], product: Product) -> Iterator[frozenset[str]]:
-    """Yield every set of words that a joined text can be split into. Each word is used at most once."""
-    if not joined:
-        yield frozenset()
-        return
-    for index, word in enumerate(words):
-        for spelling in _spellings(word):
-            if joined.startswith(spelling):
-                remaining = words[:index] + words[index + 1 :]
-                yield from (used | {word} for used in _used_word_sets(joined[len(spelling) :], remaining, product))
-    memory = re.match(r"([0-9]{1,4})(?:gib|gb|g)", joined)
-    if memory and _memory_matches(product, int(memory[1]), words):
-        memory_used = product._replace(memory_gib=None)
-        yield from _used_word_sets(joined[memory.end() :], words, memory_used)
-
-
-def _memory_matches(product: Product, gigabytes: int, words: tuple[str, ...]) -> bool:
-    """Return whether the product has about this much memory. It is False if the product's own words state a memory."""
-    if product.memory_gib is None or any(re.fullmatch(r"[0-9]+gb", word) for word in words):
-        return False
-    return abs(gigabytes - product.memory_gib) <= MEMORY_TOLERANCE * product.memory_gib
-
-
-def _spellings(word: str) -> list[str]:
-    """Return the spellings of a word: 80gb, 80gib and 80g; sxm with or without the number of its generation."""
-    if re.fullmatch(r"[0-9]+gb", word):
-        return [word, f"{word[:-2]}gib", word[:-1]]
-    if re.fullmatch(r"sxm[0-9]?", word):
-        return ["sxm", *(f"sxm{generation}" for generation in range(2, 7))]
-    return [word]
-
-
 GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | vendors.chips() | TPUS | APPLE_GPUS
 ALIASES = {"h100": "h100-sxm"}
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
@@ -125,6 +46,23 @@ MEMORY_ORIGIN: dict[Backend, str] = {
     "mps": "unified memory, shared with the CPU",
 }
 MAX_SHOWN = 60  # characters of the user's text in a message
+MAX_NAME_LENGTH = 60  # longer texts name no product
+MEMORY_TOLERANCE = 0.1  # as a share of the memory that the driver reports: a 48 GB card reports 45.0 GiB
+
+
+class Product(NamedTuple):
+    """Hold what a product is named by: the key of its row, the vendor's name, and the GiB of one device if the row has them."""
+
+    key: str
+    name: str
+    memory_gib: float | None
+
+
+class Matches(NamedTuple):
+    """Hold the names that match a text: ``exact`` with all words of the name, ``partial`` with some of them."""
+
+    exact: tuple[str, ...]
+    partial: tuple[str, ...]
 
 
 class _Request(NamedTuple):
@@ -135,51 +73,6 @@ class _Request(NamedTuple):
     second: int | None
     product: str
     port: str | None
-
-
-def find_product(name: str) -> GpuFacts | CpuFacts:
-    """Return the row of the product with this name. Raise RequestError for an ambiguous or unknown name."""
-    key = _find_key(name)
-    return GPUS[key] if key in GPUS else CPUS[key]
-
-
-def _find_key(name: str) -> str:
-    exact, partial = match_products(name, _named_products())
-    keys = _keys_of(exact)
-    if not keys:
-        families = [AMBIGUOUS[match] for match in exact if match in AMBIGUOUS]
-        if families:
-            choices = ", ".join(dict.fromkeys(key for family in families for key in family))
-            raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {choices}")
-        keys = _keys_of(partial)
-    if len(keys) == 1:
-        return keys[0]
-    if keys:
-        raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {', '.join(keys)}")
-    names = [*GPUS, *ALIASES, *CPUS]
-    similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
-    hint = f"close are {', '.join(similar)}; " if similar else ""
-    listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS))
-    mac = f"a Mac's chip ({', '.join(APPLE_CHOICES)}) with its memory, such as m2-max-64gb"
-    problem = f"unknown product {name[:MAX_SHOWN]!r}"
-    raise RequestError(f"{problem}; {hint}use one of {listed}, {mac}, or the path of a Host JSON file")
-
-
-def _keys_of(matches: tuple[str, ...]) -> list[str]:
-    """Return the keys of the matching products. Names of families are left out."""
-    return list(dict.fromkeys(ALIASES.get(match, match) for match in matches if match not in AMBIGUOUS))
-
-
-@cache
-def _named_products() -> dict[str, Product]:
-    """Return the products and families of products, by every name that they have."""
-    products = {}
-    for key, facts in GPUS.items():
-        memory_gib = facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None
-        products[key] = Product(key, facts.gpu.name, memory_gib)
-    products |= {key: Product(key, cpu_facts.cpu.model_name or "", None) for key, cpu_facts in CPUS.items()}
-    products |= {alias: products[key] for alias, key in ALIASES.items()}
-    return products | {family: Product(family, "", None) for family in AMBIGUOUS}
 
 
 def describe(text: str) -> Host:
@@ -326,3 +219,108 @@ def _join_sockets(cpu: Cpu, count: int) -> Cpu:
     totals = {name: getattr(cpu, name) for name in ("physical_cores", "usable_cores", "l2_total_bytes", "l3_total_bytes")}
     scaled = {name: value and value * count for name, value in totals.items()}
     return cpu.changed(peak={name: rate and rate * count for name, rate in peak.items()}, **scaled)
+
+
+def find_product(name: str) -> GpuFacts | CpuFacts:
+    """Return the row of the product with this name. Raise RequestError for an ambiguous or unknown name."""
+    key = _find_key(name)
+    return GPUS[key] if key in GPUS else CPUS[key]
+
+
+def _find_key(name: str) -> str:
+    exact, partial = match_products(name, _named_products())
+    keys = _keys_of(exact)
+    if not keys:
+        families = [AMBIGUOUS[match] for match in exact if match in AMBIGUOUS]
+        if families:
+            choices = ", ".join(dict.fromkeys(key for family in families for key in family))
+            raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {choices}")
+        keys = _keys_of(partial)
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {', '.join(keys)}")
+    names = [*GPUS, *ALIASES, *CPUS]
+    similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
+    hint = f"close are {', '.join(similar)}; " if similar else ""
+    listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS))
+    mac = f"a Mac's chip ({', '.join(APPLE_CHOICES)}) with its memory, such as m2-max-64gb"
+    problem = f"unknown product {name[:MAX_SHOWN]!r}"
+    raise RequestError(f"{problem}; {hint}use one of {listed}, {mac}, or the path of a Host JSON file")
+
+
+def _keys_of(matches: tuple[str, ...]) -> list[str]:
+    """Return the keys of the matching products. Names of families are left out."""
+    return list(dict.fromkeys(ALIASES.get(match, match) for match in matches if match not in AMBIGUOUS))
+
+
+@cache
+def _named_products() -> dict[str, Product]:
+    """Return the products and families of products, by every name that they have."""
+    products = {}
+    for key, facts in GPUS.items():
+        memory_gib = facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None
+        products[key] = Product(key, facts.gpu.name, memory_gib)
+    products |= {key: Product(key, cpu_facts.cpu.model_name or "", None) for key, cpu_facts in CPUS.items()}
+    products |= {alias: products[key] for alias, key in ALIASES.items()}
+    return products | {family: Product(family, "", None) for family in AMBIGUOUS}
+
+
+def match_products(text: str, products: Mapping[str, Product]) -> Matches:
+    """Return the names of ``products`` that a text may mean."""
+    joined = join_words(text)
+    if not joined or len(joined) > MAX_NAME_LENGTH:
+        return Matches((), ())
+    exact = []
+    partial = []
+    for name, product in products.items():
+        needed = _split_words(name)
+        optional = [word for word in _split_words(f"{product.key} {product.name}") if word not in needed]
+        word_sets = _used_word_sets(joined, (*needed, *optional), product)
+        best = max((len(used.intersection(needed)) for used in word_sets), default=0)
+        if best == len(needed):
+            exact.append(name)
+        elif best > 0:
+            partial.append(name)
+    return Matches(tuple(exact), tuple(partial))
+
+
+def _split_words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _used_word_sets(joined: str, words: tuple[str, ...], product: Product) -> Iterator[frozenset[str]]:
+    """Yield every set of words that a joined text can be split into. Each word is used at most once."""
+    if not joined:
+        yield frozenset()
+        return
+    for index, word in enumerate(words):
+        for spelling in _spellings(word):
+            if joined.startswith(spelling):
+                remaining = words[:index] + words[index + 1 :]
+                yield from (used | {word} for used in _used_word_sets(joined[len(spelling) :], remaining, product))
+    memory = re.match(r"([0-9]{1,4})(?:gib|gb|g)", joined)
+    if memory and _memory_matches(product, int(memory[1]), words):
+        memory_used = product._replace(memory_gib=None)
+        yield from _used_word_sets(joined[memory.end() :], words, memory_used)
+
+
+def _memory_matches(product: Product, gigabytes: int, words: tuple[str, ...]) -> bool:
+    """Return whether the product has about this much memory. It is False if the product's own words state a memory."""
+    if product.memory_gib is None or any(re.fullmatch(r"[0-9]+gb", word) for word in words):
+        return False
+    return abs(gigabytes - product.memory_gib) <= MEMORY_TOLERANCE * product.memory_gib
+
+
+def _spellings(word: str) -> list[str]:
+    """Return the spellings of a word: 80gb, 80gib and 80g; sxm with or without the number of its generation."""
+    if re.fullmatch(r"[0-9]+gb", word):
+        return [word, f"{word[:-2]}gib", word[:-1]]
+    if re.fullmatch(r"sxm[0-9]?", word):
+        return ["sxm", *(f"sxm{generation}" for generation in range(2, 7))]
+    return [word]
+
+
+def join_words(text: str) -> str:
+    """Return the letters and digits of a text in lower case. They do not depend on how words are joined."""
+    return "".join(_split_words(text))
