@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from upshift.debugging.finding import Finding
-from upshift.debugging.run_report import FOLDER, RankReport, Stack, current_stacks, delete_report, examine_run, make_report
+from upshift.debugging.run_report import FOLDER, RankReport, Stack, current_stacks, delete_report, examine_run, report_of
 from upshift.errors import RequestError
 
 
@@ -96,7 +96,7 @@ def test_a_report_of_this_process(tmp_path: Path) -> None:
     try:
         raise ValueError("planted")
     except ValueError as error:
-        make_report(error, rank=0, ranks=1, kind="died", step=1, words=str(error)).write(tmp_path)
+        report_of(error, rank=0, ranks=1, kind="died", step=1, words=str(error)).write(tmp_path)
     (found,) = examine_run(tmp_path)
     assert found.subject == "run" and "planted" in found.what and "test_a_report_of_this_process" in found.evidence
     delete_report(tmp_path, 0)

@@ -23,9 +23,6 @@ RUN = "upshift_run.json"
 FINDINGS_PREFIX = "findings-rank-"
 
 
-ReportKind = Literal["stalled", "slow", "died"]
-
-
 class Stack(Value):
     thread: str
     frames: tuple[str, ...]  # innermost last: file:line (function)
@@ -36,7 +33,7 @@ class RankReport(Value):
 
     rank: int
     ranks: int
-    kind: ReportKind
+    kind: Literal["stalled", "slow", "died"]
     step: int
     words: str  # the exception, or the message of the watchdog
     waiting: str | None = None  # the collective that the rank started and that has not ended
@@ -50,12 +47,12 @@ class RankReport(Value):
         write_whole(folder / f"rank-{self.rank}.json", self.to_json(indent=1))
 
 
-def make_report(
+def report_of(
     error: BaseException | None,
     *,
     rank: int,
     ranks: int,
-    kind: ReportKind,
+    kind: str,
     step: int,
     words: str,
     waiting: str | None = None,
@@ -67,17 +64,12 @@ def make_report(
         stacks = current_stacks()
     else:
         stacks = (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
-    return RankReport(
-        rank=rank,
-        ranks=ranks,
-        kind=kind,
-        step=step,
-        words=words,
-        waiting=waiting,
-        stacks=stacks,
-        versions=versions or {},
-        variables=variables,
-    )
+    return RankReport.model_validate(
+        {
+            "rank": rank, "ranks": ranks, "kind": kind, "step": step, "words": words, "waiting": waiting, "stacks": stacks,
+            "versions": versions or {}, "variables": variables,
+        }
+    )  # fmt: skip
 
 
 def current_stacks() -> tuple[Stack, ...]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
-from upshift.debugging.run_report import make_report
+from upshift.debugging.run_report import report_of
 from upshift.errors import MissingInternal
 from upshift.internals.torch_names import DEFAULT_STORE, FLIGHT_RECORDER
 from upshift.planning.plan import Plan
@@ -285,7 +285,7 @@ class Watch:
         if self._output is None:
             return
         where = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
-        report = make_report(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=words, waiting=where)
+        report = report_of(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=words, waiting=where)
         report.write(self._output)
 
     def _line(self) -> str | None:

@@ -21,7 +21,7 @@ from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
-from upshift.debugging.run_report import delete_report, leave_findings, make_report
+from upshift.debugging.run_report import delete_report, leave_findings, report_of
 from upshift.debugging.step_signs import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.plan import Plan
@@ -137,7 +137,7 @@ def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: i
         raise
     except BaseException as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-        report = make_report(error, rank=rank, ranks=ranks, kind="died", step=step(), words=words, versions=library_versions())
+        report = report_of(error, rank=rank, ranks=ranks, kind="died", step=step(), words=words, versions=library_versions())
         with suppress(OSError):  # the disk may be what failed
             report.write(output)
         raise
