@@ -24,9 +24,9 @@ def disk_full_message(error: BaseException) -> str | None:
 
     Return None if no disk is full."""
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
@@ -34,7 +34,7 @@ def disk_full_message(error: BaseException) -> str | None:
             return f"{current.strerror}: {current.filename}" if current.filename else str(current.strerror)
         if isinstance(current, Exception) and any(phrase in str(current).lower() for phrase in DISK_FULL_PHRASES):
             return " ".join(str(current).split())[-300:]
-        waiting += [current.__cause__, current.__context__]
+        pending += [current.__cause__, current.__context__]
     return None
 
 

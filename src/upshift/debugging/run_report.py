@@ -90,12 +90,12 @@ def _lines(frames: traceback.StackSummary) -> tuple[str, ...]:
 
 def _short_path(path: str) -> str:
     """Return the part of a path from the package on, so that a report contains no folders of the machine."""
-    parts = Path(path).parts
-    if "site-packages" in parts:
-        return "/".join(parts[parts.index("site-packages") + 1 :])
-    if "upshift" in parts:
-        return "/".join(parts[parts.index("upshift") :])
-    return "/".join(parts[-2:])
+    folders = Path(path).parts
+    if "site-packages" in folders:
+        return "/".join(folders[folders.index("site-packages") + 1 :])
+    if "upshift" in folders:
+        return "/".join(folders[folders.index("upshift") :])
+    return "/".join(folders[-2:])
 
 
 def delete_report(output: Path, rank: int) -> None:

@@ -51,14 +51,14 @@ def group_prompts(lengths: Sequence[int], *, rows: int, multiple: int | None = N
     by_width: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_width.setdefault(padded_width(length, multiple=multiple), []).append(index)
-    waiting: list[int] = []
+    pending: list[int] = []
     widths = sorted(by_width)
     for width in widths:
-        waiting += by_width[width]
-        num_grouped = len(waiting) if width == widths[-1] else len(waiting) // rows * rows
+        pending += by_width[width]
+        num_grouped = len(pending) if width == widths[-1] else len(pending) // rows * rows
         for start in range(0, num_grouped, rows):
-            yield Group(tuple(waiting[start : min(start + rows, num_grouped)]), width)
-        waiting = waiting[num_grouped:]
+            yield Group(tuple(pending[start : min(start + rows, num_grouped)]), width)
+        pending = pending[num_grouped:]
 
 
 class CompiledShape(Value):

@@ -79,9 +79,9 @@ def loss_sum(
 ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
     """Return the sum of the labels' losses, and the number of labels. Without labels the sum and its gradients are 0."""
     labels = inputs["labels"]
-    number = count_labels(labels, shifted=shifted)
+    num_labels = count_labels(labels, shifted=shifted)
     if labels.dtype.is_integer:
-        labels = tf.where(number > 0, labels, tf.zeros_like(labels))  # the mean over no label would be NaN
+        labels = tf.where(num_labels > 0, labels, tf.zeros_like(labels))  # the mean over no label would be NaN
     values = {**inputs, "labels": labels}
     (mean,) = program([values[name] for name in program.inputs], weights, seed=seed)
-    return mean * number, number
+    return mean * num_labels, num_labels

@@ -68,11 +68,11 @@ class Step:
         self.max_traces = max_traces
         self._shifted = shifts_labels(model.torch_model)
         self._programs: dict[tuple[Any, ...], Program] = {}
-        self._gradients_of_replica = as_tf_function(self._gradients, jit=not devices.on_tpu)
+        self._gradients_of_replica = as_tf_function(self._sum_gradients, jit=not devices.on_tpu)
         if devices.strategy is None:
-            self.function = as_tf_function(self._on_one_device, jit=True)
+            self.function = as_tf_function(self._run_on_one_device, jit=True)
         else:
-            self.function = as_tf_function(self._on_replicas, jit=False)
+            self.function = as_tf_function(self._run_on_replicas, jit=False)
 
     @property
     def num_traces(self) -> int:
@@ -87,28 +87,28 @@ class Step:
             raise JobFailed(f"the step was traced {self.num_traces} times, {self.max_traces} shapes were planned; last {shapes}")
         return results
 
-    def _on_one_device(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
-        loss, number, gradients = self._gradients(batch, seed)
-        gradients, norm = self._clipped(gradients, number)
+    def _run_on_one_device(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+        loss, num_labels, gradients = self._sum_gradients(batch, seed)
+        gradients, norm = self._clip(gradients, num_labels)
         for (name, weight), gradient in zip(self.optimizer.trained.items(), gradients, strict=True):
             self.optimizer.update(weight, self.optimizer.states_of(name), gradient, scalars)
-        return loss / number, norm
+        return loss / num_labels, norm
 
-    def _on_replicas(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+    def _run_on_replicas(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
         strategy = self.devices.strategy
         assert strategy is not None
-        loss, norm = strategy.run(self._in_replica, args=(batch, scalars, seed))
+        loss, norm = strategy.run(self._run_in_replica, args=(batch, scalars, seed))
         mean = tf.distribute.ReduceOp.MEAN  # the replicas have equal numbers
         return strategy.reduce(mean, loss, axis=None), strategy.reduce(mean, norm, axis=None)
 
-    def _in_replica(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+    def _run_in_replica(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
         context = tf.distribute.get_replica_context()
         replica_seed = tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group)
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, self._gradients_of_replica(batch, replica_seed))
-        loss, number, gradients = summed
-        gradients, norm = self._clipped(gradients, number)
+        loss, num_labels, gradients = summed
+        gradients, norm = self._clip(gradients, num_labels)
         context.merge_call(self._update_all, args=(gradients, scalars))
-        return loss / number, norm
+        return loss / num_labels, norm
 
     def _update_all(self, strategy: Any, gradients: list[Any], scalars: Scalars) -> None:
         """Update the weights of all replicas. They have the same gradients, and each replica updates its own copy."""
@@ -120,11 +120,11 @@ class Step:
 
             strategy.extended.update(weight, update, args=(gradient, scalars, *states), group=False)
 
-    def _clipped(self, gradients: list[tf.Tensor], number: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _clip(self, gradients: list[tf.Tensor], num_labels: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Divide gradients by the number of labels, and clip their norm as torch.nn.utils.clip_grad_norm_ does.
 
         Return the gradients, and their norm before clipping."""
-        means = [gradient / number for gradient in gradients]
+        means = [gradient / num_labels for gradient in gradients]
         norm = tf.linalg.global_norm(means)
         limit = self.optimizer.arguments.max_grad_norm
         if not limit:
@@ -132,33 +132,35 @@ class Step:
         scale = tf.minimum(1.0, limit / (norm + 1e-6))
         return [gradient * scale for gradient in means], norm
 
-    def _gradients(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+    def _sum_gradients(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return the sums over a replica's micro-batches, which run one after the other: loss, labels, gradients."""
         num_parts = self.optimizer.arguments.gradient_accumulation_steps
         if num_parts == 1:
-            return self._of_micro_batch(batch, seed)
+            return self._micro_batch_gradients(batch, seed)
         stacked = {
             name: tf.reshape(value, [num_parts, value.shape[0] // num_parts, *value.shape[1:]]) for name, value in batch.items()
         }
         zeros = [tf.zeros(weight.shape, weight.dtype) for weight in self.optimizer.trained.values()]
 
-        def add(index: tf.Tensor, loss: tf.Tensor, number: tf.Tensor, *gradients: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        def add(index: tf.Tensor, loss: tf.Tensor, num_labels: tf.Tensor, *gradients: tf.Tensor) -> tuple[tf.Tensor, ...]:
             part_seed = tf.random.experimental.stateless_fold_in(seed, index)
-            sums = self._of_micro_batch({name: value[index] for name, value in stacked.items()}, part_seed)
-            return index + 1, loss + sums[0], number + sums[1], *(a + b for a, b in zip(gradients, sums[2], strict=True))
+            sums = self._micro_batch_gradients({name: value[index] for name, value in stacked.items()}, part_seed)
+            return index + 1, loss + sums[0], num_labels + sums[1], *(a + b for a, b in zip(gradients, sums[2], strict=True))
 
         first = (tf.constant(0), tf.constant(0.0), tf.constant(0.0), *zeros)
-        _, loss, number, *gradients = tf.while_loop(lambda index, *_: index < num_parts, add, first, maximum_iterations=num_parts)
-        return loss, number, gradients
+        _, loss, num_labels, *gradients = tf.while_loop(
+            lambda index, *_: index < num_parts, add, first, maximum_iterations=num_parts
+        )
+        return loss, num_labels, gradients
 
-    def _of_micro_batch(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+    def _micro_batch_gradients(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         program = self._program(batch)
         weights = self.optimizer.trained
         with tf.GradientTape() as tape:
-            loss, number = loss_sum(program, batch, self.model.weights, seed, shifted=self._shifted)
+            loss, num_labels = loss_sum(program, batch, self.model.weights, seed, shifted=self._shifted)
             check_rules(tf.compat.v1.get_default_graph().get_operations())  # gradients have the weights' shapes
         gradients = tape.gradient(loss, list(weights.values()), unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return loss, number, [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return loss, num_labels, [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def _program(self, batch: Batch) -> Program:
         shapes = shapes_of(batch)

@@ -252,33 +252,33 @@ class Evaluation:
         if devices.strategy is None:
             self._function = self._of_replica
         else:
-            self._function = as_tf_function(self._on_replicas, jit=False)
+            self._function = as_tf_function(self._run_on_replicas, jit=False)
 
     def __call__(self, batches: Iterable[Mapping[str, Any]]) -> float:
         total = 0.0
-        number = 0.0
+        num_labels = 0.0
         for batch in batches:
             batch_total, batch_number = self._function(divide_rows(batch, self.devices))
             total += float(batch_total)
-            number += float(batch_number)
-        return total / max(number, 1.0)
+            num_labels += float(batch_number)
+        return total / max(num_labels, 1.0)
 
     def _loss_sum(self, batch: Mapping[str, Any]) -> LossSum:
         program = loss_program(self.model.torch_model, shapes_of(batch), training=False)
         shifted = shifts_labels(self.model.torch_model)
         return loss_sum(program, batch, self.model.weights, tf.constant([0, 0]), shifted=shifted)
 
-    def _in_replica(self, batch: Mapping[str, Any]) -> LossSum:
+    def _run_in_replica(self, batch: Mapping[str, Any]) -> LossSum:
         """Call the compiled function. strategy.run must not get it directly, because it would compile around it."""
         sums: LossSum = self._of_replica(batch)
         return sums
 
-    def _on_replicas(self, batch: Mapping[str, Any]) -> LossSum:
+    def _run_on_replicas(self, batch: Mapping[str, Any]) -> LossSum:
         strategy = self.devices.strategy
         assert strategy is not None
-        loss, number = strategy.run(self._in_replica, args=(batch,))
+        loss, num_labels = strategy.run(self._run_in_replica, args=(batch,))
         total = tf.distribute.ReduceOp.SUM
-        return strategy.reduce(total, loss, axis=None), strategy.reduce(total, number, axis=None)
+        return strategy.reduce(total, loss, axis=None), strategy.reduce(total, num_labels, axis=None)
 
 
 @contextmanager
