@@ -84,7 +84,7 @@ def test_hosts_that_talk() -> None:
     server = Server(port)
     waits = threading.Thread(target=server.wait, args=(1, time.monotonic() + 20), daemon=True)
     waits.start()
-    findings = list(network._pair("127.0.0.1", "127.0.0.2", port, time.monotonic() + 5))
+    findings = list(network._examine_pair("127.0.0.1", "127.0.0.2", port, time.monotonic() + 5))
     waits.join(20)
     assert not waits.is_alive()
     assert [finding.severity for finding in findings] in (["ok"], ["warning"])  # a busy machine is slow
@@ -93,7 +93,7 @@ def test_hosts_that_talk() -> None:
 
 def test_nobody_listens_and_unknown_names() -> None:
     port = free_port()
-    (refused,) = network._pair("127.0.0.1", "127.0.0.2", port, time.monotonic())
+    (refused,) = network._examine_pair("127.0.0.1", "127.0.0.2", port, time.monotonic())
     assert f"nobody listens at 127.0.0.2:{port}" in refused.what and "start the same command" in (refused.fix or "")
     unknown = [f for f in examine_network(["127.0.0.1", "nowhere.invalid"], port=port, wait_seconds=0) if "nowhere" in f.subject]
     assert "has no address here" in unknown[0].what and "/etc/hosts" in (unknown[0].fix or "")
