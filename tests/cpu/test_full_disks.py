@@ -15,7 +15,7 @@ from test_checkpoint import _mount
 from test_train import a_job, home, prepared  # noqa: F401  fixtures
 
 from upshift.cli import main as command_line
-from upshift.disk_full import full_disk, keep
+from upshift.disk_full import disk_full_message, write_cache_file
 from upshift.errors import JobFailed
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.processes import result_in, run_in, written
@@ -40,25 +40,25 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_is_found_in_errors() -> None:
     full_one = OSError(errno.ENOSPC, "No space left on device", "/x/y")
-    assert full_disk(full_one) == "No space left on device: /x/y"
-    assert full_disk(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert full_disk(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
+    assert disk_full_message(full_one) == "No space left on device: /x/y"
+    assert disk_full_message(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert disk_full_message(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
     for other in (OSError(errno.EACCES, "Permission denied"), ValueError("no"), KeyboardInterrupt()):
-        assert full_disk(other) is None
+        assert disk_full_message(other) is None
     try:
         try:
             raise full_one
         except OSError as error:
             raise RuntimeError("backend compiler failed") from error
     except RuntimeError as error:
-        assert full_disk(error) == "No space left on device: /x/y"
+        assert disk_full_message(error) == "No space left on device: /x/y"
     circle = ValueError("a")
     circle.__context__ = circle
-    assert full_disk(circle) is None
+    assert disk_full_message(circle) is None
 
 
 def test_a_cache_goes_without(full: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not keep("the numbers are", full / "folder" / "numbers.json", "x" * 10_000)
+    assert not write_cache_file("the numbers are", full / "folder" / "numbers.json", "x" * 10_000)
     assert "the numbers are not kept" in caplog.text and "UPSHIFT_CACHE names another folder" in caplog.text
     assert not list(full.rglob("numbers.json*"))
 

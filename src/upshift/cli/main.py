@@ -28,7 +28,7 @@ from upshift.cli import (
 )
 from upshift.cli.plan import command as plan
 from upshift.cli.progress import progress_lines
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, UpshiftError
 from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
 
@@ -103,7 +103,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:  # any library may raise it; a full disk is no bug, so it needs no traceback
-        reason = full_disk(error)
+        reason = disk_full_message(error)
         if reason is None:
             raise
         print(f"upshift: a file could not be written ({reason}); {FREE_SOME}", file=sys.stderr)

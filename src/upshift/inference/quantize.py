@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from upshift.atomic_file import alone, write_whole
+from upshift.atomic_file import exclusive_lock, write_whole
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
 from upshift.inference.openvino_runtime import make
@@ -135,11 +135,11 @@ def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]
     from upshift.loading.load import load_source
 
     model = load_source(source, quantize="int4" if bits == 4 else "int8", model_class=rounding.model_class)
-    alone = [name for name in model.state_dict() if "." not in name]
-    if bits == 8 and alone:  # transformers splits each name at its last dot (torchao 0.18, safetensors_support.py)
+    exclusive_lock = [name for name in model.state_dict() if "." not in name]
+    if bits == 8 and exclusive_lock:  # transformers splits each name at its last dot (torchao 0.18, safetensors_support.py)
         raise RequestError(
             f"transformers could not load the 8 bits of {type(model).__name__} again, which torchao writes, for the name of its "
-            f"tensor {alone[0]}; use --engine openvino, or --bits 4"
+            f"tensor {exclusive_lock[0]}; use --engine openvino, or --bits 4"
         )
     model.save_pretrained(folder)
     _copy_beside(source, folder, leave=("config.json",))
@@ -151,7 +151,7 @@ def _write_openvino(source: ModelSource, rounding: Rounding, fitted: list[list[i
     for part in rounding.parts:
         made = engine_folder(rounding.task, source, "openvino") / part.folder / f"int{bits}-written.xml"
         made.parent.mkdir(parents=True, exist_ok=True)
-        with alone(made):
+        with exclusive_lock(made):
             made.unlink(missing_ok=True)  # of other texts
             make(made, part.export, partial(_rounded, part, bits, fitted))
             for suffix in (".xml", ".bin"):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
@@ -184,7 +184,7 @@ def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     try:
         return _named(task, entry.doors[task].name)(build)
     except Exception as error:  # libraries have classes of their own for a full disk
-        reason = full_disk(error)
+        reason = disk_full_message(error)
         if reason is None:
             raise
         raise JobFailed(f"the files that {name} makes of the model could not be written ({reason}); {FREE_SOME}") from error

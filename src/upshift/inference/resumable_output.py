@@ -24,7 +24,7 @@ from upshift.inference.weights import files_identity, weights_identity
 from upshift.loading.output_lock import OutputLock, check_free, lock_file_beside
 from upshift.loading.rewrite.output_folder import DISK_FULL_ERRORS
 from upshift.models.source import ModelSource
-from upshift.text import half_of_pair
+from upshift.text import find_lone_surrogate
 from upshift.value import Value
 
 
@@ -175,7 +175,7 @@ def is_empty(path: Path) -> bool:
 
 def is_text(value: object) -> bool:
     """Return whether the value is a text that tokenizers take."""
-    return isinstance(value, str) and half_of_pair(value) is None
+    return isinstance(value, str) and find_lone_surrogate(value) is None
 
 
 def count_lines(path: Path) -> int:

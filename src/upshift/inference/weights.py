@@ -10,7 +10,7 @@ from pathlib import Path
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
-from upshift.hardware.torch_build import check_gpus_are_used
+from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.inference.registry import EngineName, Precision, Task, check_engine
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, checked_file, read_index
 from upshift.loading.files.safetensors_header import read_header
@@ -85,7 +85,7 @@ def computing_host(stored: EngineName | None = None) -> Host:
 
     host = detect()
     if host.device == "cuda" and stored in (None, "torch"):
-        check_gpus_are_used(host)
+        check_torch_uses_gpus(host)
         if torch.cuda.is_available():
             return host.one_device()
     return host.cpu_alone()

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
-from upshift.hardware.torch_build import check_gpus_are_used
+from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model_to_train
@@ -121,7 +121,7 @@ def find_host(name: str | None, *, probe: bool = True) -> Host:
     """
     host = detect() if name is None else describe(name)
     if name is None:
-        check_gpus_are_used(host)
+        check_torch_uses_gpus(host)
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if name is None else "plan for one kind of them"

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from upshift.inference.generation.options import LEAST
 from upshift.serving.messages import Generate, Piece, Prompt
-from upshift.text import half_of_pair
+from upshift.text import find_lone_surrogate
 
 OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -90,7 +90,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_characters(cls, said: Any) -> Any:
-        half = half_of_pair(json.dumps(said, ensure_ascii=False))
+        half = find_lone_surrogate(json.dumps(said, ensure_ascii=False))
         if half is not None:
             raise PydanticCustomError("half_a_pair", f"{half} alone is no character; send whole ones")
         return said

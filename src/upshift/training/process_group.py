@@ -21,7 +21,7 @@ from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError
 from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
-from upshift.settings import OwnRank, environment_of_rank, take_own_rank
+from upshift.settings import AssignedRank, environment_for_rank, take_assigned_rank
 from upshift.training.out_of_memory import find_out_of_memory
 
 PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
@@ -45,7 +45,7 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
     """
     if plan.num_processes == 1:
         return work(request)
-    own = take_own_rank()
+    own = take_assigned_rank()
     if own is not None:
         _be_rank(own, plan, work, request)
     port = free_port()
@@ -92,17 +92,17 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
         return child
     try:
         end_with(parent)
-        own = OwnRank(rank=rank, port=port)
+        own = AssignedRank(rank=rank, port=port)
         if is_fork_after_cuda():
-            command = parent_process.begin_again()
-            os.execve(command[0], command, environment_of_rank(own))
+            command = parent_process.restart_command()
+            os.execve(command[0], command, environment_for_rank(own))
         _be_rank(own, plan, work, request)
     finally:  # a fork never returns into the parent's code
         traceback.print_exc()
         os._exit(1)
 
 
-def _be_rank(own: OwnRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
+def _be_rank(own: AssignedRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
     """Run the rank, and end this process."""
     code = 1
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import JobFailed, RequestError
-from upshift.fork_server import Ending, fork_server
+from upshift.fork_server import ChildExit, fork_server
 from upshift.models.build import build_model, choose_class, find_stacks, sample_inputs
 from upshift.models.describe import max_positions
 from upshift.models.sequence_length import default_length
@@ -152,7 +152,7 @@ def check_widths(narrow: str, whole: str) -> Growth:
     growth = next((answer for answer in answers if isinstance(answer, Growth)), None)
     if growth is None:
         ending = answers[-1]
-        raise JobFailed(f"the check of muP ended: {ending.last_words if isinstance(ending, Ending) else ''}")
+        raise JobFailed(f"the check of muP ended: {ending.last_words if isinstance(ending, ChildExit) else ''}")
     return growth
 
 

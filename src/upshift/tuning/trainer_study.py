@@ -14,7 +14,7 @@ import optuna
 from transformers.trainer_utils import BestRun, default_hp_space_optuna, default_hp_space_wandb
 
 from upshift.errors import JobFailed, NothingFits, RequestError
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.tuning.backends import native_space, space_of_sweep
 from upshift.tuning.jobs import ServerPool
 from upshift.tuning.space import Space
@@ -117,7 +117,7 @@ def _run_trial(recipe: TrainerRecipe, servers: ServerPool[ForkServer], study_tri
         recipe.write(folder, study_trial.trial)
         *_, ending = server.ask(Request(folder=folder_name), Request, limit_seconds=LONGEST_SECONDS)
         if not (folder / RESULT).exists():
-            assert isinstance(ending, Ending)
+            assert isinstance(ending, ChildExit)
             exit_code = -ending.signal if ending.signal else ending.exit
             raise JobFailed(f"its process died (exit code {exit_code}): {ending.last_words or 'without words'}")
         result = json.loads((folder / RESULT).read_bytes())

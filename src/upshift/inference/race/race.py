@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
@@ -106,7 +106,7 @@ def race(
         return alone
     file = kept / f"{policy.quality}.json"
     run_all = _run_all(contest, policy, sample, asked, absent, forecast, on_run).changed(file=file)
-    keep("the race's result is", file, run_all.to_json())
+    write_cache_file("the race's result is", file, run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, policy))
 
 

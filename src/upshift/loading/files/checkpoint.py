@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from upshift import parent_process
-from upshift.atomic_file import alone
+from upshift.atomic_file import exclusive_lock
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.safetensors_header import Header, StoredTensor, quote, read_header
 from upshift.loading.rewrite.output_folder import MANIFEST
@@ -236,7 +236,7 @@ def _exclusive(target: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(target))
+            stack.enter_context(exclusive_lock(target))
         except OSError as error:
             raise RequestError(
                 f"pickled weights are rewritten into {target.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE "

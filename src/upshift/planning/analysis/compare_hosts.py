@@ -11,7 +11,7 @@ from pydantic import Field
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import GpuFacts, describe
-from upshift.hardware.catalog.lookup import find
+from upshift.hardware.catalog.lookup import find_product
 from upshift.hardware.spec import Host
 from upshift.planning.cost.time import SampleUnit, sample_unit, tokens_per_step
 from upshift.planning.plan import Plan
@@ -134,7 +134,7 @@ def price_names_of(host: Host, prices: dict[str, float]) -> list[str]:
 
 def _is_product_of(name: str, host: Host) -> bool:
     try:
-        facts = find(name)
+        facts = find_product(name)
     except RequestError:
         return False
     if isinstance(facts, GpuFacts):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.record import Record
@@ -23,7 +23,7 @@ def store_program(record: Record) -> None:
     """Store a row, in place of an earlier one of the same model, slice, kind and shape."""
     path = _path()
     other_rows = [row for row in _read(path) if row.plan != record.plan]
-    keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*other_rows, record][-MAX_ROWS:]))
+    write_cache_file("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*other_rows, record][-MAX_ROWS:]))
 
 
 def stored_programs(source: ModelSource, table_key: str) -> list[Record]:

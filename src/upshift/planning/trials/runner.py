@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from pydantic import Field
 
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
@@ -90,7 +90,7 @@ class TrialServer:
         start = time.monotonic()
         *answers, ending = self._server.ask(request, TrialResult, limit_seconds=request.limit_seconds)
         results = [answer for answer in answers if isinstance(answer, TrialResult)]
-        assert isinstance(ending, Ending)
+        assert isinstance(ending, ChildExit)
         wall_seconds = time.monotonic() - start
         if ending.timed_out:
             partial = results[-1] if results else unfinished_result()
@@ -105,7 +105,7 @@ def unfinished_result(**measured: Any) -> TrialResult:
     return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
 
 
-def _failure_of(ending: Ending) -> TrialResult:
+def _failure_of(ending: ChildExit) -> TrialResult:
     if ending.signal == signal.SIGKILL:
         return TrialResult(failure="killed by the system: out of memory", out_of_memory=True)
     return TrialResult(failure=f"the process died (exit {ending.exit}, signal {ending.signal}): {ending.last_words}")

@@ -6,7 +6,7 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -108,4 +108,4 @@ def remove_plan(path: Path, plan: Plan) -> None:
 
 
 def _write(path: Path, proof: StoredProof) -> None:
-    keep("the trials' results are", path, proof.to_json())
+    write_cache_file("the trials' results are", path, proof.to_json())

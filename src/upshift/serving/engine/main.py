@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware import detect
-from upshift.hardware.cpu_affinity import bind
+from upshift.hardware.cpu_affinity import bind_process
 from upshift.importing import importing
 from upshift.serving.messages import TO_ENGINE, EngineRequest, Failed, Ready
 from upshift.settings import quiet_libraries, take_gpu, wait_briefly
@@ -57,7 +57,7 @@ def _take_share(request: EngineRequest) -> None:
     if detect().gpus_per_node:
         take_gpu(request.replica)
     else:
-        bind(request.replica, request.replicas)
+        bind_process(request.replica, request.replicas)
 
 
 def _serving(source: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.text import half_of_pair
+from upshift.text import find_lone_surrogate
 from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
 from upshift.training.data.records import (
     Row,
@@ -118,7 +118,7 @@ def document_of(record: Mapping[str, Any], columns: Columns, place: str) -> str 
 def _checked_text(text: str | None, place: str) -> str | None:
     if not text or text.isspace():
         return None
-    half = half_of_pair(text)
+    half = find_lone_surrogate(text)
     if half is not None:
         raise RequestError(f"{place} holds {half}, half of a surrogate pair, which is no text; write the file again")
     return text

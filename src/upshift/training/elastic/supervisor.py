@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Queue
 
 from upshift.errors import Interrupted, JobFailed, RequestError
-from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
+from upshift.fork_server import ENDLESS_SECONDS, ChildExit, ForkServer, fork_server
 from upshift.planning.plan import ALONE, Plan
 from upshift.record import Record
 from upshift.settings import quiet_torchft
@@ -68,7 +68,7 @@ class Copy:
     ) -> None:
         self.number, self._folder, self._lighthouse, self._told, self._stack = number, folder, lighthouse, told, stack
         self._server: ForkServer | None = None
-        self._ending: Ending | None = None
+        self._ending: ChildExit | None = None
         self._in_vain = 0
         self.begin(first=True)
 
@@ -83,7 +83,7 @@ class Copy:
         self._ending = None
         with suppress(JobFailed):  # of the server, with which the copy is gone
             for said in server.ask(life, Told, limit_seconds=ENDLESS_SECONDS):
-                if isinstance(said, Ending):
+                if isinstance(said, ChildExit):
                     self._ending = said
                 else:
                     self._told.put((self, said.event))

@@ -17,7 +17,7 @@ from torch import nn
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.numerics import DebugUnderflowOverflow
-from upshift.debugging.run_report import forget
+from upshift.debugging.run_report import delete_report
 from upshift.debugging.step_signs import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
 from upshift.planning.trials.select import Tried
@@ -56,7 +56,7 @@ class NotedSteps(LibraryTrainer):
     @contextmanager
     def _upshift_watch_steps(self) -> Iterator[None]:
         output, rank = Path(self.args.output_dir), self.args.process_index
-        forget(output, rank)
+        delete_report(output, rank)
         device = torch.device(self.args.device).type
         self._upshift_signs = RunSigns(
             output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_tell_finding

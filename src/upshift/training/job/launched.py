@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
 from upshift.hardware.cluster import join_hosts, measure_link
-from upshift.hardware.cpu_affinity import bind
+from upshift.hardware.cpu_affinity import bind_process
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
@@ -152,7 +152,7 @@ def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: O
     if job.plan.device == "cuda":
         torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())  # Slurm may show each rank one device alone
     elif job.plan.num_processes == ranks.size:
-        bind(ranks.local_rank, ranks.local_size)
+        bind_process(ranks.local_rank, ranks.local_size)
     try:
         with StopRequest(notice=ranks.rank == 0) as stop:
             if job.plan.num_processes == 1:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from upshift import errors, parent_process
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
@@ -108,7 +108,7 @@ def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, 
             kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
             answer = json.dumps({"error": kind.__name__, "message": str(error)})
         except Exception as error:  # libraries have classes of their own for a full disk
-            reason = full_disk(error)
+            reason = disk_full_message(error)
             if reason is None:
                 raise
             message = f"a file could not be written ({reason}); {still_loadable(Path(job.output))}; {FREE_SOME}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
+from upshift.fork_server import ENDLESS_SECONDS, ChildExit, ForkServer, fork_server
 from upshift.loading.output_lock import claimed
 from upshift.record import Record
 from upshift.training.data.dataset import TrainingData
@@ -63,14 +63,14 @@ class JobServer:
             exit_code = 0
             try:
                 for answer in answers:
-                    if isinstance(answer, Ending):
+                    if isinstance(answer, ChildExit):
                         exit_code = -answer.signal if answer.signal else answer.exit or 0
                     else:
                         on_event(answer.event)
             except BaseException:  # whatever it is, the child must not go on behind it
                 (folder / STOP).touch()
                 with suppress(StopIteration):
-                    while not isinstance(next(answers), Ending):
+                    while not isinstance(next(answers), ChildExit):
                         pass
                 raise
             record = result_in(folder, exit_code, interrupted=False)

@@ -21,8 +21,8 @@ from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
-from upshift.debugging.run_report import forget, leave_findings, report_of
-from upshift.debugging.step_signs import Signs, Step, leak
+from upshift.debugging.run_report import delete_report, leave_findings, report_of
+from upshift.debugging.step_signs import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.directory import still_loadable
@@ -111,7 +111,7 @@ class RunSigns:
             if self._left == 0:
                 free = torch.cuda.mem_get_info()[0] if self._on_device else psutil.virtual_memory().available
                 grew = {name: size / ATTRIBUTED_STEPS for name, size in self._grew.items()}
-                self._say(leak(self._growth, grew=grew, free=free))
+                self._say(leak_finding(self._growth, grew=grew, free=free))
 
     def _say(self, finding: Finding) -> None:
         self._found.append(finding)
@@ -130,7 +130,7 @@ def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
 @contextmanager
 def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
     """Leave a report for `upshift doctor` if the run dies. Remove the report of an earlier run first."""
-    forget(output, rank)
+    delete_report(output, rank)
     try:
         yield
     except (Interrupted, RequestError):
