@@ -23,7 +23,8 @@ def store_program(record: Record) -> None:
     """Store a row, in place of an earlier one of the same model, slice, kind and shape."""
     path = _path()
     other_rows = [row for row in _read(path) if row.plan != record.plan]
-    write_cache_file("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*other_rows, record][-MAX_ROWS:]))
+    rows = [*other_rows, record][-MAX_ROWS:]
+    write_cache_file("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in rows))
 
 
 def stored_programs(source: ModelSource, table_key: str) -> list[Record]:
