@@ -31,7 +31,7 @@ from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.batches.layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
-from upshift.training.hf_trainer.choose_plan import check_given, isolated
+from upshift.training.hf_trainer.choose_plan import check_plan, restrict_to_isolation
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.out_of_memory import halve
 from upshift.training.prepare import load_or_build, loss_of
@@ -163,9 +163,9 @@ def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
     rejected = cost_plan(given, host=host, profile=profile, workload=workload())
     assert isinstance(rejected, Rejected) and "use packing=False" in rejected.reason
     model = load_or_build(source, plan_of(), from_config=True, seed=1)
-    split = isolated(Split("labels", trims=True, drops_mask=True, flattens=True), model)
+    split = restrict_to_isolation(Split("labels", trims=True, drops_mask=True, flattens=True), model)
     with pytest.raises(RequestError, match="the given plan is not possible"):
-        check_given(plan_of(packing=True, attention="sdpa"), split)
+        check_plan(plan_of(packing=True, attention="sdpa"), split)
 
 
 def test_what_cannot_be_tested_is_not_packed(monkeypatch):

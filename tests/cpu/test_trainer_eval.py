@@ -52,7 +52,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(params=["disk", "memory"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "disk":
-        monkeypatch.setattr(evaluation, "HELD_BYTES", 200)
+        monkeypatch.setattr(evaluation, "BUFFER_BYTES", 200)
     return str(request.param)
 
 
@@ -332,7 +332,7 @@ class FullDisk:
 
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "HELD_BYTES", 100)
+    monkeypatch.setattr(evaluation, "BUFFER_BYTES", 100)
     monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda **options: FullDisk())
     with pytest.raises(JobFailed, match=r"the disk is full after .*; free space, name a larger disk in TMPDIR, or return less"):
         trainer(T, "tokens", tmp_path).evaluate()
@@ -364,4 +364,4 @@ def test_a_temporary_directory_in_memory_is_not_used(tmp_path: Path, monkeypatch
 
 
 def test_the_loop_of_transformers_makes_its_containers_by_this_name() -> None:
-    assert evaluation.CONTAINER in transformers.Trainer.evaluation_loop.__code__.co_names
+    assert evaluation.CONTAINER_NAME in transformers.Trainer.evaluation_loop.__code__.co_names

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from upshift.debugging.finding import Finding, error, ok, unknown, warning
 from upshift.errors import RequestError
-from upshift.training.checkpoint.sharded import Piece, Pieces, copy_shared
+from upshift.training.checkpoint.sharded import Piece, Pieces, copy_overlap
 from upshift.units import format_count
 from upshift.value import Value
 
@@ -242,7 +242,7 @@ def _whole(name: str, parts: list[Part]) -> Tensor:
         if piece is None:
             return tensor
         whole = torch.zeros(piece.shape, dtype=tensor.dtype) if whole is None else whole
-        copy_shared(whole, Piece(shape=piece.shape), tensor, piece)
+        copy_overlap(whole, Piece(shape=piece.shape), tensor, piece)
     assert whole is not None, "a tensor is there because a file has it"
     return whole
 

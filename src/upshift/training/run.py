@@ -33,7 +33,7 @@ from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
 from upshift.training.batches.sampler import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.elastic.supervisor import fixed_to_heal
+from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
@@ -217,7 +217,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     if ranks is not None and is_restart(ranks, request.output):
         request = request.changed(overwrite=False, resume=True)
     if request.heal:
-        request = request.changed(fixed=fixed_to_heal(request.fixed, launched=ranks is not None))
+        request = request.changed(fixed=fixed_for_healing(request.fixed, launched=ranks is not None))
     with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
         if ranks is not None:
             return _train_launched(ranks, request, watcher, writing)

@@ -23,7 +23,7 @@ from upshift.loading.fill import CPU, Filling
 from upshift.loading.key_mapping import map_names
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
-from upshift.training.checkpoint.sharded import Piece, copy_shared, parts_of, piece_of
+from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def _parameters_on_meta() -> Iterator[None]:
 @torch.no_grad()
 def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
     """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
-    for part in parts_of(model):
+    for part in stages_of(model):
         APPLY.of(part)(_made_on(plan.device))
     tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
-    for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
+    for part in stages_of(model):  # a stage may have one of the names of a tied weight alone
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
@@ -118,4 +118,4 @@ def _made_on(device: str) -> Callable[[Tensor], Tensor]:
 
 def _copy(target: Tensor, whole: Tensor) -> None:
     local = target.to_local() if isinstance(target, DTensor) else target
-    copy_shared(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))
+    copy_overlap(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))

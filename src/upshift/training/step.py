@@ -22,7 +22,7 @@ from upshift.training.distributed.gradients import Overlap, agree_on_tied, overl
 from upshift.training.distributed.mesh import Place, highest
 from upshift.training.distributed.pipeline_parallel import Pipeline
 from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
-from upshift.training.elastic.replica import Copies
+from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import Halving, Scene, halve, read_scene, stand_in
@@ -47,7 +47,7 @@ class Stepper:
 
     def __init__(
         self, model: nn.Module, place: Place, arguments: Arguments, *,
-        on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
+        on_halved: OnHalved = lambda old, new, why: None, copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
         plan = place.plan
         problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)

@@ -98,7 +98,7 @@ class HostCopies:
             return self._of_parts(tensor)
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if place not in self._copies or tensor.numel() == 0:
-            self._copies[place] = _mapped_copy(tensor) if _is_mapped(tensor) else tensor.detach().to("cpu", copy=True)
+            self._copies[place] = _mapped_copy(tensor) if _should_map(tensor) else tensor.detach().to("cpu", copy=True)
         return self._copies[place]
 
     def _of_parts(self, tensor: Any) -> Tensor:
@@ -112,7 +112,7 @@ class HostCopies:
         return whole
 
 
-def _is_mapped(tensor: Tensor) -> bool:
+def _should_map(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes >= SMALLEST_MAPPED_BYTES
 
 

@@ -33,17 +33,17 @@ from upshift.training.checkpoint.directory import (
     writing,
 )
 from upshift.training.checkpoint.model import PARTS_TEMPORARY, extra_bytes, save_model, write_tokenizer
-from upshift.training.checkpoint.optimizer import class_name, decode, describe, encode, restore_options
+from upshift.training.checkpoint.optimizer import class_name, decode, describe_optimizer, encode, restore_options
 from upshift.training.checkpoint.rng import RngState, read_rng, restore_rng, seed_rng, write_rngs
 from upshift.training.checkpoint.sharded import (
     Piece,
-    Stored,
+    StoredPieces,
     checksums_of_ranks,
     fill,
-    load_parts,
-    own_parts,
-    parts_of,
+    load_shards,
     read_pieces,
+    shards_to_write,
+    stages_of,
     tied_names,
     updated_names,
 )
@@ -55,12 +55,12 @@ Seal = Callable[[], None]
 ALIGNMENT = 64
 
 
-def shares(optimizer: torch.optim.Optimizer, place: Place) -> bool:
+def has_shards(optimizer: torch.optim.Optimizer, place: Place) -> bool:
     """Return whether a rank has less than the whole model and optimizer state."""
     return isinstance(optimizer, OnParts) or place.plan.layout.pipeline_parallel > 1
 
 
-def save_parts(
+def save_shards(
     directory: Path,
     *,
     model: nn.Module,
@@ -80,9 +80,9 @@ def save_parts(
     all ranks if one cannot write.
     """
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    own = own_parts(model, optimizer, place.plan, place.rank)
-    saved_optimizer = described(model, optimizer, place)
-    make_shared(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
+    own = shards_to_write(model, optimizer, place.plan, place.rank)
+    saved_optimizer = describe_all_ranks(model, optimizer, place)
+    make_shared_directory(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
     behind = all(gather(has_room(own.num_bytes), place.plan))
     kept = own.copied() if behind else own
 
@@ -95,7 +95,7 @@ def save_parts(
 
     def seal() -> None:
         with writing(directory, name=final.name, temporary=temporary):
-            first_part: Any = parts_of(model)[0]  # a transformers model, or a stage of one
+            first_part: Any = stages_of(model)[0]  # a transformers model, or a stage of one
             first_part.config.save_pretrained(temporary)
             if tokenizer is not None:
                 write_tokenizer(temporary, tokenizer)
@@ -112,12 +112,12 @@ def save_parts(
     return final, seal
 
 
-def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
+def describe_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
     """Return the optimizers of all ranks as one, without the tensors of their states."""
-    return _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
+    return _merge(gather(describe_optimizer(optimizer, updated_names(model, optimizer)), place.plan))
 
 
-def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
+def make_shared_directory(temporary: Path, need: int, name: str, place: Place) -> None:
     """Make the directory that all ranks write to, on rank 0."""
     directory = temporary.parent
     with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
@@ -127,10 +127,10 @@ def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
             check_room(directory, name=name, need=need)
             temporary.mkdir()
     with together(place.plan):
-        _check_shared(temporary)
+        _check_directory_is_shared(temporary)
 
 
-def load_shared(
+def load_sharded_checkpoint(
     directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Place
 ) -> TrainState:
     """Load this rank's parts from a checkpoint that any number of ranks with any layout wrote.
@@ -150,7 +150,7 @@ def load_shared(
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
     names = updated_names(model, optimizer)
     restore_options(directory, saved.optimizer, optimizer, names, some=True)
-    load_parts(directory, model, optimizer, lambda name: decode(saved.optimizer.numbers.get(name, {})))
+    load_shards(directory, model, optimizer, lambda name: decode(saved.optimizer.numbers.get(name, {})))
     scheduler.load_state_dict(decode(saved.scheduler))
     if saved.scaler is not None:
         scaler.load_state_dict(decode(saved.scaler))
@@ -173,12 +173,12 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
 
     def save(weights: dict[str, Tensor]) -> None:
         whole = skeleton()
-        save_model(directory, whole, tokenizer, weights=without_tied(weights, whole))
+        save_model(directory, whole, tokenizer, weights=drop_tied_names(weights, whole))
 
     export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
 
 
-def without_tied(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def drop_tied_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return each weight under one of its names."""
     twice = {tied for tied, name in tied_names(model).items() if name in weights}
     return {name: weight for name, weight in weights.items() if name not in twice}
@@ -189,7 +189,7 @@ def export_weights(
 ) -> None:
     """Collect the whole weights in a file that is mapped, and call ``save`` with them on rank 0."""
     parts = directory / PARTS_TEMPORARY
-    own = own_parts(model, None, place.plan, place.rank)
+    own = shards_to_write(model, None, place.plan, place.rank)
     size = sum(gather(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
     with on_rank_0(place.plan):
         if place.rank == 0:
@@ -199,18 +199,18 @@ def export_weights(
                 check_room(directory, name="the final model", need=3 * size + extra_bytes(tokenizer))
                 parts.mkdir()
     with together(place.plan), writing(directory, name="the final model", temporary=None):
-        _check_shared(parts)
+        _check_directory_is_shared(parts)
         own.write(parts)
     with on_rank_0(place.plan):
         if place.rank == 0:
             try:
                 with tempfile.TemporaryFile(dir=parts) as file:
-                    save(_put_together(read_pieces(parts)["weights"], parts, file))
+                    save(_assemble(read_pieces(parts)["weights"], parts, file))
             finally:
                 shutil.rmtree(parts, ignore_errors=True)
 
 
-def _check_shared(temporary: Path) -> None:
+def _check_directory_is_shared(temporary: Path) -> None:
     """Check that this rank sees the directory that rank 0 made. Raise JobFailed if not."""
     if not temporary.is_dir():
         raise JobFailed(
@@ -219,7 +219,7 @@ def _check_shared(temporary: Path) -> None:
         )
 
 
-def _put_together(stored: Stored, directory: Path, file: Any) -> dict[str, Tensor]:
+def _assemble(stored: StoredPieces, directory: Path, file: Any) -> dict[str, Tensor]:
     """Return each tensor whole, in the pages of ``file``."""
     found = {name: (pieces[0][0].shape, dtype_of(pieces[0][1])) for name, pieces in stored.items()}
     sizes = {name: -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT for name, (shape, dtype) in found.items()}
@@ -232,7 +232,7 @@ def _put_together(stored: Stored, directory: Path, file: Any) -> dict[str, Tenso
     return weights
 
 
-def _merged(said: Sequence[SavedOptimizer]) -> SavedOptimizer:
+def _merge(said: Sequence[SavedOptimizer]) -> SavedOptimizer:
     """Merge the descriptions of all ranks. A stage of a pipeline has its own parameters alone, in groups of the same options."""
     groups: dict[str, SavedGroup] = {}
     for group in (group for one in said for group in one.groups):

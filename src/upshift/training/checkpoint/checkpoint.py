@@ -25,10 +25,9 @@ from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
     TEMPORARY_CHECKPOINT,
-    FoundCheckpoints,
+    check_any_whole,
     check_checkpoint,
     check_room,
-    check_some_whole,
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
@@ -81,7 +80,7 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
     foreign = [entry for entry in inside if entry not in own]
     if resume:
         newest = find_checkpoints(path)
-        check_some_whole(newest, path)
+        check_any_whole(newest, path)
         if foreign and newest.newest is None:
             raise RequestError(
                 f"output directory {path} has no checkpoint to resume from and holds {foreign[0].name}; "
@@ -93,17 +92,17 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
             f"output directory {path} holds {foreign[0].name}, which Upshift did not write; "
             "move it away or give another directory"
         )
-    _delete(path, own)
+    _delete_entries(path, own)
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:
     temporary = (MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp")
     names = {MODEL_LIST_NAME, LOCK_NAME, *temporary, *own_files}
     model = model_files(directory)
-    return [path for path in directory.iterdir() if path.name in names or _is_ours(path, directory, model)]
+    return [path for path in directory.iterdir() if path.name in names or _is_from_upshift(path, directory, model)]
 
 
-def _is_ours(path: Path, directory: Path, model: list[str]) -> bool:
+def _is_from_upshift(path: Path, directory: Path, model: list[str]) -> bool:
     if path.is_symlink():
         return False
     if path.is_dir():
@@ -119,7 +118,7 @@ def _is_ours(path: Path, directory: Path, model: list[str]) -> bool:
     return path.name in model
 
 
-def _delete(directory: Path, own: list[Path]) -> None:
+def _delete_entries(directory: Path, own: list[Path]) -> None:
     # The list of the model's files goes last: without it a rerun could not tell the rest of them from a user's.
     for entry in sorted(own, key=lambda entry: entry.name == MODEL_LIST_NAME):
         if entry.is_dir() and not entry.is_symlink():
@@ -129,7 +128,7 @@ def _delete(directory: Path, own: list[Path]) -> None:
 
 
 __all__ = [
-    "FoundCheckpoints",
+    "CheckpointSearch",
     "RngState",
     "SavedState",
     "TrainState",

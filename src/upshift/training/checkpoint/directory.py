@@ -33,12 +33,22 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
-READ_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".model", ".txt", ".jinja", ".py")  # files that a model may read
+MODEL_FILE_SUFFIXES = (
+    ".safetensors",
+    ".json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".model",
+    ".txt",
+    ".jinja",
+    ".py",
+)  # files that a model may read
 MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundCheckpoints:
+class CheckpointSearch:
     newest: Path | None  # the newest whole one
     damaged: tuple[tuple[Path, str], ...]  # those that are newer but not whole, with the reason
 
@@ -49,7 +59,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
     Raise RequestError if there are checkpoints and all of them are damaged.
     """
     found = find_checkpoints(directory)
-    check_some_whole(found, directory)
+    check_any_whole(found, directory)
     for path, reason in found.damaged:
         logger.warning("skipped a damaged checkpoint, %s: %s", path.name, reason)
     if found.newest is not None and found.damaged:
@@ -57,7 +67,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return found.newest
 
 
-def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
+def check_any_whole(found: CheckpointSearch, directory: Path) -> None:
     """Raise RequestError if there are checkpoints and all of them are damaged: a run would begin again without a word."""
     if found.newest is None and found.damaged:
         reasons = "; ".join(reason.partition("; ")[0] for _, reason in found.damaged)
@@ -67,18 +77,18 @@ def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
         )
 
 
-def find_checkpoints(directory: Path, *, contents: bool = True) -> FoundCheckpoints:
+def find_checkpoints(directory: Path, *, contents: bool = True) -> CheckpointSearch:
     """Return the newest whole checkpoint, and the damaged newer ones.
 
     ``contents`` compares every byte with what was saved, by checksums. Otherwise names, sizes and headers alone are compared.
     """
     damaged: list[tuple[Path, str]] = []
-    for path in _candidates(directory):
-        reason = _damage(path, contents=contents)
+    for path in _checkpoints_newest_first(directory):
+        reason = _describe_damage(path, contents=contents)
         if reason is None:
-            return FoundCheckpoints(newest=path, damaged=tuple(damaged))
+            return CheckpointSearch(newest=path, damaged=tuple(damaged))
         damaged.append((path, reason))
-    return FoundCheckpoints(newest=None, damaged=tuple(damaged))
+    return CheckpointSearch(newest=None, damaged=tuple(damaged))
 
 
 def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
@@ -98,7 +108,7 @@ def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
         if contents:
             _check_bytes(file, saved.checksums.get(name))
     if isinstance(saved, SavedState):
-        _check_own(directory, saved)
+        _check_folder(directory, saved)
     in_parts = any(name.startswith("pieces-") for name in saved.files)
     adapters_only = ADAPTER_WEIGHTS in saved.files  # a Trainer may have saved them so
     if isinstance(saved, SavedState) and not (adapters_only or in_parts):
@@ -115,12 +125,12 @@ def _check_bytes(file: Path, expected: str | None) -> None:
         raise RequestError(f"{file} has other bytes than were saved; resume from another checkpoint")
 
 
-def _check_own(directory: Path, saved: SavedState) -> None:
+def _check_folder(directory: Path, saved: SavedState) -> None:
     """Raise RequestError if the folder is not named by its step, or has a file that could be read in place of what was saved."""
     if step_of(directory) not in (None, saved.train.step):
         raise RequestError(f"{directory} holds the state of step {saved.train.step}; resume from another checkpoint")
     others = (name for name in file_sizes(directory) if name not in saved.files and not name.startswith("."))
-    added = sorted(name for name in others if name.endswith(READ_SUFFIXES))
+    added = sorted(name for name in others if name.endswith(MODEL_FILE_SUFFIXES))
     if added:
         raise RequestError(f"{directory / added[0]} was not saved with the checkpoint; move it away, or resume from another one")
 
@@ -130,7 +140,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _candidates(directory: Path) -> list[Path]:
+def _checkpoints_newest_first(directory: Path) -> list[Path]:
     """Return checkpoint directories, newest first. A replaced one comes after the one that replaced it."""
     if not directory.is_dir():
         return []
@@ -138,7 +148,7 @@ def _candidates(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def _damage(path: Path, *, contents: bool = False) -> str | None:
+def _describe_damage(path: Path, *, contents: bool = False) -> str | None:
     try:
         check_checkpoint(path, contents=contents)
     except RequestError as error:
@@ -218,7 +228,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
     sync_tree(temporary)
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
-        if _damage(final) is None:
+        if _describe_damage(final) is None:
             remove_checkpoint(replaced)
             final.rename(replaced)
         else:
@@ -231,10 +241,10 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
     """Keep `newest` and the newest whole ones before it, `keep` in all. Later steps are not touched."""
     step = step_of(newest)
-    older = [path for path in _candidates(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
+    older = [path for path in _checkpoints_newest_first(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
     kept = 1
     for path in older:
-        if kept < max(keep, MIN_KEPT) and _damage(path) is None:
+        if kept < max(keep, MIN_KEPT) and _describe_damage(path) is None:
             kept += 1
         else:
             remove_checkpoint(path)

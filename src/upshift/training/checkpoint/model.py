@@ -46,10 +46,10 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
         return state
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     # Beside a 4-bit weight stand its scales, under names that begin with its own.
-    return {name: tensor for name, tensor in state.items() if frozen.isdisjoint(_name_and_beginnings(name))}
+    return {name: tensor for name, tensor in state.items() if frozen.isdisjoint(_name_prefixes(name))}
 
 
-def _name_and_beginnings(name: str) -> list[str]:
+def _name_prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
@@ -68,20 +68,20 @@ def read_adapter(directory: Path, model: Any) -> None:
     try:
         answer: Any = set_peft_model_state_dict(model, load_file(file), adapter_name=name)
     except (RuntimeError, KeyError) as error:  # torch's words for another shape, peft's for a name that is not there
-        raise RequestError(f"{file} is of another adapter ({' '.join(str(error).split())[:200]}); {_NEXT}") from None
+        raise RequestError(f"{file} is of another adapter ({' '.join(str(error).split())[:200]}); {_ADAPTER_FIX}") from None
     wrong = [*answer.unexpected_keys, *sorted(trained.intersection(answer.missing_keys))]
     if wrong:
-        raise RequestError(f"{file} and the model's adapter differ in {wrong[0]}; {_NEXT}")
+        raise RequestError(f"{file} and the model's adapter differ in {wrong[0]}; {_ADAPTER_FIX}")
 
 
-_NEXT = "give the adapter_config.json that was saved with it"
+_ADAPTER_FIX = "give the adapter_config.json that was saved with it"
 
 
 MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
 MODEL_TEMPORARY = "model.tmp"
 PARTS_TEMPORARY = "parts.tmp"  # the parts of ranks, from which the final model is put together
 MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
-MARKS = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
+CONFIG_NAMES = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
 JSON_BYTES = MIB  # config, state and file headers
 TOKENIZER_ENTRY_BYTES = 128
 
@@ -109,12 +109,12 @@ def _move_into(directory: Path, temporary: Path) -> None:
     foreign = [name for name in names if (directory / name).exists() and name not in before]
     if foreign:
         raise RequestError(f"{directory / foreign[0]} is not from Upshift and stays; choose another output directory")
-    for mark in MARKS:
+    for mark in CONFIG_NAMES:
         (directory / mark).unlink(missing_ok=True)
     replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *before})))
     for name in set(before) - set(names):
         (directory / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: name in MARKS):
+    for name in sorted(names, key=lambda name: name in CONFIG_NAMES):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (temporary / name).replace(directory / name)
     shutil.rmtree(temporary)
@@ -210,7 +210,7 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
     for name, stored in find_safetensors(directory).tensors.items():
-        _copy(stored, targets=targets, directory=directory)
+        _copy_weight(stored, targets=targets, directory=directory)
         filled.add(targets[name].data_ptr())
     not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     for name, tensor in targets.items():
@@ -219,7 +219,7 @@ def read_weights(directory: Path, model: nn.Module) -> None:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
 
 
-def _copy(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
+def _copy_weight(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
     name, target = stored.name, targets.get(stored.name)
     if target is None:
         raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")

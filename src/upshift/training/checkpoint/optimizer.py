@@ -68,7 +68,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once
-REBUILDABLE = "torchao."  # the only package whose tensor classes a checkpoint may name
+REBUILDABLE_PREFIX = "torchao."  # the only package whose tensor classes a checkpoint may name
 
 
 def plain_name(name: str) -> str:
@@ -80,7 +80,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def names_of_updated(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+def updated_parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Return the names of the tensors that the optimizer updates: the model's parameters, or their copies on the host."""
     names = parameter_names(model)
     return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
@@ -91,7 +91,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
@@ -103,7 +103,7 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
             elif type(value) in (Tensor, nn.Parameter):
                 tensors[full_name] = value.detach()
             else:
-                subclasses[full_name], parts = _take_apart(value, optimizer)
+                subclasses[full_name], parts = _flatten_subclass(value, optimizer)
                 tensors |= {f"{full_name}.{part}": tensor for part, tensor in parts.items()}
     _write_tensors(directory, tensors)
     return SavedOptimizer(
@@ -114,7 +114,7 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
     )
 
 
-def describe(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
     """Return the description of an optimizer without the tensors of its state. ``names`` are those of the tensors that it
     updates."""
     numbers = {
@@ -129,10 +129,10 @@ def describe(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> Save
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(part.numel() * part.element_size() for value in values for part in _parts(value).values())
+    return sum(part.numel() * part.element_size() for value in values for part in _plain_tensors(value).values())
 
 
-def _parts(value: Tensor) -> dict[str, Tensor]:
+def _plain_tensors(value: Tensor) -> dict[str, Tensor]:
     """Return the plain tensors that a state tensor consists of, if its class names them, or the tensor itself."""
     if not hasattr(value, "__tensor_flatten__"):
         return {"": value}
@@ -164,14 +164,14 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         save_file(contents, directory / f"optimizer{suffix}.safetensors")
 
 
-def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
+def _flatten_subclass(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
     kind = type(value)
     class_name = f"{kind.__module__}.{kind.__qualname__}"
     refusal = RequestError(
         f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
         f"use one of {', '.join(optimizers())}"
     )
-    if not class_name.startswith(REBUILDABLE):
+    if not class_name.startswith(REBUILDABLE_PREFIX):
         raise refusal
     part_names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(value, name) for name in part_names}
@@ -180,9 +180,9 @@ def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedS
     return SavedSubclass(tensor_class=class_name, parts=tuple(part_names), context=encode(context)), parts
 
 
-def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
+def _rebuild_subclass(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
     module_name, _, name = saved.tensor_class.rpartition(".")
-    kind = getattr(importlib.import_module(module_name), name, None) if module_name.startswith(REBUILDABLE) else None
+    kind = getattr(importlib.import_module(module_name), name, None) if module_name.startswith(REBUILDABLE_PREFIX) else None
     if not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise RequestError(f"the checkpoint names tensor class {saved.tensor_class!r}; only those of torchao are known")
     tensor: Tensor = kind.__tensor_unflatten__(parts, decode(saved.context), None, None)  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -205,7 +205,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
         optimizer.state[parameters[name]].update(decode(values))
     for name, key, tensor in _read_tensors(directory, saved):
         parameter = parameters[name]
-        optimizer.state[parameter][key] = placed(tensor, key, parameter, groups[parameter])
+        optimizer.state[parameter][key] = place_state(tensor, key, parameter, groups[parameter])
 
 
 def restore_options(
@@ -240,12 +240,12 @@ def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str,
                 partial[owner][part] = tensor
                 if len(partial[owner]) < len(saved.subclasses[owner].parts):
                     continue
-                full_name, tensor = owner, _put_together(saved.subclasses[owner], partial.pop(owner))
+                full_name, tensor = owner, _rebuild_subclass(saved.subclasses[owner], partial.pop(owner))
             name, _, key = full_name.rpartition(".")
             yield name, key, tensor
 
 
-def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def place_state(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """Return the tensor on the device where the optimizer looks for it.
 
     Step counters are on the host unless a kernel reads them.

@@ -46,7 +46,7 @@ def host_rng() -> HostRng:
 
 
 @contextmanager
-def undisturbed_rng() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Restore the host's generators on leaving: random numbers drawn inside are drawn again by later code."""
     before = host_rng()
     try:
@@ -63,10 +63,10 @@ def restore_host_rng(rng: HostRng) -> None:
 
 def capture_rng(device: torch.device) -> RngState:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return RngState(**_in_words(host_rng()), cuda=cuda)
+    return RngState(**_to_json_fields(host_rng()), cuda=cuda)
 
 
-def _in_words(rng: HostRng) -> dict[str, Any]:
+def _to_json_fields(rng: HostRng) -> dict[str, Any]:
     kind, keys, *rest = rng.numpy
     return {"cpu": rng.cpu, "python": json.dumps(rng.python), "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest])}
 
@@ -102,10 +102,10 @@ def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
 def read_rng(directory: Path, *, rank: int) -> RngState | None:
     """Return the random numbers of a rank, or None when the checkpoint was saved by fewer processes."""
     header = read_header(directory / RNG_NAME)
-    return _read(header.by_name(), header.metadata, str(rank))
+    return _read_state(header.by_name(), header.metadata, str(rank))
 
 
-def _read(tensors: Mapping[str, StoredTensor], texts: Mapping[str, str], name: str) -> RngState | None:
+def _read_state(tensors: Mapping[str, StoredTensor], texts: Mapping[str, str], name: str) -> RngState | None:
     if f"{name}.cpu" not in tensors:
         return None
     return RngState(

@@ -35,7 +35,7 @@ from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.model import saved_state
-from upshift.training.checkpoint.optimizer import placed, plain_name
+from upshift.training.checkpoint.optimizer import place_state, plain_name
 from upshift.training.checkpoint.state import checksums_of
 from upshift.training.distributed.mesh import gather
 from upshift.training.optimizers.cpu_offload import OnHost
@@ -43,7 +43,7 @@ from upshift.training.optimizers.sharded import OnParts
 from upshift.value import Value
 
 Interval = tuple[int, int]  # begin, end
-Run = tuple[int, int, int]  # begin in one part, begin in another, length
+Overlap = tuple[int, int, int]  # begin in one part, begin in another, length
 
 
 class Piece(Value):
@@ -90,13 +90,13 @@ def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
             places[dimension] = parts[coordinates[number]].reshape(-1)
     if rows is not None and shape:
         places[0] = places.get(0, torch.arange(shape[0]))[rows[0] : rows[1]]
-    return Piece(shape=shape, kept={dimension: _intervals(found) for dimension, found in places.items()})
+    return Piece(shape=shape, kept={dimension: _to_intervals(found) for dimension, found in places.items()})
 
 
-def copy_shared(target: Tensor, own: Piece, source: Tensor, other: Piece) -> int:
+def copy_overlap(target: Tensor, own: Piece, source: Tensor, other: Piece) -> int:
     """Copy the elements that both pieces have from ``source`` into ``target``. Return how many elements that was."""
     copied = 0
-    runs = [list(_runs(own.of(dimension), other.of(dimension))) for dimension in range(len(own.shape))]
+    runs = [list(_overlaps(own.of(dimension), other.of(dimension))) for dimension in range(len(own.shape))]
     for one in product(*runs):
         into, out_of = target, source
         for dimension, (here, there, length) in enumerate(one):
@@ -106,7 +106,7 @@ def copy_shared(target: Tensor, own: Piece, source: Tensor, other: Piece) -> int
     return copied
 
 
-def _runs(own: tuple[Interval, ...], other: tuple[Interval, ...]) -> Iterator[Run]:
+def _overlaps(own: tuple[Interval, ...], other: tuple[Interval, ...]) -> Iterator[Overlap]:
     here = 0
     for begin, end in own:
         there = 0
@@ -118,7 +118,7 @@ def _runs(own: tuple[Interval, ...], other: tuple[Interval, ...]) -> Iterator[Ru
         here += end - begin
 
 
-def _intervals(places: Tensor) -> tuple[Interval, ...]:
+def _to_intervals(places: Tensor) -> tuple[Interval, ...]:
     """Return the intervals of places that come in rising runs."""
     if not places.numel():
         return ()
@@ -128,28 +128,28 @@ def _intervals(places: Tensor) -> tuple[Interval, ...]:
 
 
 KINDS = ("weights", "optimizer")
-MASTER = "master_weight"  # a part's fp32 copy, where the model has bf16
-Here = dict[str, tuple[Piece, Tensor]]
+MASTER_KEY = "master_weight"  # a part's fp32 copy, where the model has bf16
+NamedShards = dict[str, tuple[Piece, Tensor]]
 
 
 @dataclass(frozen=True)
-class Own:
+class LocalShards:
     """The parts that this rank writes, by kind."""
 
     rank: int
-    found: dict[str, Here]
+    found: dict[str, NamedShards]
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for here in self.found.values() for _, tensor in here.values())
 
-    def copied(self) -> Own:
+    def copied(self) -> LocalShards:
         """Return a copy in host memory, where training does not change it."""
         copies = HostCopies()
-        found: dict[str, Here] = {}
+        found: dict[str, NamedShards] = {}
         for kind, here in self.found.items():
             found[kind] = {name: (piece, copies.of(tensor)) for name, (piece, tensor) in here.items()}
-        return Own(self.rank, found)
+        return LocalShards(self.rank, found)
 
     def write(self, directory: Path) -> None:
         pieces = {f"{kind}/{name}": piece for kind, here in self.found.items() for name, (piece, _) in here.items()}
@@ -163,9 +163,12 @@ class Own:
         (directory / f"pieces-{self.rank:05d}.json").write_text(document, encoding="utf-8")
 
 
-def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
+def shards_to_write(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> LocalShards:
     """Return the parts that this rank writes. All ranks call it together. Without an optimizer these are weights alone."""
-    here = {"weights": weights_here(model), "optimizer": {} if optimizer is None else dict(state_here(model, optimizer))}
+    here = {
+        "weights": local_weights(model),
+        "optimizer": {} if optimizer is None else dict(local_optimizer_state(model, optimizer)),
+    }
     said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
     first: dict[tuple[str, str, str], int] = {}
     for number, known in enumerate(gather(said, plan)):
@@ -175,53 +178,53 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: P
         kind: {name: one for name, one in tensors.items() if first.get((kind, name, one[0].to_json())) == rank}
         for kind, tensors in here.items()
     }
-    return Own(rank, found)
+    return LocalShards(rank, found)
 
 
-def whole_names(model: nn.Module) -> dict[Tensor, str]:
+def full_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the names of this rank's parameters in the whole model."""
     found: dict[Tensor, str] = {}
-    for part in parts_of(model):
+    for part in stages_of(model):
         tied = tied_names(part)
         for name, parameter in part.named_parameters():
             found.setdefault(parameter, tied.get(plain_name(name), plain_name(name)))
     return found
 
 
-def weights_here(model: nn.Module) -> Here:
+def local_weights(model: nn.Module) -> NamedShards:
     """Return the saved parameters and buffers of the model."""
-    found: Here = {}
-    for part in parts_of(model):
+    found: NamedShards = {}
+    for part in stages_of(model):
         tied = tied_names(part)
         for name, tensor in saved_state(part).items():
             known = tied.get(plain_name(name), plain_name(name))
             if known not in found:
-                found[known] = (piece_of(tensor), _local(tensor))
+                found[known] = (piece_of(tensor), _local_tensor(tensor))
     return found
 
 
-def state_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
+def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
     """Yield tensors of the optimizer state by ``<parameter>.<state>``. Raise RequestError for state that is not made of plain
     tensors."""
-    names = whole_names(model)
-    for part, parameter, piece in _updated(optimizer):
+    names = full_names(model)
+    for part, parameter, piece in _updated_pieces(optimizer):
         for key, value in optimizer.state.get(part, {}).items():
             if isinstance(value, Tensor):
                 if type(value) is not Tensor:
                     raise RequestError(f"the optimizer keeps {type(value).__name__} of parts of weights, which cannot be saved")
                 whole = Piece(shape=tuple(value.shape))
                 yield f"{names[parameter]}.{key}", (piece if value.shape == part.shape else whole, value)
-        if part.data_ptr() != _local(parameter).data_ptr() and part.dtype != parameter.dtype:
-            yield f"{names[parameter]}.{MASTER}", (piece, part)
+        if part.data_ptr() != _local_tensor(parameter).data_ptr() and part.dtype != parameter.dtype:
+            yield f"{names[parameter]}.{MASTER_KEY}", (piece, part)
 
 
 def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
     """Return, for each tensor that the optimizer updates here, the name of its parameter."""
-    names = whole_names(model)
-    return {part: names[parameter] for part, parameter in _parts(optimizer)}
+    names = full_names(model)
+    return {part: names[parameter] for part, parameter in _updated_tensors(optimizer)}
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that is updated here, with its parameter."""
     if isinstance(optimizer, OnParts):
         yield from optimizer.parts.items()
@@ -231,18 +234,18 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
     """Yield each tensor that is updated here and not empty, with its parameter and its piece of it."""
-    for part, parameter in _parts(optimizer):
+    for part, parameter in _updated_tensors(optimizer):
         if part.numel():
-            yield part, parameter, piece_of(parameter, rows=_rows(optimizer, parameter))
+            yield part, parameter, piece_of(parameter, rows=_updated_rows(optimizer, parameter))
 
 
-def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
+def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
     return optimizer.division.rows(parameter) if isinstance(optimizer, OnParts) else None
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
+def stages_of(model: nn.Module) -> list[nn.Module]:
     """Return the stages of a pipeline's rank that has several, each named like the whole model, or the model itself."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
@@ -252,14 +255,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(getattr(base_of(model), "all_tied_weights_keys", None) or {})
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-Stored = dict[str, list[tuple[Piece, StoredTensor]]]
+StoredPieces = dict[str, list[tuple[Piece, StoredTensor]]]
 
 
-def is_divided(directory: Path) -> bool:
+def is_sharded(directory: Path) -> bool:
     return any(directory.glob("pieces-*.json"))
 
 
@@ -271,10 +274,10 @@ def checksums_of_ranks(directory: Path) -> dict[str, str]:
     return found
 
 
-def read_pieces(directory: Path) -> dict[str, Stored]:
+def read_pieces(directory: Path) -> dict[str, StoredPieces]:
     """Return stored tensors by kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
-    found: dict[str, Stored] = {kind: {} for kind in KINDS}
-    if not is_divided(directory):
+    found: dict[str, StoredPieces] = {kind: {} for kind in KINDS}
+    if not is_sharded(directory):
         whole = {
             "weights": list(find_safetensors(directory).tensors.values()),
             "optimizer": [one for path in sorted(directory.glob("optimizer*.safetensors")) for one in read_header(path).tensors],
@@ -292,7 +295,7 @@ def read_pieces(directory: Path) -> dict[str, Stored]:
     return found
 
 
-def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Path, *, rounds: bool = False) -> None:
+def fill(target: Tensor, piece: Piece, name: str, stored: StoredPieces, directory: Path, *, rounds: bool = False) -> None:
     """Fill this rank's part of a tensor from the parts that were saved.
 
     ``rounds`` allows rounding to bf16, if fp32 weights are kept beside the tensor. Raise RequestError if the parts are of
@@ -306,21 +309,23 @@ def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Pat
                 f"{directory} has {name} as {other.shape} {found.dtype}, this run as {piece.shape} {target.dtype}; "
                 "resume with the model and precision of that run"
             )
-        copied += copy_shared(target, piece, found, other)
+        copied += copy_overlap(target, piece, found, other)
     if copied != piece.numel:
         what = f"{copied} of the {piece.numel} numbers of {name}" if copied else f"no {name}"
         raise RequestError(f"{directory} has {what}; resume with the model and the optimizer that the run was started with")
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False) -> None:
+def load_weights(
+    directory: Path, model: nn.Module, stored: dict[str, StoredPieces] | None = None, *, rounds: bool = False
+) -> None:
     """Load weights from a checkpoint of any ranks into this rank's parts. ``rounds`` has the meaning that it has in ``fill``."""
     stored = stored or read_pieces(directory)
-    ignored = set(NOT_SAVED.read(base_of(parts_of(model)[0])) or ())
-    for name, (piece, tensor) in weights_here(model).items():
+    ignored = set(NOT_SAVED.read(base_of(stages_of(model)[0])) or ())
+    for name, (piece, tensor) in local_weights(model).items():
         if name in ignored:
             continue
-        exact = f"{name}.{MASTER}"
+        exact = f"{name}.{MASTER_KEY}"
         if tensor.dtype == torch.float32 and exact in stored["optimizer"]:
             fill(tensor, piece, exact, stored["optimizer"], directory)
         else:
@@ -328,13 +333,13 @@ def load_weights(directory: Path, model: nn.Module, stored: dict[str, Stored] | 
 
 
 @torch.no_grad()
-def load_parts(
+def load_shards(
     directory: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     numbers: Callable[[str], dict[str, Any]],
     *,
-    stored: dict[str, Stored] | None = None,
+    stored: dict[str, StoredPieces] | None = None,
 ) -> None:
     """Load weights and optimizer state into this rank's parts.
 
@@ -342,35 +347,37 @@ def load_parts(
     ``read_pieces``.
     """
     stored = stored or read_pieces(directory)
-    masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
+    masters = {part for part, parameter, _ in _updated_pieces(optimizer) if part.dtype != parameter.dtype}
     load_weights(directory, model, stored, rounds=bool(masters))
-    names = whole_names(model)
+    names = full_names(model)
     keys: dict[str, list[str]] = {}
     for full_name in stored["optimizer"]:
         name, _, key = full_name.rpartition(".")
         keys.setdefault(name, []).append(key)
     groups = {part: group for group in optimizer.param_groups for part in group["params"]}
     optimizer.state.clear()
-    for part, parameter, piece in _updated(optimizer):
+    for part, parameter, piece in _updated_pieces(optimizer):
         name = names[parameter]
         state: dict[str, Any] = dict(numbers(name))
         for key in keys.get(name, ()):
             full_name = f"{name}.{key}"
-            if key == MASTER:
+            if key == MASTER_KEY:
                 continue
-            state[key] = _state(part, piece, full_name, stored["optimizer"], directory, groups[part])
+            state[key] = _read_state(part, piece, full_name, stored["optimizer"], directory, groups[part])
         if state:
             optimizer.state[part] = state
         if part.dtype != parameter.dtype:
-            master = f"{name}.{MASTER}"
+            master = f"{name}.{MASTER_KEY}"
             kind = "optimizer" if master in stored["optimizer"] else "weights"
             fill(part, piece, master if kind == "optimizer" else name, stored[kind], directory)
 
 
-def _state(part: Tensor, piece: Piece, full_name: str, stored: Stored, directory: Path, group: dict[str, Any]) -> Tensor:
+def _read_state(
+    part: Tensor, piece: Piece, full_name: str, stored: StoredPieces, directory: Path, group: dict[str, Any]
+) -> Tensor:
     first, source = stored[full_name][0]
     if first.shape != piece.shape:  # a number of the whole parameter, such as its count of steps
-        return placed(read_tensor(source).clone(), full_name.rpartition(".")[2], part, group)
+        return place_state(read_tensor(source).clone(), full_name.rpartition(".")[2], part, group)
     found = torch.empty_like(part, dtype=dtype_of(source), requires_grad=False)
     fill(found, piece, full_name, stored, directory)
     return found

@@ -69,13 +69,13 @@ class Manifest(Value):
         checksums = {**known, **checksums_of(directory, (name for name in self.files if name not in known))}
         # Not to_json: pydantic turns an infinity inside Any (ReduceLROnPlateau starts with one) into null.
         document = json.dumps({**self.model_dump(), "checksums": checksums}, indent=1)
-        (directory / STATE_NAME).write_text(sealed(document), encoding="utf-8")
+        (directory / STATE_NAME).write_text(seal(document), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         path = directory / STATE_NAME
         try:
-            document = unsealed(path.read_bytes())
+            document = unseal(path.read_bytes())
             if document is None:
                 raise RequestError(f"{path} is damaged: it is not as it was written; resume from another checkpoint")
             return cls.model_validate(json.loads(document))
@@ -116,10 +116,10 @@ def read_manifest(directory: Path) -> Manifest:
 SETTLED_SECONDS = 2.0  # a file that was written more recently may change again without another time of change
 
 
-SEAL = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n\}\Z')  # the end of a sealed JSON document
+SEAL_PATTERN = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n\}\Z')  # the end of a sealed JSON document
 
 
-END = b"\n}"
+DOCUMENT_END = b"\n}"
 
 
 def checksums_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
@@ -134,33 +134,33 @@ def checksum_of(path: Path) -> str:
     """
     stat = path.stat()
     if time.time() - max(stat.st_mtime, stat.st_ctime) < SETTLED_SECONDS:
-        return _read(path)
-    return _kept(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        return _hash_file(path)
+    return _cached_checksum(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 @lru_cache(maxsize=4096)
-def _kept(path: Path, *identity: int) -> str:
-    return _read(path)
+def _cached_checksum(path: Path, *identity: int) -> str:
+    return _hash_file(path)
 
 
-def _read(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(document: str) -> str:
+def seal(document: str) -> str:
     """Return a JSON object, printed with an indent of 1, with the checksum of its text as its last key."""
     text = document.encode()
-    if not text.endswith(END):
+    if not text.endswith(DOCUMENT_END):
         raise ValueError("only a JSON object that is printed with an indent can be sealed")
     digest = hashlib.sha256(text).hexdigest()
-    return document[: -len(END)] + f',\n "checksum": "{digest}"\n}}'
+    return document[: -len(DOCUMENT_END)] + f',\n "checksum": "{digest}"\n}}'
 
 
-def unsealed(content: bytes) -> bytes | None:
+def unseal(content: bytes) -> bytes | None:
     """Return the document that was sealed, or None if a byte of it has changed."""
-    seal = SEAL.search(content)
+    seal = SEAL_PATTERN.search(content)
     if seal is None:
         return None
-    document = content[: seal.start()] + END
+    document = content[: seal.start()] + DOCUMENT_END
     return document if hashlib.sha256(document).hexdigest().encode() == seal[1] else None

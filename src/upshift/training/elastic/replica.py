@@ -23,12 +23,12 @@ from torch.distributed import TCPStore
 
 from upshift.settings import quiet_torchft
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.elastic.state_transfer import POLL_SECONDS, HandOver, Trained
+from upshift.training.elastic.state_transfer import POLL_SECONDS, FolderTransport, TransferableRun
 from upshift.units import MIB
 from upshift.value import Value
 
-LONGEST_STEP = timedelta(minutes=30)  # the first may compile; a death is noticed by its closed connection, at once
-CONNECTING = timedelta(seconds=60)
+STEP_TIMEOUT = timedelta(minutes=30)  # the first may compile; a death is noticed by its closed connection, at once
+CONNECT_TIMEOUT = timedelta(seconds=60)
 BUCKET_BYTES = 25 * MIB  # of gradients that are summed in one message
 
 
@@ -40,11 +40,11 @@ def result_name(number: int) -> str:
     return f"result-{number}.json"
 
 
-def here_name(number: int | str) -> str:
+def arrival_name(number: int | str) -> str:
     return f"here-{number}"
 
 
-class Life(Value):
+class ReplicaRequest(Value):
     """The request for one process of a copy."""
 
     folder: str  # with the job
@@ -53,11 +53,11 @@ class Life(Value):
     first: bool
 
 
-class Again(Exception):
+class RetryStep(Exception):
     """Another copy was lost in this step. The copies that are left take the step once more."""
 
 
-class Copies:
+class ReplicaGroup:
     """One copy's connection to the others.
 
     ``number`` is that of this copy, from 0, the same over its lives. All copies meet at ``lighthouse``. ``first`` says that
@@ -66,7 +66,7 @@ class Copies:
 
     def __init__(self, number: int, *, lighthouse: str, folder: Path, first: bool) -> None:
         self.number, self._lighthouse, self._folder, self.first = number, lighthouse, folder, first
-        self._hand_over = HandOver(folder / f"copy-{number}")
+        self._hand_over = FolderTransport(folder / f"copy-{number}")
         self._manager: Any = None  # torchft's, which has no types
         self._said = self._agreed = 0
 
@@ -79,14 +79,14 @@ class Copies:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         group = ProcessGroupNCCL if device == "cuda" else ProcessGroupGloo
         self._manager = Manager(
-            pg=group(timeout=LONGEST_STEP), state_dict=dict, load_state_dict=self._hand_over.take,
-            checkpoint_transport=self._hand_over, min_replica_size=1, use_async_quorum=False, timeout=LONGEST_STEP,
-            quorum_timeout=LONGEST_STEP, connect_timeout=CONNECTING, rank=0, world_size=1, store_addr="localhost",
+            pg=group(timeout=STEP_TIMEOUT), state_dict=dict, load_state_dict=self._hand_over.take,
+            checkpoint_transport=self._hand_over, min_replica_size=1, use_async_quorum=False, timeout=STEP_TIMEOUT,
+            quorum_timeout=STEP_TIMEOUT, connect_timeout=CONNECT_TIMEOUT, rank=0, world_size=1, store_addr="localhost",
             store_port=self._store.port, lighthouse_addr=self._lighthouse, replica_id=f"copy-{self.number}",
             hostname="localhost", init_sync=False,
         )  # fmt: skip
 
-    def join(self, trained: Trained, *, device: str) -> None:
+    def join(self, trained: TransferableRun, *, device: str) -> None:
         """Join the other copies once the model is there.
 
         A copy that comes back lets the others go on until then. At the start all wait for all: a copy that went ahead alone,
@@ -96,9 +96,9 @@ class Copies:
             self.open(device=device)
         self._hand_over.trained, self._device = trained, device
         self._manager.load_state_dict({"step": trained.progress.step, "batches_committed": 0})
-        (self._folder / here_name(self.number)).touch()
+        (self._folder / arrival_name(self.number)).touch()
         copies = len(list(self._folder.glob(job_name("*"))))
-        while len(list(self._folder.glob(here_name("*")))) < copies:
+        while len(list(self._folder.glob(arrival_name("*")))) < copies:
             time.sleep(POLL_SECONDS)
 
     def leave(self) -> None:
@@ -131,7 +131,7 @@ class Copies:
         said = torch.tensor(float(self._said), device=self._device)
         self._manager.allreduce(said, reduce_op=dist.ReduceOp.MAX).wait()
         if not self._manager.should_commit():
-            raise Again
+            raise RetryStep
         self._agreed = int(said)
 
     def highest(self, number: int) -> int:

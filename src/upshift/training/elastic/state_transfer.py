@@ -18,15 +18,15 @@ POLL_SECONDS, PATIENCE_SECONDS = 0.02, 600.0
 AGREED, WRITING = "agreed.json", ".writing"
 
 
-class Progressing(Protocol):
+class HasStep(Protocol):
     step: int
 
 
-class Trained(Protocol):
+class TransferableRun(Protocol):
     """A training loop."""
 
     @property
-    def progress(self) -> Progressing: ...
+    def progress(self) -> HasStep: ...
 
     def write_to(self, folder: Path) -> None:
         """Write a checkpoint of now, and the history of the run until now."""
@@ -34,10 +34,10 @@ class Trained(Protocol):
     def read_from(self, folder: Path) -> None: ...
 
 
-class HandOver:
+class FolderTransport:
     """A CheckpointTransport of torchft (its checkpointing/transport.py). ``metadata`` of the giver says where the taker looks."""
 
-    trained: Trained
+    trained: TransferableRun
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

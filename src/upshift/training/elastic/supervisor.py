@@ -16,16 +16,16 @@ from upshift.planning.plan import ALONE, Plan
 from upshift.record import Record
 from upshift.settings import quiet_torchft
 from upshift.training.data.dataset import TrainingData
-from upshift.training.elastic.replica import Life, here_name, job_name, result_name
-from upshift.training.job.processes import result_in, written
+from upshift.training.elastic.replica import ReplicaRequest, arrival_name, job_name, result_name
+from upshift.training.job.processes import job_folder, read_result
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, Finished, Healed, OnEvent, StepDone, Told, Waited
 from upshift.training.loop.signals import StopRequest
 
 WORKER = "upshift.training.elastic.replica_process"
-LOST_MS = 1000  # without a sign of life a copy counts as gone; it gives one each 100 ms
-JOINING_MS = 60_000  # the copies in a step wait so long for one that is alive and has not come to it
-MOST_IN_VAIN = 3  # a copy that dies so often in a row before a step with it has counted stays away
+HEARTBEAT_TIMEOUT_MS = 1000  # without a sign of life a copy counts as gone; it gives one each 100 ms
+JOIN_TIMEOUT_MS = 60_000  # the copies in a step wait so long for one that is alive and has not come to it
+MAX_FAILED_STARTS = 3  # a copy that dies so often in a row before a step with it has counted stays away
 
 
 def check_healing(plan: Plan) -> None:
@@ -45,7 +45,7 @@ def check_healing(plan: Plan) -> None:
         )
 
 
-def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
+def fixed_for_healing(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
     """Return assignments of ``--set`` that leave plans which can heal. The user's own assignments stay.
 
     Raise RequestError among ranks of a launcher, which ends all of them when one dies.
@@ -57,14 +57,14 @@ def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
     return (*fixed, *(f"{name}={str(value).lower()}" for name, value in plain.items() if name not in asked))
 
 
-class Copy:
+class Replica:
     """A copy that has one life after the other, each forked from a process that has imported everything.
 
     Imports are most of the time of a start, and imported modules are in memory once.
     """
 
     def __init__(
-        self, number: int, folder: Path, lighthouse: str, told: Queue[tuple[Copy, Event | None]], stack: ExitStack
+        self, number: int, folder: Path, lighthouse: str, told: Queue[tuple[Replica, Event | None]], stack: ExitStack
     ) -> None:
         self.number, self._folder, self._lighthouse, self._told, self._stack = number, folder, lighthouse, told, stack
         self._server: ForkServer | None = None
@@ -76,10 +76,10 @@ class Copy:
         if self._server is None or not self._server.runs:
             self._server = self._stack.enter_context(fork_server(WORKER, own_session=True))
         self._came_at = 0 if first else None
-        life = Life(folder=str(self._folder), number=self.number, lighthouse=self._lighthouse, first=first)
+        life = ReplicaRequest(folder=str(self._folder), number=self.number, lighthouse=self._lighthouse, first=first)
         threading.Thread(target=self._listen, args=(self._server, life), daemon=True).start()
 
-    def _listen(self, server: ForkServer, life: Life) -> None:
+    def _listen(self, server: ForkServer, life: ReplicaRequest) -> None:
         self._ending = None
         with suppress(JobFailed):  # of the server, with which the copy is gone
             for said in server.ask(life, Told, limit_seconds=ENDLESS_SECONDS):
@@ -105,11 +105,11 @@ class Copy:
         """Return whether the copy may start again. ``step`` is the last one that counted."""
         took_part = self._came_at is not None and step > self._came_at
         self._in_vain = 0 if took_part else self._in_vain + 1
-        return self._in_vain < MOST_IN_VAIN
+        return self._in_vain < MAX_FAILED_STARTS
 
     def result(self) -> Record:
         """Return the copy's Record. Raise the error with which the copy failed."""
-        return result_in(self._folder, 0, interrupted=False, name=result_name(self.number))
+        return read_result(self._folder, 0, interrupted=False, name=result_name(self.number))
 
     def last_words(self) -> str:
         if self._ending is None:
@@ -125,18 +125,22 @@ def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=JOINING_MS, heartbeat_timeout_ms=LOST_MS, quorum_tick_ms=50
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=JOIN_TIMEOUT_MS,
+        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+        quorum_tick_ms=50,
     )
-    told: Queue[tuple[Copy, Event | None]] = Queue()
+    told: Queue[tuple[Replica, Event | None]] = Queue()
     numbers = range(job.plan.num_processes)
-    with written(job, data) as folder, ExitStack() as stack:
+    with job_folder(job, data) as folder, ExitStack() as stack:
         stack.callback(lighthouse.shutdown)
         for number in numbers:
             _write_job(folder, number, job)
         address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"  # hosts do not always know their own name
-        copies = [Copy(number, folder, address, told, stack) for number in numbers]
-        with StopRequest(on_request=partial(_interrupt, copies)) as stop:
-            return _watch(job, folder, copies, told, on_event, stop)
+        copies = [Replica(number, folder, address, told, stack) for number in numbers]
+        with StopRequest(on_request=partial(_interrupt_all, copies)) as stop:
+            return _supervise(job, folder, copies, told, on_event, stop)
 
 
 def _write_job(folder: Path, number: int, job: Job) -> None:
@@ -146,16 +150,16 @@ def _write_job(folder: Path, number: int, job: Job) -> None:
     (folder / job_name(number)).write_text(job.changed(plan=alone, whole_plan=plan, heal=False).to_json(), encoding="utf-8")
 
 
-def _interrupt(copies: list[Copy]) -> None:
+def _interrupt_all(copies: list[Replica]) -> None:
     for copy in copies:
         copy.interrupt()
 
 
-def _watch(
-    job: Job, folder: Path, copies: list[Copy], told: Queue[tuple[Copy, Event | None]], on_event: OnEvent, stop: StopRequest
+def _supervise(
+    job: Job, folder: Path, copies: list[Replica], told: Queue[tuple[Replica, Event | None]], on_event: OnEvent, stop: StopRequest
 ) -> Record:
     left, step = list(copies), 0
-    finished: Copy | None = None
+    finished: Replica | None = None
     interrupted: Interrupted | None = None
     while left:
         copy, event = told.get()
@@ -181,7 +185,7 @@ def _watch(
                 _write_job(folder, copy.number, job.changed(resume=True, overwrite=False, checkpoint=None))
                 copy.begin(first=False)
             else:
-                (folder / here_name(copy.number)).touch()  # nobody waits for it at the start
+                (folder / arrival_name(copy.number)).touch()  # nobody waits for it at the start
                 left.remove(copy)
     if interrupted is not None:
         raise interrupted

@@ -108,10 +108,10 @@ def was_set(arguments: Any, name: str) -> bool:
         return False
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     value = getattr(arguments, name)
-    return bool(value != default and not (_is_nothing(value) and _is_nothing(default)))
+    return bool(value != default and not (_is_empty(value) and _is_empty(default)))
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     """Return whether a value means that nothing was set. 0 is a number that somebody gave."""
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
@@ -122,9 +122,9 @@ def refuse_unsupported(arguments: Any) -> None:
         known = FIELDS.get(field.name)
         if (
             known is None
-            and is_core(field.name)
+            and is_library_field(field.name)
             and was_set(arguments, field.name)
-            and not _is_made_by_default(arguments, field.name)
+            and not _is_derived_default(arguments, field.name)
         ):
             shown = _in_one_line(getattr(arguments, field.name))
             raise RequestError(
@@ -139,7 +139,7 @@ def _in_one_line(value: Any) -> str:
     return " ".join(repr(value).split())[:160]
 
 
-def _is_made_by_default(arguments: Any, name: str) -> bool:
+def _is_derived_default(arguments: Any, name: str) -> bool:
     """Return whether TrainingArguments itself makes this value from its defaults."""
     from transformers import TrainingArguments
 
@@ -147,7 +147,7 @@ def _is_made_by_default(arguments: Any, name: str) -> bool:
     return bool(getattr(defaults, name) == getattr(arguments, name))
 
 
-def is_core(name: str) -> bool:
+def is_library_field(name: str) -> bool:
     """Return whether TrainingArguments itself has this field. A script's subclass may add fields of its own."""
     from transformers import TrainingArguments
 
@@ -172,12 +172,12 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-OFFLOADS = ("optim_offload", "activation_offload")
-ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks see no gradients, or tensors elsewhere
-OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
+OFFLOAD_FIELDS = ("optim_offload", "activation_offload")
+OPT_IN_FIELDS = ("optimizer_in_backward", *OFFLOAD_FIELDS)  # with them callbacks see no gradients, or tensors elsewhere
+BACKWARD_UPDATE_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
-class Ours(list[Any]):
+class DebugOptions(list[Any]):
     """A list with the options of ``debug`` after underflow_overflow was taken out of them."""
 
 
@@ -186,14 +186,14 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
 
     ``optimizer_given`` says that an optimizer or its class came through Trainer's arguments.
     """
-    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
+    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(OPT_IN_FIELDS, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
-    if recomputes(arguments):
+    if recomputes_activations(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
-    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, Ours):
+    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, DebugOptions):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
     if arguments.use_liger_kernel:
         fixed["loss_chunk_tokens"] = "0"  # its own fused head
@@ -222,13 +222,13 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
                 f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
                 "--from-config --mup-base, or upshift.train(..., mup_base=)"
             )
-        if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
+        if name not in OPT_IN_FIELDS or value.lower() not in ("true", "1", "yes", "on"):
             continue
         if optimizer_given:
             raise RequestError(f"fixed {assignment!r} is for an optimizer that the Trainer makes; leave the optimizer to it")
-        if name in OFFLOADS and device != "cuda":
+        if name in OFFLOAD_FIELDS and device != "cuda":
             raise RequestError(f"fixed {assignment!r} needs a CUDA device: on a CPU everything is on the host; leave it out")
-        reason = _against_updates(arguments) if name == "optimizer_in_backward" else None
+        reason = _why_no_update_in_backward(arguments) if name == "optimizer_in_backward" else None
         if reason:
             raise RequestError(f"fixed {assignment!r} {reason}")
 
@@ -240,13 +240,13 @@ def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None)
         raise RequestError(f"trial_seconds={trial_seconds:g} is no time; give seconds, 0 for no trials, or leave it out")
 
 
-def fields_of(plan: Plan) -> tuple[str, ...]:
+def opt_in_fields(plan: Plan) -> tuple[str, ...]:
     """Return, as "field=value", the fields of a given plan that the Trainer uses only when somebody asks for them."""
-    switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
+    switched = (f"{name}=True" for name in OPT_IN_FIELDS if getattr(plan, name))
     return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *switched)
 
 
-def _against_updates(arguments: Any) -> str | None:
+def _why_no_update_in_backward(arguments: Any) -> str | None:
     if arguments.max_grad_norm:
         return "updates weights before the norm of all gradients is known; set TrainingArguments(max_grad_norm=0)"
     if arguments.gradient_accumulation_steps > 1:
@@ -258,7 +258,7 @@ def optimizer_name(arguments: Any) -> str:
     return str(getattr(arguments.optim, "value", arguments.optim))
 
 
-def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
+def changes_by_optimizer(arguments: Any) -> tuple[str, ...]:
     """Return the changes of the mathematics that the user asked for by naming an optimizer."""
     name = optimizer_name(arguments)
     if not was_set(arguments, "optim") or name not in optimizers():
@@ -268,7 +268,7 @@ def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
     return plan.changes_mathematics
 
 
-def recomputes(arguments: Any) -> bool:
+def recomputes_activations(arguments: Any) -> bool:
     named = getattr(arguments, "activation_checkpointing", None)
     return bool(arguments.gradient_checkpointing if named is None else named)
 
@@ -283,13 +283,13 @@ def check_devices(arguments: Any) -> None:
 
 
 # Fields of fsdp_config. All others control accelerate's own wrapper, so take_fsdp refuses them.
-HONOURED_OF_FSDP = ("reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
+HONOURED_FSDP_OPTIONS = ("reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
                     "state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params", "forward_prefetch",
                     "backward_prefetch", "limit_all_gathers")  # fmt: skip
-KEEPS_WEIGHTS = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_forward
+RESHARD_OFF_VALUES = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_forward
 
 
-def join_ranks(arguments: Any) -> None:
+def use_cpu_with_ranks(arguments: Any) -> None:
     """Set use_cpu if a launcher started several processes without a GPU.
 
     Without use_cpu, transformers sees each process alone and would train as many copies. Raise RequestError if transformers
@@ -313,7 +313,7 @@ def local_ranks() -> int:
     return ranks.local_size if ranks is not None else 1
 
 
-def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
+def extract_fsdp(arguments: Any) -> tuple[Any, Layout]:
     """Return the arguments without fsdp, and the layout that fsdp asked for.
 
     With fsdp set, accelerate would wrap the model. Raise RequestError for options that cannot be honoured.
@@ -321,7 +321,7 @@ def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
     if not arguments.fsdp:
         return arguments, ALONE
     config = dict(arguments.fsdp_config or {})
-    other = sorted(name for name, value in config.items() if value and name not in HONOURED_OF_FSDP)
+    other = sorted(name for name, value in config.items() if value and name not in HONOURED_FSDP_OPTIONS)
     if other:
         raise RequestError(
             f"fsdp_config={{{other[0]!r}: {config[other[0]]!r}}} cannot be honoured: layers are wrapped by the plan; leave it "
@@ -332,7 +332,7 @@ def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
         raise RequestError("fsdp is for several processes, and this is one: start the script with torchrun, or leave it unset")
     plain = copy.copy(arguments)
     plain.fsdp, plain.fsdp_plugin_args = None, None
-    keeps = config.get("reshard_after_forward", True) in KEEPS_WEIGHTS
+    keeps = config.get("reshard_after_forward", True) in RESHARD_OFF_VALUES
     return plain, Layout(fully_shard="gradients" if keeps else "weights", shard_size=world)
 
 
@@ -342,7 +342,7 @@ def layout_fields(layout: Layout) -> tuple[str, ...]:
     return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
 
 
-def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
+def why_unsupported(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
     """Return why the Trainer does not run a layout, or None. ``averages`` says that labels are counted over all ranks."""
     layout = plan.layout
     if layout.pipeline_parallel > 1:

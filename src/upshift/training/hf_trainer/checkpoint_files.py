@@ -37,7 +37,7 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.tensors import dtype_of
 from upshift.models.build import build_model
-from upshift.training.checkpoint.by_ranks import described, export_weights, make_shared, without_tied
+from upshift.training.checkpoint.by_ranks import describe_all_ranks, drop_tied_names, export_weights, make_shared_directory
 from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     check_checkpoint,
@@ -49,25 +49,33 @@ from upshift.training.checkpoint.directory import (
 )
 from upshift.training.checkpoint.model import extra_bytes, has_adapter, write_adapter, write_weights
 from upshift.training.checkpoint.optimizer import class_name, decode, encode, plain_name, restore_options
-from upshift.training.checkpoint.sharded import Piece, Stored, is_divided, load_parts, own_parts, read_pieces, updated_names
+from upshift.training.checkpoint.sharded import (
+    Piece,
+    StoredPieces,
+    is_sharded,
+    load_shards,
+    read_pieces,
+    shards_to_write,
+    updated_names,
+)
 from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
 from upshift.training.distributed.mesh import Place, gather, on_rank_0, together
-from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_OR, SCHEDULER_FILE, by_names
+from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_STATE_FIX, SCHEDULER_FILE, optimizer_by_names
 from upshift.value import first_problem
 
 logger = logging.getLogger(__name__)
 
 ARGUMENTS_NAME = "training_args.json"
-PARTS_OPTIMIZER_NAME = "optimizer.json"  # of ranks that have parts of the model
+SHARDED_OPTIMIZER_NAME = "optimizer.json"  # of ranks that have parts of the model
 TRAINER_STATE_NAME = "trainer_state.json"
 PICKLED_ADAPTER = "adapter_model.bin"
-WEIGHTS = frozenset(
+WEIGHT_FILES = frozenset(
     {
         "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
         "adapter_model.safetensors", PICKLED_ADAPTER,
     }
 )  # fmt: skip
-NOT_WRITTEN = "not_written"  # the key for arguments that JSON cannot hold
+NOT_WRITTEN_KEY = "not_written"  # the key for arguments that JSON cannot hold
 
 
 def write_arguments(directory: Path, arguments: Any) -> None:
@@ -80,12 +88,12 @@ def write_arguments(directory: Path, arguments: Any) -> None:
             written[name] = value
         except (TypeError, ValueError):
             objects[name] = f"{type(value).__module__}.{type(value).__qualname__}"
-    (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN: objects}, indent=1), encoding="utf-8")
+    (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN_KEY: objects}, indent=1), encoding="utf-8")
 
 
 def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
     """Return the optimizer state of a checkpoint that ranks wrote in parts, or None if the checkpoint has a model only."""
-    path = directory / PARTS_OPTIMIZER_NAME
+    path = directory / SHARDED_OPTIMIZER_NAME
     if not path.is_file():
         return None
     try:
@@ -109,20 +117,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             try:
                 encode([] if key == "params" else value)
             except TypeError as error:
-                raise RequestError(f"option {key} of group {number} of optimizer {kind}: {error}; {PLAIN_OR}") from None
+                raise RequestError(f"option {key} of group {number} of optimizer {kind}: {error}; {PLAIN_STATE_FIX}") from None
 
 
 def check_resumable(directory: Path) -> None:
     """Raise RequestError if this is no whole checkpoint of upshift.Trainer or transformers.Trainer. Read no tensors."""
-    if is_own(directory):
-        _check_own(directory)
+    if is_upshift_checkpoint(directory):
+        _check_upshift_checkpoint(directory)
         return
     if not (directory / TRAINER_STATE_NAME).is_file():  # transformers writes it last
         raise RequestError(f"{directory} is no whole checkpoint, it has no {TRAINER_STATE_NAME}; resume from another checkpoint")
-    weights = [path for path in directory.rglob("*") if path.name in WEIGHTS]
+    weights = [path for path in directory.rglob("*") if path.name in WEIGHT_FILES]
     if not weights:
         raise RequestError(
-            f"{directory} has no weights in {', '.join(sorted(WEIGHTS))}; resume it with the launcher that wrote it, or "
+            f"{directory} has no weights in {', '.join(sorted(WEIGHT_FILES))}; resume it with the launcher that wrote it, or "
             "resume from another checkpoint"
         )
     if any(path.suffix == ".safetensors" for path in weights):
@@ -134,18 +142,18 @@ def check_resumable(directory: Path) -> None:
         raise RequestError(f"{directory} is no whole checkpoint, it has no {missing}; resume from another checkpoint")
 
 
-def is_own(directory: Path) -> bool:
+def is_upshift_checkpoint(directory: Path) -> bool:
     """Return whether upshift.Trainer wrote a checkpoint, and not transformers.Trainer."""
     return (directory / STATE_NAME).is_file()
 
 
-def _check_own(directory: Path) -> None:
+def _check_upshift_checkpoint(directory: Path) -> None:
     if not isinstance(check_checkpoint(directory), TrainerManifest):
         raise RequestError(
             f"{directory} is of upshift train; go on with  upshift train --resume, or start a new run from its weights with "
             f"from_pretrained({str(directory)!r})"
         )
-    if not is_divided(directory) and any(directory.glob("optimizer*.safetensors")):
+    if not is_sharded(directory) and any(directory.glob("optimizer*.safetensors")):
         raise RequestError(
             f"{directory} was written by an earlier version of Upshift; finish the run with that version, or start a new one "
             f"from its weights with from_pretrained({str(directory)!r})"
@@ -180,7 +188,7 @@ def newest_resumable(directory: Path) -> Path:
     raise RequestError(f"{directory} holds no checkpoint; give another output_dir, or start without resume_from_checkpoint")
 
 
-def rotate(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
+def remove_old_checkpoints(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
     """Keep `limit` checkpoints (None or 0: all), always `newest` and `best`. The order of removal is that of transformers."""
     if not limit or limit < 0:
         return
@@ -206,10 +214,10 @@ def finish_checkpoint(run_dir: Path, *, final: Path, temporary: Path, best: str 
     manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
     manifest.write(temporary)
     put_in_place(temporary, final)
-    rotate(run_dir, newest=final, best=best, limit=limit)
+    remove_old_checkpoints(run_dir, newest=final, best=best, limit=limit)
 
 
-OF_THAT_RUN = "resume with the model and precision of that run"
+RESUME_SAME_MODEL = "resume with the model and precision of that run"
 
 
 def has_own_format(model: nn.Module) -> bool:
@@ -219,7 +227,7 @@ def has_own_format(model: nn.Module) -> bool:
     return any(getattr(type(model), name, None) is not getattr(library, name, None) for name in methods)
 
 
-def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
+def write_model_files(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
     """Write the model, as a Hugging Face directory if its class has one. ``weights`` is a copy of its state_dict, or None."""
     if isinstance(model, PreTrainedModel):
         if has_own_format(model):
@@ -234,7 +242,7 @@ def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] 
     save_file(plain, directory / "model.safetensors", {"format": "pt"})
 
 
-def read_trained(directory: Path, model: nn.Module) -> None:
+def read_model(directory: Path, model: nn.Module) -> None:
     """Load the weights by the model's load_state_dict. Raise RequestError if they belong to another model."""
     stored = find_safetensors(directory).tensors
     names = {plain_name(name): name for name in model.state_dict()}
@@ -255,14 +263,14 @@ def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn
         if one.shape != tuple(target.shape) or dtype_of(one) != target.dtype:
             raise RequestError(
                 f"{directory} has weight {name} as {one.shape} {dtype_of(one)}, the model as {tuple(target.shape)} "
-                f"{target.dtype}; {OF_THAT_RUN}"
+                f"{target.dtype}; {RESUME_SAME_MODEL}"
             )
-    missing = names_not_stored(stored, model)
+    missing = missing_names(stored, model)
     if missing:
         raise RequestError(f"{directory} has no weight {missing[0]}; resume with the model that the run was started with")
 
 
-def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
+def missing_names(stored: Any, model: nn.Module) -> list[str]:
     """Return the names of the model's weights that are not stored, and not tied to a stored weight."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
@@ -276,7 +284,7 @@ def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
     ]
 
 
-def read_published_names(directory: Path, model: nn.Module) -> bool:
+def read_published_format(directory: Path, model: nn.Module) -> bool:
     """Load weights that have the names of the published format, as transformers' checkpoints do.
 
     Return False if there is nothing to translate. Raise RequestError if the weights do not fit this model.
@@ -284,7 +292,7 @@ def read_published_names(directory: Path, model: nn.Module) -> bool:
     if not isinstance(model, PreTrainedModel) or has_own_format(model) or not any(directory.glob("*.safetensors")):
         return False
     stored = find_safetensors(directory).tensors
-    missing = names_not_stored(stored, model)
+    missing = missing_names(stored, model)
     foreign = sorted(stored.keys() - {plain_name(name) for name in model.state_dict()})
     if not missing and not foreign:
         return False
@@ -300,7 +308,7 @@ def read_published_names(directory: Path, model: nn.Module) -> bool:
     return True
 
 
-def write_shared(
+def write_shards(
     temporary: Path,
     *,
     model: nn.Module,
@@ -315,9 +323,9 @@ def write_shared(
     Raise JobFailed on all ranks if one could not write.
     """
     plan, name = place.plan, temporary.stem
-    own = own_parts(model, optimizer, plan, place.rank)
-    saved = described(model, optimizer, place)
-    make_shared(temporary, sum(gather(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
+    own = shards_to_write(model, optimizer, plan, place.rank)
+    saved = describe_all_ranks(model, optimizer, place)
+    make_shared_directory(temporary, sum(gather(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
     with together(plan), writing(temporary.parent, name=name, temporary=None):
         own.write(temporary)
     rest()
@@ -325,36 +333,40 @@ def write_shared(
         if place.rank == 0:
             described_by: Any = getattr(model, "config", model)
             described_by.save_pretrained(temporary)
-            (temporary / PARTS_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
+            (temporary / SHARDED_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
             seal()
 
 
-def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def read_into_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read a checkpoint that one process or transformers wrote whole into this rank's parts. Raise RequestError if it does not
     match."""
     names = updated_names(model, optimizer)
     groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
-    saved, tensors = by_names(directory, groups, class_name(optimizer))
+    saved, tensors = optimizer_by_names(directory, groups, class_name(optimizer))
     with tempfile.TemporaryDirectory(prefix="upshift-resume-") as folder:
         file = Path(folder) / "optimizer.safetensors"
         save_file(tensors, file)
         stored = read_pieces(directory)
         stored["optimizer"] = {one.name: [(Piece(shape=one.shape), one)] for one in read_header(file).tensors}
-        _read_parts(directory, saved, model, optimizer, stored)
+        _read_shards(directory, saved, model, optimizer, stored)
 
 
-def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def read_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read weights and optimizer state from a checkpoint of any ranks into this rank's parts.
 
     Raise RequestError if they do not match this run.
     """
     saved = read_saved_optimizer(directory)
     assert saved is not None  # the caller looked
-    _read_parts(directory, saved, model, optimizer, None)
+    _read_shards(directory, saved, model, optimizer, None)
 
 
-def _read_parts(
-    directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Stored] | None
+def _read_shards(
+    directory: Path,
+    saved: SavedOptimizer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: dict[str, StoredPieces] | None,
 ) -> None:
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
@@ -364,23 +376,23 @@ def _read_parts(
     if saved.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
     restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
-    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
+    load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
 
 
-def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
+def export_full_model(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
     """Write the whole model from rank 0, as one process saves it. ``model_class`` is the class before fully_shard replaced it."""
 
     def save(weights: dict[str, Tensor]) -> None:
-        weights = without_tied(weights, model)
+        weights = drop_tied_names(weights, model)
         if has_adapter(model):
             write_adapter(directory, model, weights)
             return
-        write_trained(directory, _bare(model, model_class), weights, original_names=True)
+        write_model_files(directory, _without_weights(model, model_class), weights, original_names=True)
 
     export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
 
 
-def _bare(model: Any, model_class: Any) -> Any:
+def _without_weights(model: Any, model_class: Any) -> Any:
     """Return the model without weights."""
     with torch.device("meta"):
         bare: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)

@@ -38,7 +38,7 @@ from upshift.planning.trials.store import forget_plan, proof_path
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
 from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
-from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.trials.trials import keep_runnable, known_proof, try_plans
@@ -46,7 +46,7 @@ from upshift.units import GIB
 
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
-MAX_SECONDS = 10.0  # of drawing
+MAX_DRAWING_SECONDS = 10.0  # of drawing
 WIDTH_MULTIPLE = 8
 
 
@@ -77,14 +77,14 @@ def draw_sample(loader: Any, *, accumulation: int) -> Sample:
     wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
     batches: list[Batch] = []
     start = time.perf_counter()
-    with undisturbed_rng():
+    with preserved_rng():
         examples = _examples(dataset, wanted)
         while chunk := list(islice(examples, size)):
             batch = collate(chunk)
             if not isinstance(batch, Mapping):
                 raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
             batches.append(dict(batch))
-            if time.perf_counter() - start > MAX_SECONDS and len(batches) >= accumulation:
+            if time.perf_counter() - start > MAX_DRAWING_SECONDS and len(batches) >= accumulation:
                 break
     if not batches:
         raise NoSample("the training data is empty")
@@ -107,7 +107,7 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
     return islice(examples, count)
 
 
-def histogram(rows: CollatedRows) -> LengthHistogram:
+def length_histogram(rows: CollatedRows) -> LengthHistogram:
     """Return the lengths of the longer side of each row. The sequence length is the longest, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
     return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))
@@ -115,15 +115,15 @@ def histogram(rows: CollatedRows) -> LengthHistogram:
 
 TRIAL_SHARE = 0.05  # share of the run's predicted time that trials may take
 LONG_RUN_SHARE = 0.02  # share of a long run, if that is more than the usual minute
-USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
+MIN_LONG_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
-WORTH_WORKERS = 0.01  # of a step
+MIN_DRAWING_SHARE = 0.01  # of a step
 WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
 SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The inputs from which ``choose`` makes a plan."""
 
     model: nn.Module
@@ -170,7 +170,7 @@ class Choice:
         return device.free_memory_bytes if device else None
 
 
-def correct(choice: Choice, *, rows: int) -> Choice:
+def shrink_micro_batch(choice: Choice, *, rows: int) -> Choice:
     """Return the choice with smaller micro-batches after a step ran out of memory.
 
     Remove the old plan from the cache, so that the next run does not start with it.
@@ -207,9 +207,9 @@ def plain_plan(
     )
 
 
-def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
+def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
     """Return the plan to run. Raise RequestError if the model cannot be planned for, and NothingFits if no plan fits."""
-    lengths = histogram(request.rows)
+    lengths = length_histogram(request.rows)
     source = source_of(request.model)
     allow = check_allow(request.allow)
     even = lengths.mean >= lengths.sequence_length or not request.split.trims
@@ -224,7 +224,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     if not request.split.flattens and "packing=True" in request.fixed:
         raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
-    host = limited(request.host, request.memory_limit_gib)
+    host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = keep_runnable(planning, request.reason_not)
     seconds = _trial_seconds(planning, request)
@@ -238,7 +238,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     return Choice(plan, "", planning, candidate, proof, path if proof else None, workers, why)
 
 
-def isolated(split: Split, model: nn.Module) -> Split:
+def restrict_to_isolation(split: Split, model: nn.Module) -> Split:
     """Return ``split`` without what the test of the model's architecture does not allow: the model's own weights may hide what
     leaks."""
     try:
@@ -251,7 +251,7 @@ def isolated(split: Split, model: nn.Module) -> Split:
     return replace(split, drops_mask=split.drops_mask and isolation.padding == "unmasked", isolation=isolation)
 
 
-def check_given(plan: Plan, split: Split) -> None:
+def check_plan(plan: Plan, split: Split) -> None:
     """Raise RequestError for a given plan that would train on something else than each text alone."""
     reason = split.why_not_flat if plan.packing and not split.flattens else None
     if reason is None and split.isolation is not None:
@@ -260,7 +260,7 @@ def check_given(plan: Plan, split: Split) -> None:
         raise RequestError(f"the given plan is not possible: {reason}")
 
 
-def limited(host: Host, memory_limit_gib: float | None) -> Host:
+def limit_memory(host: Host, memory_limit_gib: float | None) -> Host:
     """Return the host with at most this much free memory."""
     if memory_limit_gib is None:
         return host
@@ -271,9 +271,9 @@ def limited(host: Host, memory_limit_gib: float | None) -> Host:
     return host.changed(**{name: device.changed(free_memory_bytes=int(min(free, known) if known else free))})
 
 
-def _trial_seconds(planning: Planning, request: Request) -> float:
+def _trial_seconds(planning: Planning, request: PlanRequest) -> float:
     run = planning.default.time.total * request.total_steps
-    usual = min(max(USUAL_TRIAL_SECONDS, LONG_RUN_SHARE * run), LONGEST_TRIAL_SECONDS)
+    usual = min(max(MIN_LONG_TRIAL_SECONDS, LONG_RUN_SHARE * run), LONGEST_TRIAL_SECONDS)
     most = usual if request.trial_seconds is None else request.trial_seconds
     seconds = min(most, TRIAL_SHARE * run)
     return seconds if seconds >= min(MIN_TRIAL_SECONDS, most) else 0.0
@@ -282,7 +282,7 @@ def _trial_seconds(planning: Planning, request: Request) -> float:
 def _prove(
     source: ModelSource,
     planning: Planning,
-    request: Request,
+    request: PlanRequest,
     fixed: tuple[str, ...],
     path: Path,
     seconds: float,
@@ -295,7 +295,7 @@ def _prove(
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
-        rows = write_rows(folder, request.sample.batches, _stored(request))
+        rows = write_rows(folder, request.sample.batches, _row_format(request))
         trial = TrialRequest(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
             seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
@@ -305,12 +305,12 @@ def _prove(
         return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
 
 
-def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:
+def _proof_path(planning: Planning, request: PlanRequest, fixed: tuple[str, ...]) -> Path:
     limit = () if request.memory_limit_gib is None else (f"memory_limit_gib={request.memory_limit_gib:g}",)
     return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
 
 
-def _stored(request: Request) -> StoredRows:
+def _row_format(request: PlanRequest) -> StoredRows:
     rows = request.rows
     return StoredRows(
         encoder_decoder=rows.encoder_decoder,
@@ -327,14 +327,14 @@ def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tu
     told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
     if device == "cpu":
         return 0, f"{told}; the step itself keeps every core busy, so workers would only take from it"
-    if share < WORTH_WORKERS:
+    if share < MIN_DRAWING_SHARE:
         return 0, told
     return min(math.ceil(WORKER_HEADROOM * share), max(cores - 1, 1)), f"{told}; workers draw while the device computes"
 
 
-def too_short(seconds: float) -> str:
+def short_run_reason(seconds: float) -> str:
     return f"the whole run takes some {seconds:.0f} s, less than planning it would"
 
 
-def words_of(error: RequestError) -> str:
+def no_plan_reason(error: RequestError) -> str:
     return f"no plan: {error}"

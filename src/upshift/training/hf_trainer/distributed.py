@@ -23,14 +23,14 @@ from upshift.training.distributed.fsdp import let_go, shard_weights, sharded_mod
 from upshift.training.distributed.mesh import Place, find_place
 from upshift.training.distributed.parallelize import divide
 from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
-from upshift.training.hf_trainer.arguments import join_ranks, take_fsdp
+from upshift.training.hf_trainer.arguments import extract_fsdp, use_cpu_with_ranks
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.step import gathered_objects, on_host
+from upshift.training.hf_trainer.step import gather_objects, to_host
 from upshift.training.optimizers.sharded import Division, OnParts
 
 
-class SharedTraining(LibraryTrainer):
+class DistributedTraining(LibraryTrainer):
     """A mix-in of transformers' Trainer classes, below ``PlannedTraining``."""
 
     args: Any
@@ -50,8 +50,8 @@ class SharedTraining(LibraryTrainer):
         given = list(arguments)
         found = given[1] if len(given) > 1 else named.get("args")
         if found is not None:
-            join_ranks(found)
-            found, self._upshift_requested_layout = take_fsdp(found)
+            use_cpu_with_ranks(found)
+            found, self._upshift_requested_layout = extract_fsdp(found)
             if len(given) > 1:
                 given[1] = found
             else:
@@ -164,7 +164,7 @@ class SharedTraining(LibraryTrainer):
         shares = place is not None and place.plan.layout.tensor_parallel > 1
         if place is not None and shares:
             own = self.prediction_step
-            self.prediction_step = partial(_predict_together, own, place)  # type: ignore[method-assign]
+            self.prediction_step = partial(_predict_all_batches, own, place)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -173,6 +173,6 @@ class SharedTraining(LibraryTrainer):
             let_go(self.model)
 
 
-def _predict_together(own: Any, place: Place, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
-    answers = [own(model, one, *arguments, **named) for one in gathered_objects(on_host(inputs), place)]
+def _predict_all_batches(own: Any, place: Place, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+    answers = [own(model, one, *arguments, **named) for one in gather_objects(to_host(inputs), place)]
     return answers[place.tensor_rank]

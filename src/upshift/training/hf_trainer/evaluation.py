@@ -30,7 +30,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
 from upshift.units import MIB, format_bytes
 
-HELD_BYTES = 32 * MIB  # with the holes that a heap has between such tensors, twice that
+BUFFER_BYTES = 32 * MIB  # with the holes that a heap has between such tensors, twice that
 IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
 
 
@@ -75,7 +75,7 @@ class Column:
 
     def add(self, tensor: Tensor) -> int:
         """Append a tensor. Return the number of the piece."""
-        tensor = _owning(tensor.detach())
+        tensor = _with_own_memory(tensor.detach())
         self._shapes.append(tuple(tensor.shape))
         self._dtypes.append(tensor.dtype)
         self._held.append(tensor)
@@ -111,7 +111,7 @@ class Column:
             return self.pieces()[0]
         shape, dtype = self._together()
         if self._file is None:
-            rows = [_rows(numpy_array(tensor), shape, dtype, padding) for tensor in self._held]
+            rows = [_as_rows(numpy_array(tensor), shape, dtype, padding) for tensor in self._held]
             return np.concatenate(rows)
         self.spill()
         same = all(_at_least_1d(one)[1:] == shape[1:] for one in self._shapes) and len(set(self._dtypes)) == 1
@@ -123,7 +123,7 @@ class Column:
         file = SpoolFile(self._spool.directory)
         self._file.rewind()
         for one, kind in zip(self._shapes, self._dtypes, strict=True):
-            file.append(_rows(self._file.read(one, numpy_dtype(kind)), shape, dtype, padding))
+            file.append(_as_rows(self._file.read(one, numpy_dtype(kind)), shape, dtype, padding))
         return file
 
     def _together(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -199,7 +199,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return numpy_array(torch.empty(0, dtype=dtype)).dtype
 
 
-def _owning(tensor: Tensor) -> Tensor:
+def _with_own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor that owns its memory: a view would keep all of the tensor that it looks at."""
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
@@ -208,7 +208,7 @@ def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape or (1,)
 
 
-def _rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
+def _as_rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
     """Return `part` as rows of an array of this shape and type."""
     part = np.atleast_1d(part)
     if part.shape[1:] == shape[1:]:
@@ -218,7 +218,7 @@ def _rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], paddin
     return rows
 
 
-CONTAINER = "EvalLoopContainer"  # the name by which transformers' loop makes its containers
+CONTAINER_NAME = "EvalLoopContainer"  # the name by which transformers' loop makes its containers
 
 
 class StreamedEvaluation(LibraryTrainer):
@@ -240,12 +240,12 @@ class StreamedEvaluation(LibraryTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate as transformers.Trainer.evaluation_loop does."""
-        spool = Spool(spool_directory(Path(self.args.output_dir)), HELD_BYTES)
+        spool = Spool(spool_directory(Path(self.args.output_dir)), BUFFER_BYTES)
 
-        def container(do_nested_concat: bool = True, padding_index: int = -100) -> Outputs:
-            return Outputs(spool, concatenated=do_nested_concat, padding=padding_index)
+        def container(do_nested_concat: bool = True, padding_index: int = -100) -> OutputContainer:
+            return OutputContainer(spool, concatenated=do_nested_concat, padding=padding_index)
 
-        loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
+        loop = with_global(Trainer.evaluation_loop, CONTAINER_NAME, container)
         with self._upshift_predict_in_step():
             output: EvalLoopOutput = loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         return output
@@ -255,7 +255,7 @@ class StreamedEvaluation(LibraryTrainer):
         return nullcontext()
 
 
-class Outputs:
+class OutputContainer:
     """One kind of output over all batches, with the methods of transformers' EvalLoopContainer."""
 
     def __init__(self, spool: Spool, *, concatenated: bool, padding: int) -> None:
@@ -267,7 +267,7 @@ class Outputs:
 
     def add(self, tensors: Any) -> None:
         leaves: list[torch.Tensor] = []
-        structure = _take_apart(tensors, leaves)
+        structure = _flatten(tensors, leaves)
         if not self._concatenated:
             self._batches.append((structure, [self._add_piece(leaf) for leaf in leaves]))
             return
@@ -295,33 +295,33 @@ class Outputs:
         if self._batches:
             pieces = {dtype: column.pieces() for dtype, column in self._by_dtype.items()}
             return [
-                _put_together(structure, iter([pieces[dtype][number] for dtype, number in places]))
+                _unflatten(structure, iter([pieces[dtype][number] for dtype, number in places]))
                 for structure, places in self._batches
             ]
         if self._structure is None:
             return None
-        return _put_together(self._structure, iter([column.whole(self._padding) for column in self._columns]))
+        return _unflatten(self._structure, iter([column.whole(self._padding) for column in self._columns]))
 
 
-def _take_apart(tree: Any, leaves: list[torch.Tensor]) -> Any:
+def _flatten(tree: Any, leaves: list[torch.Tensor]) -> Any:
     """Append the tensors of nested lists, tuples and mappings to `leaves`. Return the structure that held them."""
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
         return torch.Tensor
     if isinstance(tree, (list, tuple)):
-        return type(tree), tuple(_take_apart(item, leaves) for item in tree)
+        return type(tree), tuple(_flatten(item, leaves) for item in tree)
     if isinstance(tree, Mapping):
-        return type(tree), {key: _take_apart(item, leaves) for key, item in tree.items()}
+        return type(tree), {key: _flatten(item, leaves) for key, item in tree.items()}
     raise RequestError(
         f"an output of the evaluation is a {type(tree).__name__}, not a tensor or tensors in lists, tuples and dicts; "
         "leave it out with ignore_keys or preprocess_logits_for_metrics"
     )
 
 
-def _put_together(structure: Any, arrays: Any) -> Any:
+def _unflatten(structure: Any, arrays: Any) -> Any:
     if structure is torch.Tensor:
         return next(arrays)
     kind, inner = structure
     if isinstance(inner, dict):
-        return kind({key: _put_together(item, arrays) for key, item in inner.items()})
-    return kind(_put_together(item, arrays) for item in inner)
+        return kind({key: _unflatten(item, arrays) for key, item in inner.items()})
+    return kind(_unflatten(item, arrays) for item in inner)

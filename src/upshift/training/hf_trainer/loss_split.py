@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.user_batches import CollatedRows
-from upshift.training.checkpoint.rng import HostRng, host_rng, undisturbed_rng
+from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
-from upshift.training.hf_trainer.loss_state import is_of_library
+from upshift.training.hf_trainer.loss_state import is_library_class
 from upshift.training.out_of_memory import is_out_of_memory
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by some 1e-6
-OWN_TOLERANCE = 2e-5  # of a loss of the script's: nothing is known of it
+SCRIPT_TOLERANCE = 2e-5  # of a loss of the script's: nothing is known of it
 PAIR_CANDIDATES = 64  # rows among which two short ones of different length are looked for
-MOST_CLASSES = 8  # pairs that are measured for the sake of their labels
-MOST_TOGETHER = 64  # rows of one batch that are measured at once
-LABELS_SECONDS = 10.0  # of measuring every label
-LARGER = 4.0  # times the weights
+MAX_LABEL_PAIRS = 8  # pairs that are measured for the sake of their labels
+MAX_ROWS_AT_ONCE = 64  # rows of one batch that are measured at once
+MAX_LABEL_SECONDS = 10.0  # of measuring every label
+LARGER_SCALE = 4.0  # times the weights
 GRADIENT_ELEMENTS = 2**22  # of the parameters whose gradients are compared, the smallest first
 
 Inputs = dict[str, Tensor]
@@ -44,7 +44,7 @@ LossOf = Callable[[Inputs, int | None], Measured]  # inputs and num_items_in_bat
 Members = tuple[int, ...]
 Unit = Literal["items", "labels", "rows"]
 Ranges = Mapping[str, tuple[float, float]]
-READ_AS_TEXT = frozenset(
+TEXT_INPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"}
 )
 
@@ -103,7 +103,7 @@ def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, n
     pairs = _choose_pairs(rows, num_first, is_known=probes.is_known)
     if not pairs:
         return Split(None, reason="there are no two rows to compare")
-    if not probes.is_known and _have_one_label(rows):
+    if not probes.is_known and _have_same_label(rows):
         return Split(None, reason="all rows have the same label: what the loss makes of another is not known")
     try:
         return _measure(rows, probes, pairs)
@@ -116,14 +116,14 @@ def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, n
         return Split(None, reason=f"the loss could not be measured on two rows: {words}")
 
 
-def _have_one_label(rows: CollatedRows) -> bool:
+def _have_same_label(rows: CollatedRows) -> bool:
     labels = set().union(*rows.label_values)
     return 0 < len(labels) == len({name for name, _ in labels})
 
 
 def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Split:
     is_known = probes.is_known
-    probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_known else OWN_TOLERANCE)
+    probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_known else SCRIPT_TOLERANCE)
     first = pairs[0]
     both = probe.together(first)
     if not math.isfinite(float(both)):
@@ -137,7 +137,7 @@ def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Sp
     unit = units[0]
     _check_gradient(rows, probes, first, unit)
     if not is_known:
-        _check_own(rows, probes, probe, pairs, unit)
+        _check_script_loss(rows, probes, probe, pairs, unit)
     trims = probe.holds(both, lambda: probe.apart(first, unit, trim=True))
     drops = trims and rows.can_flatten
     drops = drops and probe.holds(both, lambda: probe.apart(first, unit, trim=True, drop_mask=True, extra=1))
@@ -152,19 +152,19 @@ def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, un
     for gradient_of_rows in filter(None, (probes.gradient, probes.larger_gradient)):
         gradient = _Probe(rows, gradient_of_rows, probes.counts_items, TOLERANCE)
         together, apart = gradient.together(members), gradient.apart(members, unit)
-        is_number = math.isfinite(_size(together)) or gradient_of_rows is probes.gradient
+        is_number = math.isfinite(_magnitude(together)) or gradient_of_rows is probes.gradient
         if is_number and not gradient.agrees(together, apart):
             raise Unsplittable(f"the gradient of {len(members)} rows is not made of the gradients of each")
 
 
-def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
+def _check_script_loss(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
     """Check everything that a loss of the script's own may look at. Raise Unsplittable."""
-    whole = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MOST_TOGETHER]
+    whole = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MAX_ROWS_AT_ONCE]
     if not probe.agrees(probe.together(whole), probe.apart(whole, unit)):
         raise Unsplittable(f"the loss of {len(whole)} rows is not made of the losses of each")
     _check_gradient(rows, probes, whole, unit)
     for when, loss_of in probes.elsewhere.items():
-        other = _Probe(rows, loss_of, probes.counts_items, OWN_TOLERANCE)
+        other = _Probe(rows, loss_of, probes.counts_items, SCRIPT_TOLERANCE)
         for members in (pairs[0], whole):
             if not other.agrees(other.together(members), other.apart(members, unit)):
                 raise Unsplittable(f"the loss of {len(members)} rows is not made of the losses of each {when}")
@@ -177,7 +177,7 @@ def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) 
     if labels is None or labels.is_floating_point():
         return
     low, high = (int(bound) for bound in entry_ranges(rows)["labels"])
-    carrier = max(range(len(rows)), key=lambda row: rows.num_labels[row] if _may_pair(rows, pair[0], row) else -1)
+    carrier = max(range(len(rows)), key=lambda row: rows.num_labels[row] if _can_share_batch(rows, pair[0], row) else -1)
     if carrier == pair[0]:
         carrier = pair[1]
     room = rows.num_labels[carrier]
@@ -189,13 +189,13 @@ def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) 
         if not probe.agrees(both, probe.apart(members, unit, labels=values)):
             what = f"label {values[0]}" if len(values) == 1 else f"labels {values[0]} to {values[-1]}"
             raise Unsplittable(f"the loss of two rows is not made of the losses of each: it weighs {what} otherwise")
-        if time.monotonic() - start > LABELS_SECONDS:
+        if time.monotonic() - start > MAX_LABEL_SECONDS:
             raise Unsplittable(
-                f"measuring what the loss makes of {high - low + 1} labels takes longer than {LABELS_SECONDS:.0f} s"
+                f"measuring what the loss makes of {high - low + 1} labels takes longer than {MAX_LABEL_SECONDS:.0f} s"
             )
 
 
-def _may_pair(rows: CollatedRows, row: int, other: int) -> bool:
+def _can_share_batch(rows: CollatedRows, row: int, other: int) -> bool:
     return rows.can_mix or rows.places[row][0] == rows.places[other][0]
 
 
@@ -221,7 +221,7 @@ def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list
     if not is_known:
         seen = set().union(*(rows.label_values[row] for row in (first, *others)))
         for row in labelled:
-            if len(others) < MOST_CLASSES and not rows.label_values[row] <= seen:
+            if len(others) < MAX_LABEL_PAIRS and not rows.label_values[row] <= seen:
                 others.append(row)
                 seen |= rows.label_values[row]
         for values in entry_values(rows).values():
@@ -237,7 +237,7 @@ def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, value in rows.batches[0].items():
         is_class = name == "labels" and not value.is_floating_point()
-        if is_class or name in READ_AS_TEXT or value.ndim > 2 or value.is_complex():
+        if is_class or name in TEXT_INPUTS or value.ndim > 2 or value.is_complex():
             continue
         found[name] = [float(row.sum()) for batch in rows.batches for row in batch[name]]
     return found
@@ -313,7 +313,7 @@ class _Probe:
         return self.loss_of(self.rows.build(RowGroup((pair,), width), pad_multiple=1), self._items(pair))
 
     def agrees(self, loss: Measured, other: Measured) -> bool:
-        difference, size = _size(loss - other), _size(loss)
+        difference, size = _magnitude(loss - other), _magnitude(loss)
         return difference <= self.tolerance * max(size, 1e-3)
 
     def holds(self, loss: Measured, other: Callable[[], Measured]) -> bool:
@@ -337,16 +337,16 @@ class _Probe:
             group = RowGroup(tuple((row,) for row in members), width)
             inputs = self.rows.build(group, pad_multiple=1, drop_mask=drop_mask)
             if labels:
-                inputs["labels"] = _relabelled(inputs["labels"], labels, shifts=self.rows.shifts_labels)
+                inputs["labels"] = _replace_labels(inputs["labels"], labels, shifts=self.rows.shifts_labels)
             self._measured[key] = self.loss_of(inputs, items)
         return self._measured[key]
 
 
-def _size(value: Measured) -> float:
+def _magnitude(value: Measured) -> float:
     return float(value.norm()) if isinstance(value, Tensor) else abs(value)
 
 
-def _relabelled(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tensor:
+def _replace_labels(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tensor:
     """Return the labels with those of the last row that count replaced by ``values``."""
     labels = labels.clone()
     row = labels[-1:].view(-1)
@@ -359,36 +359,36 @@ def _relabelled(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tenso
     return labels
 
 
-def evaluating_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
+def loss_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
     """Return ``compute`` in evaluation mode, without gradients. It leaves the random numbers as they were."""
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
-        with _mode(model, training=()), torch.no_grad(), undisturbed_rng():
+        with _evaluation_mode(model, training=()), torch.no_grad(), preserved_rng():
             return float(compute(dict(inputs), items))
 
     return loss_of
 
 
-def training_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
+def loss_in_training(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
     """Return ``compute`` with the script's own modules in training mode.
 
     Modules of libraries, which drop out, are in evaluation mode. The returned function raises Unsplittable if the loss draws
     random numbers: parts of a batch draw others than the whole.
     """
-    own = [module for module in model.modules() if module is model or not is_of_library(type(module))]
+    own = [module for module in model.modules() if module is model or not is_library_class(type(module))]
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
-        with _mode(model, training=own), torch.no_grad(), undisturbed_rng():
+        with _evaluation_mode(model, training=own), torch.no_grad(), preserved_rng():
             before = host_rng()
             loss = float(compute(dict(inputs), items))
-            if not _same_rng(before, host_rng()):
+            if not _is_same_rng(before, host_rng()):
                 raise Unsplittable("the loss draws random numbers")
         return loss
 
     return loss_of
 
 
-def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
+def _smallest_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the smallest trained parameters of all layers, up to GRADIENT_ELEMENTS elements."""
     chosen: list[nn.Parameter] = []
     for parameter in sorted((one for one in model.parameters() if one.requires_grad), key=lambda one: one.numel()):
@@ -398,7 +398,7 @@ def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _scaled(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
+def _scaled_parameters(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in parameters] if factor != 1.0 else []
     try:
         with torch.no_grad():
@@ -411,15 +411,15 @@ def _scaled(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]
                 parameter.copy_(value)
 
 
-def gradient_of(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor], *, scale: float = 1.0) -> LossOf:
+def gradient_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor], *, scale: float = 1.0) -> LossOf:
     """Return a function for the gradient of small parameters of all layers, in evaluation mode, as one vector on the host.
 
     ``scale`` multiplies these parameters while the gradient is computed.
     """
-    parameters = _small_parameters(model)
+    parameters = _smallest_parameters(model)
 
     def gradient(inputs: Inputs, items: int | None) -> Tensor:
-        with _mode(model, training=()), torch.enable_grad(), undisturbed_rng(), _scaled(parameters, scale):
+        with _evaluation_mode(model, training=()), torch.enable_grad(), preserved_rng(), _scaled_parameters(parameters, scale):
             loss = compute(dict(inputs), items)
             parts = torch.autograd.grad(loss, parameters, allow_unused=True)
         pairs = zip(parts, parameters, strict=True)
@@ -430,7 +430,7 @@ def gradient_of(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def exact_matmuls() -> Iterator[None]:
     """Compute fp32 products in fp32 while losses are compared, whatever TrainingArguments(tf32=...) has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -441,7 +441,7 @@ def exact_products() -> Iterator[None]:
 
 
 @contextmanager
-def _mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
     """Set evaluation mode for all modules but ``training``. Restore each module's own mode afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.train(False)
@@ -454,6 +454,6 @@ def _mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
-def _same_rng(one: HostRng, other: HostRng) -> bool:
+def _is_same_rng(one: HostRng, other: HostRng) -> bool:
     same_numpy = all(np.array_equal(a, b) for a, b in zip(one.numpy, other.numpy, strict=True))
     return torch.equal(one.cpu, other.cpu) and one.python == other.python and same_numpy

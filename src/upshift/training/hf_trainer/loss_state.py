@@ -17,25 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-MOST_VALUES = 5000
-MOST_ITEMS = 1000  # of one container; a longer one is data
-MOST_ELEMENTS = 10**6  # of one tensor
-MOST_DEPTH = 8
+MAX_VALUES = 5000
+MAX_CONTAINER_ITEMS = 1000  # of one container; a longer one is data
+MAX_TENSOR_ELEMENTS = 10**6  # of one tensor
+MAX_DEPTH = 8
 LIBRARIES = frozenset(
     {"accelerate", "builtins", "collections", "datasets", "functools", "numpy", "peft", "pathlib", "tokenizers", "torch",
      "transformers", "typing", "upshift"}
 )  # fmt: skip
-NOT_OF_THE_LOSS = frozenset(
+TRAINER_ATTRIBUTES = frozenset(
     {"accelerator", "args", "callback_handler", "control", "data_collator", "eval_dataset", "lr_scheduler", "model",
      "model_wrapped", "optimizer", "processing_class", "state", "train_dataset"}
 )  # fmt: skip
 
 
-def is_of_library(kind: type) -> bool:
+def is_library_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in LIBRARIES
 
 
-class KeptState:
+class StateSnapshot:
     """A record of all that some objects and functions keep at one moment."""
 
     def __init__(self, *, without: frozenset[str] = frozenset(), **roots: Any) -> None:
@@ -66,7 +66,7 @@ class KeptState:
                 put_back()
 
     def _visit(self, name: str, value: Any, depth: int) -> None:
-        if id(value) in self._seen or len(self._seen) > MOST_VALUES or depth > MOST_DEPTH:
+        if id(value) in self._seen or len(self._seen) > MAX_VALUES or depth > MAX_DEPTH:
             return
         self._seen.add(id(value))
         self._alive.append(value)
@@ -77,13 +77,13 @@ class KeptState:
         """Keep one value. Yield the values that it leads to."""
         if isinstance(value, Tensor):
             self._keep_tensor(name, value)
-        elif isinstance(value, dict) and len(value) <= MOST_ITEMS:
+        elif isinstance(value, dict) and len(value) <= MAX_CONTAINER_ITEMS:
             self._keep_mapping(name, value)
             yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
-        elif isinstance(value, list | set | deque) and len(value) <= MOST_ITEMS:
+        elif isinstance(value, list | set | deque) and len(value) <= MAX_CONTAINER_ITEMS:
             self._keep_items(name, value)
             yield from ((name, item) for item in value)
-        elif isinstance(value, tuple) and len(value) <= MOST_ITEMS:
+        elif isinstance(value, tuple) and len(value) <= MAX_CONTAINER_ITEMS:
             yield from ((name, item) for item in value)
         elif isinstance(value, torch.Generator):
             self._keep_generator(name, value.get_state, value.set_state)
@@ -100,7 +100,7 @@ class KeptState:
             yield from ((name, value.__func__), (name, value.__self__))
         elif isinstance(value, types.FunctionType):
             yield from self._parts_of_function(name, value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not is_of_library(type(value)):
+        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not is_library_class(type(value)):
             self._keep_mapping(name, vars(value))
             yield from ((f"{name}.{key}", item) for key, item in vars(value).items())
 
@@ -108,7 +108,7 @@ class KeptState:
         for part_name, part in module.named_modules():
             for key, buffer in part.named_buffers(recurse=False):
                 self._keep_tensor(f"{name}.{part_name}.{key}".replace("..", "."), buffer)
-            if not is_of_library(type(part)):
+            if not is_library_class(type(part)):
                 own = {key: item for key, item in vars(part).items() if not key.startswith("_")}
                 self._keep_mapping(part_name or name, vars(part))
                 yield from ((f"{part_name or name}.{key}", item) for key, item in own.items() if key != "config")
@@ -140,15 +140,15 @@ class KeptState:
         self._kept.append((name, has_changed, put_back))
 
     def _keep_tensor(self, name: str, tensor: Tensor) -> None:
-        if tensor.numel() <= MOST_ELEMENTS and not tensor.is_meta:
+        if tensor.numel() <= MAX_TENSOR_ELEMENTS and not tensor.is_meta:
             before = tensor.detach().clone()
-            self._keep(name, lambda: not _equal(tensor.detach(), before), lambda: _put_back(tensor, before))
+            self._keep(name, lambda: not _is_equal(tensor.detach(), before), lambda: _copy_back(tensor, before))
 
     def _keep_mapping(self, name: str, mapping: dict[Any, Any]) -> None:
         before = dict(mapping)
 
         def has_changed() -> bool:
-            return mapping.keys() != before.keys() or not all(_same(mapping[key], value) for key, value in before.items())
+            return mapping.keys() != before.keys() or not all(_is_unchanged(mapping[key], value) for key, value in before.items())
 
         def put_back() -> None:
             mapping.clear()
@@ -160,7 +160,9 @@ class KeptState:
         before = list(items)
 
         def has_changed() -> bool:
-            return len(items) != len(before) or not all(_same(one, other) for one, other in zip(items, before, strict=True))
+            return len(items) != len(before) or not all(
+                _is_unchanged(one, other) for one, other in zip(items, before, strict=True)
+            )
 
         def put_back() -> None:
             items.clear()
@@ -170,36 +172,36 @@ class KeptState:
 
     def _keep_cell(self, name: str, cell: types.CellType) -> None:
         before = cell.cell_contents
-        self._keep(name, lambda: not _same(cell.cell_contents, before), lambda: setattr(cell, "cell_contents", before))
+        self._keep(name, lambda: not _is_unchanged(cell.cell_contents, before), lambda: setattr(cell, "cell_contents", before))
 
     def _keep_global(self, name: str, namespace: dict[str, Any]) -> None:
         before = namespace[name]
-        self._keep(name, lambda: not _same(namespace.get(name), before), lambda: namespace.__setitem__(name, before))
+        self._keep(name, lambda: not _is_unchanged(namespace.get(name), before), lambda: namespace.__setitem__(name, before))
 
     def _keep_generator(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         before = get()
-        self._keep(name, lambda: not _equal(get(), before), lambda: put(before))
+        self._keep(name, lambda: not _is_equal(get(), before), lambda: put(before))
 
 
-def _same(value: Any, before: Any) -> bool:
+def _is_unchanged(value: Any, before: Any) -> bool:
     """Return whether a name still leads to the same object, or to an equal number or text."""
     if value is before:
         return True
     return type(value) is type(before) and isinstance(value, int | float | str | bytes | bool) and value == before
 
 
-def _equal(value: Any, before: Any) -> bool:
+def _is_equal(value: Any, before: Any) -> bool:
     if isinstance(value, Tensor):
         return value.shape == before.shape and torch.equal(value, before)
     if isinstance(value, np.ndarray):
         return bool(np.array_equal(value, before))
     if isinstance(value, Mapping):
-        return value.keys() == before.keys() and all(_equal(value[key], before[key]) for key in value)
+        return value.keys() == before.keys() and all(_is_equal(value[key], before[key]) for key in value)
     if isinstance(value, tuple):
-        return len(value) == len(before) and all(_equal(one, other) for one, other in zip(value, before, strict=True))
+        return len(value) == len(before) and all(_is_equal(one, other) for one, other in zip(value, before, strict=True))
     return bool(value == before)
 
 
 @torch.no_grad()
-def _put_back(tensor: Tensor, before: Tensor) -> None:
+def _copy_back(tensor: Tensor, before: Tensor) -> None:
     tensor.copy_(before)

@@ -22,7 +22,7 @@ from upshift.debugging.step_signs import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
 from upshift.planning.trials.select import Tried
 from upshift.training.hf_trainer.arguments import (
-    Ours,
+    DebugOptions,
 )
 from upshift.training.hf_trainer.choose_plan import Choice
 from upshift.training.hf_trainer.patching import LibraryTrainer
@@ -30,13 +30,13 @@ from upshift.training.loop.monitor import RunSigns
 from upshift.units import gib
 
 
-class Fetched:
+class TimedBatches:
     """The Trainer's iterator over batches, which notes the wait for each batch."""
 
     def __init__(self, batches: Iterator[Any], signs: RunSigns) -> None:
         self.batches, self._signs = batches, signs
 
-    def __iter__(self) -> Fetched:
+    def __iter__(self) -> TimedBatches:
         return self
 
     def __next__(self) -> Any:
@@ -44,13 +44,13 @@ class Fetched:
             return next(self.batches)
 
 
-class NotedSteps(LibraryTrainer):
+class StepMonitor(LibraryTrainer):
     """A mix-in of transformers' Trainer classes that notes signs of trouble in steps."""
 
     args: Any
     callback_handler: Any
     _upshift_signs: RunSigns | None = None
-    _upshift_batch_iterator: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
+    _upshift_batch_iterator: TimedBatches | None = None  # one for each of the loader's iterators, which BatchRng tells apart
     _upshift_timed_callbacks: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
 
     @contextmanager
@@ -69,7 +69,7 @@ class NotedSteps(LibraryTrainer):
 
     def _upshift_tell_finding(self, finding: Finding) -> None:
         if self.args.should_log:
-            tell(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
+            print_line(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._upshift_signs is None:
@@ -80,14 +80,14 @@ class NotedSteps(LibraryTrainer):
         elif self._upshift_timed_callbacks and not self._upshift_signs.attributes:
             self._upshift_untime_callbacks()
         if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
-            self._upshift_batch_iterator = Fetched(epoch_iterator, self._upshift_signs)
+            self._upshift_batch_iterator = TimedBatches(epoch_iterator, self._upshift_signs)
         return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)
 
     def _upshift_time_callbacks(self, signs: RunSigns) -> None:
         self._upshift_timed_callbacks = tuple(self.callback_handler.callbacks)
         for callback in self._upshift_timed_callbacks:
             for event in (name for name in dir(type(callback)) if name.startswith("on_") and name not in vars(callback)):
-                setattr(callback, event, _noted(getattr(callback, event), signs, type(callback).__name__))
+                setattr(callback, event, _record_memory(getattr(callback, event), signs, type(callback).__name__))
 
     def _upshift_untime_callbacks(self) -> None:
         """Remove the timed methods from each callback instance, so that the methods of its class are used again."""
@@ -97,7 +97,7 @@ class NotedSteps(LibraryTrainer):
         self._upshift_timed_callbacks = ()
 
 
-def _noted(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[..., Any]:
+def _record_memory(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[..., Any]:
     def noted(*arguments: Any, **named: Any) -> Any:
         with signs.by(name):
             return method(*arguments, **named)
@@ -106,17 +106,19 @@ def _noted(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[.
     return noted
 
 
-OPTION = "underflow_overflow"
+UNDERFLOW_OVERFLOW = "underflow_overflow"
 
 
 @contextmanager
-def without_their_own(arguments: Any) -> Iterator[None]:
+def hidden_debug_option(arguments: Any) -> Iterator[None]:
     """Hide the option underflow_overflow while open.
 
     transformers' ``train`` would attach its own class by this option, before there is a plan.
     """
     asked = arguments.debug
-    arguments.debug = Ours(option for option in asked if option != OPTION) if OPTION in asked else asked
+    arguments.debug = (
+        DebugOptions(option for option in asked if option != UNDERFLOW_OVERFLOW) if UNDERFLOW_OVERFLOW in asked else asked
+    )
     try:
         yield
     finally:
@@ -124,21 +126,21 @@ def without_their_own(arguments: Any) -> Iterator[None]:
 
 
 @contextmanager
-def numbers_watched(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[None]:
+def watched_numerics(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[None]:
     doubt = examine_fp16(model) if plan.precision == "fp16" else None
     if doubt is not None:
-        tell(f"{doubt.what} ({doubt.cause}); {doubt.fix}")
-    if not isinstance(arguments.debug, Ours):
+        print_line(f"{doubt.what} ({doubt.cause}); {doubt.fix}")
+    if not isinstance(arguments.debug, DebugOptions):
         yield
         return
-    debugger = DebugUnderflowOverflow(model, tell=tell)
+    debugger = DebugUnderflowOverflow(model, tell=print_line)
     try:
         yield
     finally:
         debugger.remove()
 
 
-def report(choice: Choice) -> list[str]:
+def plan_lines(choice: Choice) -> list[str]:
     """Return lines that show the plan, its expected speed beside the plain default, and the reasons."""
     if choice.planning is None or choice.candidate is None:
         return [f"your own settings run: {choice.reason}"]
@@ -158,11 +160,11 @@ def report(choice: Choice) -> list[str]:
     return lines
 
 
-def trial_line(tried: Tried) -> str:
+def format_trial(tried: Tried) -> str:
     speed = tried.best.tokens_per_second
     return f"tried {tried.candidate.plan.label()}: {tried.failure or f'{speed or 0.0:,.0f} tokens/s'}"
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stderr.write(f"upshift: {line}\n")
     sys.stderr.flush()

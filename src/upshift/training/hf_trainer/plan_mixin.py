@@ -30,50 +30,50 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.batches.user_batches import CollatedRows, NotRows
-from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.distributed.parallelize import cannot_run
 from upshift.training.hf_trainer.arguments import (
-    OWN_LOOP_OPTIMIZERS,
-    allowed_by_hand,
+    BACKWARD_UPDATE_OPTIMIZERS,
+    changes_by_optimizer,
     fixed_fields,
     layout_fields,
     local_ranks,
-    not_in_trainer,
     optimizer_name,
+    why_unsupported,
 )
 from upshift.training.hf_trainer.choose_plan import (
     SHORT_RUN_SECONDS,
     Choice,
     NoSample,
-    Request,
+    PlanRequest,
     Sample,
-    check_given,
+    check_plan,
     choose,
     draw_sample,
-    isolated,
+    no_plan_reason,
     plain_plan,
-    too_short,
-    words_of,
+    restrict_to_isolation,
+    short_run_reason,
 )
 from upshift.training.hf_trainer.loss_split import (
-    LARGER,
+    LARGER_SCALE,
     LossProbes,
     Split,
-    evaluating_loss,
-    exact_products,
-    gradient_of,
+    exact_matmuls,
+    gradient_in_evaluation,
+    loss_in_evaluation,
+    loss_in_training,
     measure_split,
-    training_loss,
 )
-from upshift.training.hf_trainer.loss_state import NOT_OF_THE_LOSS, KeptState
-from upshift.training.hf_trainer.monitor import tell, trial_line
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot
+from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.hf_trainer.planned_state import PlannedState
 
 T = TypeVar("T")
 
 
-def chosen_by_rank_0(choose: Callable[[], T]) -> T:
+def choose_on_rank_0(choose: Callable[[], T]) -> T:
     """Return what ``choose`` returns on rank 0. All ranks call this function together.
 
     Raise on each rank the error that ``choose`` raised. Random numbers stay the same on all ranks.
@@ -81,7 +81,7 @@ def chosen_by_rank_0(choose: Callable[[], T]) -> T:
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            with undisturbed_rng():
+            with preserved_rng():
                 said = [choose()]
         except UpshiftError as error:
             kind = type(error) if type(error) in (RequestError, errors.NothingFits) else JobFailed
@@ -95,10 +95,10 @@ def chosen_by_rank_0(choose: Callable[[], T]) -> T:
     return said[0]  # type: ignore[no-any-return]
 
 
-STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
+STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
 
-class Choosing(LibraryTrainer):
+class PlanMixin(LibraryTrainer):
     """A mix-in of transformers' Trainer classes, below ``PlannedTraining``, which sets the options of the user."""
 
     args: Any
@@ -127,9 +127,9 @@ class Choosing(LibraryTrainer):
         last_choice = self._upshift_planned.last_choice
         if last_choice is None or not self._upshift_is_divided:
             if self.args.world_size > 1:
-                last_choice = chosen_by_rank_0(self._upshift_choose_on_this_rank)
+                last_choice = choose_on_rank_0(self._upshift_choose_on_this_rank)
             else:
-                with undisturbed_rng():
+                with preserved_rng():
                     last_choice = self._upshift_choose_on_this_rank()
             problem = self._upshift_reason_not(last_choice[0].plan)
             if problem is not None:
@@ -159,7 +159,7 @@ class Choosing(LibraryTrainer):
             return self._upshift_without_plan(plain, reason, demanded or asked.plan is not None), whole
         loader = self.get_train_dataloader()
         try:
-            data = KeptState(
+            data = StateSnapshot(
                 dataset=getattr(loader, "dataset", None), collator=self.data_collator
             )  # with random numbers of theirs
             sample = draw_sample(loader, accumulation=accumulation)
@@ -169,29 +169,29 @@ class Choosing(LibraryTrainer):
             split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
         except (NoSample, NotRows) as error:
             return self._upshift_without_plan(plain, str(error), demanded), whole
-        split = isolated(split, self.model)
+        split = restrict_to_isolation(split, self.model)
         if asked.plan is not None:
-            check_given(asked.plan, split)
+            check_plan(asked.plan, split)
             return Choice(asked.plan, "this plan was given"), split
-        seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
+        seconds = STEP_TO_FORWARD_RATIO * steps * accumulation * batch * forward_seconds
         if split.unit is None:
             return self._upshift_without_plan(plain, split.reason, demanded), split
         if seconds < SHORT_RUN_SECONDS and not demanded:
-            return Choice(plain, too_short(seconds)), split
-        request = Request(
+            return Choice(plain, short_run_reason(seconds)), split
+        request = PlanRequest(
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation * self.args.world_size,
             accumulation=accumulation, total_steps=steps, fixed=self._upshift_fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*asked.allow, *allowed_by_hand(self.args)))),
+            allow=tuple(dict.fromkeys((*asked.allow, *changes_by_optimizer(self.args)))),
             trial_seconds=asked.trial_seconds if self.args.world_size == 1 else 0.0,  # ranks that wait need the cores
             clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=asked.memory_limit_gib,
             host=self._upshift_host(probe=True), reason_not=self._upshift_reason_not,
         )  # fmt: skip
         try:
-            return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
+            return choose(request, on_trial=lambda tried: print_line(format_trial(tried))), split
         except RequestError as error:
             if demanded:
                 raise
-            return Choice(plain, words_of(error)), split
+            return Choice(plain, no_plan_reason(error)), split
 
     def _upshift_without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
         if demanded:
@@ -218,20 +218,20 @@ class Choosing(LibraryTrainer):
 
         is_known = self._upshift_loss_is_of_library
         elsewhere = {
-            f"at step {step}": evaluating_loss(self.model, partial(compute, step=step))
+            f"at step {step}": loss_in_evaluation(self.model, partial(compute, step=step))
             for step in sorted({total_steps // 2, max(total_steps - 1, 0)} - {0})
         }
         probes = LossProbes(
-            loss=evaluating_loss(self.model, compute),
-            gradient=gradient_of(self.model, compute),
-            larger_gradient=None if is_known else gradient_of(self.model, compute, scale=LARGER),
-            elsewhere={**elsewhere, "in training mode": training_loss(self.model, compute)},
+            loss=loss_in_evaluation(self.model, compute),
+            gradient=gradient_in_evaluation(self.model, compute),
+            larger_gradient=None if is_known else gradient_in_evaluation(self.model, compute, scale=LARGER_SCALE),
+            elsewhere={**elsewhere, "in training mode": loss_in_training(self.model, compute)},
             counts_items=counts,
             is_known=is_known,
         )
-        with self._upshift_without_logging() as logged, exact_products():
-            state = KeptState(
-                without=NOT_OF_THE_LOSS, Trainer=self, model=self.model, compute_loss=self.compute_loss,
+        with self._upshift_without_logging() as logged, exact_matmuls():
+            state = StateSnapshot(
+                without=TRAINER_ATTRIBUTES, Trainer=self, model=self.model, compute_loss=self.compute_loss,
                 function=self.compute_loss_func,
             )  # fmt: skip
             split = measure_split(rows, probes, model=self.model, num_first=len(first))
@@ -316,7 +316,7 @@ class Choosing(LibraryTrainer):
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = not_in_trainer(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        problem = why_unsupported(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
         return problem if problem is not None or self._upshift_is_divided else cannot_run(plan, self.model)
 
     @property
@@ -328,7 +328,7 @@ class Choosing(LibraryTrainer):
 
     @property
     def _upshift_updates_in_backward(self) -> bool:
-        return optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS
+        return optimizer_name(self.args) in BACKWARD_UPDATE_OPTIMIZERS
 
     @property
     def _upshift_is_encoder_decoder(self) -> bool:

@@ -36,19 +36,19 @@ from upshift.training.hf_trainer.arguments import (
     check_devices,
     check_fixed,
     check_limits,
-    fields_of,
     local_ranks,
-    recomputes,
+    opt_in_fields,
+    recomputes_activations,
     refuse_unsupported,
     was_set,
 )
-from upshift.training.hf_trainer.choose_plan import Choice, correct
-from upshift.training.hf_trainer.distributed import SharedTraining
+from upshift.training.hf_trainer.choose_plan import Choice, shrink_micro_batch
+from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.hf_trainer.monitor import NotedSteps, numbers_watched, report, tell, without_their_own
-from upshift.training.hf_trainer.plan_mixin import Choosing
+from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
+from upshift.training.hf_trainer.plan_mixin import PlanMixin
 from upshift.training.hf_trainer.planned_state import PlannedState
-from upshift.training.hf_trainer.step import BatchStep, Shape, StepOfRanks, fewest_rows, halve_part, zero_gradients
+from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import OnParts
 from upshift.training.out_of_memory import Halving, Scene, as_lines, examine, read_scene
@@ -65,7 +65,7 @@ from upshift.training.prepare import (
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 
 
-class PlannedTraining(NotedSteps, Choosing, SharedTraining):
+class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     """The training half of ``upshift.Trainer``.
 
     Args:
@@ -95,7 +95,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         fixed, allow = ((given,) if isinstance(given, str) else tuple(given) for given in (fixed, allow))
         check_limits(memory_limit_gib=memory_limit_gib, trial_seconds=trial_seconds)
-        asked = (*fixed, *(fields_of(plan) if plan is not None else ()))
+        asked = (*fixed, *(opt_in_fields(plan) if plan is not None else ()))
         check_fixed(asked, self.args, device=torch.device(self.args.device).type, optimizer_given=given)
         keep_trainable(self.model)
         self._upshift_planned = PlannedState(plan, fixed, allow, trial_seconds, memory_limit_gib)
@@ -109,7 +109,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
     # The run
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        with without_their_own(self.args):
+        with hidden_debug_option(self.args):
             return super().train(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
@@ -118,11 +118,11 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self.upshift_choice, split = self._upshift_choose()
         planning_seconds = time.perf_counter() - start
         if self.args.should_log:
-            for line in report(self.upshift_choice):
-                tell(line)
+            for line in plan_lines(self.upshift_choice):
+                print_line(line)
         # A CUDA context maps far more than it uses.
         limit = limited_memory(local_ranks()) if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
-        watched = numbers_watched(self.args, self.model, self.upshift_choice.plan)
+        watched = watched_numerics(self.args, self.model, self.upshift_choice.plan)
         with self._upshift_as_planned(self.upshift_choice.plan), limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
@@ -226,7 +226,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
                 COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
-            if not recomputes(self.args):
+            if not recomputes_activations(self.args):
                 recompute_layers(self.model, 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -255,7 +255,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         own = ATTENTION.of(base.config)  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
-        if not recomputes(self.args):
+        if not recomputes_activations(self.args):
             recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
         compile_layers(self.model, plan)
         self._upshift_shard_model()
@@ -267,9 +267,9 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         smoothing = self.args.label_smoothing_factor
         chunked = planned and not self._upshift_loss_is_of_script
         head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
-        halve = partial(halve_part, plan=choice.plan)
+        halve = partial(halve_item, plan=choice.plan)
         place = self._upshift_place or Place(choice.plan)
-        ranks = StepOfRanks(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=fewest_rows)
+        ranks = StepExchange(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=smallest_item)
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         halves = ranks.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
@@ -338,12 +338,12 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
             shape=largest, smaller=smaller, words=words,
         )  # fmt: skip
-        self.upshift_choice = correct(self.upshift_choice, rows=max(smaller[0], 1))
+        self.upshift_choice = shrink_micro_batch(self.upshift_choice, rows=max(smaller[0], 1))
         if not self.args.should_log:
             return
         path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
-        tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
-        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
+        print_line(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
+        print_line(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
         for line in as_lines(autopsy):
-            tell(line)
+            print_line(line)

@@ -13,20 +13,20 @@ from torch import nn
 
 from upshift.training.checkpoint.directory import writing
 from upshift.training.checkpoint.rng import seed_rng
-from upshift.training.checkpoint.sharded import is_divided, load_weights
+from upshift.training.checkpoint.sharded import is_sharded, load_weights
 from upshift.training.hf_trainer.checkpoint_files import (
-    PARTS_OPTIMIZER_NAME,
+    SHARDED_OPTIMIZER_NAME,
     check_adapters,
     check_resumable,
     finish_checkpoint,
-    is_own,
+    is_upshift_checkpoint,
     newest_resumable,
-    read_into_parts,
-    read_published_names,
-    read_shared,
-    read_trained,
+    read_into_shards,
+    read_model,
+    read_published_format,
+    read_shards,
 )
-from upshift.training.hf_trainer.save import PlainSaving
+from upshift.training.hf_trainer.save import CheckpointSaving
 from upshift.training.hf_trainer.transformers_state import (
     OPTIMIZER_FILE,
     SCALER_FILE,
@@ -40,7 +40,7 @@ from upshift.training.hf_trainer.transformers_state import (
 logger = logging.getLogger(__name__)
 
 
-class PlainCheckpoints(PlainSaving):
+class CheckpointResuming(CheckpointSaving):
     """A mix-in that resumes a subclass of transformers.Trainer. PlainSaving says how checkpoints are saved. Either library
     goes on from the checkpoints of both.
 
@@ -74,9 +74,9 @@ class PlainCheckpoints(PlainSaving):
         elif not self._upshift_is_saved_whole():
             check_adapters(directory)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif is_own(directory):
-            read_trained(directory, self._upshift_plain_model())
-        elif not read_published_names(directory, self._upshift_plain_model()):
+        elif is_upshift_checkpoint(directory):
+            read_model(directory, self._upshift_plain_model())
+        elif not read_published_format(directory, self._upshift_plain_model()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -84,14 +84,14 @@ class PlainCheckpoints(PlainSaving):
             return
         directory = Path(checkpoint)
         model, optimizer = self._upshift_plain_model(), self._upshift_plain_optimizer()
-        in_parts = is_divided(directory)
-        if not (directory / (PARTS_OPTIMIZER_NAME if in_parts else OPTIMIZER_FILE)).is_file():
+        in_parts = is_sharded(directory)
+        if not (directory / (SHARDED_OPTIMIZER_NAME if in_parts else OPTIMIZER_FILE)).is_file():
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
         if in_parts:
-            read_shared(directory, model=model, optimizer=optimizer)
+            read_shards(directory, model=model, optimizer=optimizer)
         elif self._upshift_has_parts():
-            read_into_parts(directory, model=model, optimizer=optimizer)
+            read_into_shards(directory, model=model, optimizer=optimizer)
         else:
             read_optimizer(directory, optimizer, model)
         read_state(directory / SCHEDULER_FILE, self.lr_scheduler)
@@ -124,7 +124,7 @@ class PlainCheckpoints(PlainSaving):
 
     def _upshift_is_divided_checkpoint(self: Any, directory: Path) -> bool:
         """Return whether a checkpoint, or this rank, has the model in parts."""
-        return is_divided(directory) or self._upshift_has_parts()
+        return is_sharded(directory) or self._upshift_has_parts()
 
     def _load_best_model(self: Any) -> None:
         self._upshift_writer.wait()
@@ -134,9 +134,9 @@ class PlainCheckpoints(PlainSaving):
             check_resumable(best)
             load_weights(best, self._upshift_plain_model())
             return
-        if best.is_dir() and self._upshift_is_saved_whole() and is_own(best):
+        if best.is_dir() and self._upshift_is_saved_whole() and is_upshift_checkpoint(best):
             check_resumable(best)
-            read_trained(best, self._upshift_plain_model())
+            read_model(best, self._upshift_plain_model())
             return
         if best.is_dir() and not self._upshift_is_saved_whole():
             check_adapters(best)

@@ -39,12 +39,12 @@ from upshift.training.distributed.mesh import on_rank_0
 from upshift.training.hf_trainer.checkpoint_files import (
     TRAINER_STATE_NAME,
     check_optimizer,
-    export_trained,
+    export_full_model,
     finish_checkpoint,
     has_own_format,
     write_arguments,
-    write_shared,
-    write_trained,
+    write_model_files,
+    write_shards,
     writing_model,
 )
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
@@ -125,11 +125,11 @@ class BatchRng:
         return make
 
 
-SAVERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
-OURS = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
+SAVING_METHODS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+KNOWN_PACKAGES = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
 
 
-class PlainSaving(LibraryTrainer):
+class CheckpointSaving(LibraryTrainer):
     """The saving half of PlainCheckpoints.
 
     Training waits while weights and optimizer state are copied to host memory. A thread writes the copies, one checkpoint at a
@@ -203,7 +203,7 @@ class PlainSaving(LibraryTrainer):
             self._upshift_save_trainer_state(temporary)
             finish()
 
-        write_shared(
+        write_shards(
             temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
             tokenizer=self._upshift_tokenizer(), rest=partial(self._save_rng_state, str(temporary)), seal=seal,
             place=self._upshift_place,
@@ -238,7 +238,7 @@ class PlainSaving(LibraryTrainer):
         def write() -> None:
             with writing(run_dir, name=temporary.stem, temporary=temporary):
                 if weights is not None:
-                    write_trained(temporary, model, weights, original_names=False)
+                    write_model_files(temporary, model, weights, original_names=False)
                 write_optimizer(temporary, optimizer)
                 finish()
 
@@ -246,7 +246,7 @@ class PlainSaving(LibraryTrainer):
 
     def _upshift_files_are_read_at_once(self: Any) -> bool:
         callbacks = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
-        foreign = any(getattr(type(self), name).__module__.split(".")[0] not in OURS for name in SAVERS)
+        foreign = any(getattr(type(self), name).__module__.split(".")[0] not in KNOWN_PACKAGES for name in SAVING_METHODS)
         asked = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
         return bool(callbacks or foreign or asked or has_own_format(self._upshift_plain_model()))
 
@@ -302,7 +302,7 @@ class PlainSaving(LibraryTrainer):
             super().save_model(output_dir, _internal_call=_internal_call)
             return
         directory, tokenizer = Path(output_dir or self.args.output_dir), self._upshift_tokenizer()
-        export_trained(
+        export_full_model(
             directory,
             model=self._upshift_plain_model(),
             model_class=self._upshift_model_class,
@@ -333,7 +333,7 @@ class PlainSaving(LibraryTrainer):
     def _upshift_write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
         model = self._upshift_plain_model()
         if self._upshift_is_saved_whole():
-            write_trained(directory, model, weights, original_names=original_names)
+            write_model_files(directory, model, weights, original_names=original_names)
         else:
             model.save_pretrained(directory, state_dict=weights)
 

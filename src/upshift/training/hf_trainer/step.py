@@ -30,7 +30,7 @@ from upshift.training.hf_trainer.loss_split import Split, is_within
 from upshift.training.out_of_memory import Halving
 
 
-class StepOfRanks:
+class StepExchange:
     """One rank's side of a step. With one process, nothing is exchanged."""
 
     def __init__(
@@ -70,7 +70,7 @@ class StepOfRanks:
         ranks = self.plan.layout.ranks_per_replica
         if ranks == 1:
             return batches
-        return [batch for own in gathered_objects([on_host(batch) for batch in batches], self.place) for batch in own]
+        return [batch for own in gather_objects([to_host(batch) for batch in batches], self.place) for batch in own]
 
     def share(self, *, scaled: bool) -> float:
         """Return the weight of a rank's loss in the job's loss.
@@ -116,7 +116,7 @@ class StepOfRanks:
         return total * self.plan.data_parallel
 
 
-def gathered_objects(own: Any, place: Place) -> list[Any]:
+def gather_objects(own: Any, place: Place) -> list[Any]:
     """Return the objects of the ranks of tensor parallelism, in their order."""
     assert place.mesh is not None
     group = place.mesh.get_group("tensor")
@@ -125,16 +125,16 @@ def gathered_objects(own: Any, place: Place) -> list[Any]:
     return found
 
 
-def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def to_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-Loss = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
+LossFunction = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """Rows, or a whole batch of the collator's, that are computed at once. ``stands_in`` marks a small part with weight zero."""
 
     batch: int | None
@@ -146,7 +146,7 @@ class Part:
         return len(self.group.rows), self.group.width
 
 
-Pair = tuple[Part, CollatedRows | None]
+WorkItem = tuple[MicroBatch, CollatedRows | None]
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class BatchStep:
     cuts: bool  # False: the user's batches stay whole until memory runs out
     encoder_decoder: bool
     shifts_labels: bool
-    loss: Loss
+    loss: LossFunction
     backward: Callable[[Tensor], None]
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: Halving[Pair]
-    ranks: StepOfRanks
+    halvings: Halving[WorkItem]
+    ranks: StepExchange
     zero_gradients: Callable[[], None]  # instead of none
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
@@ -173,9 +173,9 @@ class BatchStep:
         rows = self._rows(batches)
         weights = rows.weights(by_labels=self.split.unit == "labels") if rows is not None else []
         scale = self.ranks.share(scaled=scaled) * (1.0 if scaled else 1.0 / len(batches))
-        restore = remembered_random_numbers(self.plan.device)
+        restore = rng_restorer(self.plan.device)
 
-        def compute(pair: Pair) -> Tensor:
+        def compute(pair: WorkItem) -> Tensor:
             part, _ = pair
             whole = part.batch is not None or rows is None
             inputs = self._whole(batches, part) if whole or rows is None else self._inputs(part, rows)
@@ -186,9 +186,9 @@ class BatchStep:
             self.backward(loss)
             return loss.detach()
 
-        def work(parts: list[Pair]) -> Tensor:
+        def work(parts: list[WorkItem]) -> Tensor:
             restore()
-            parts = self.ranks.fill_up(parts, fewest_rows)
+            parts = self.ranks.fill_up(parts, smallest_item)
             total = torch.zeros((), device=self.plan.device) if parts else self.ranks.run_nothing()
             with self.computing():
                 for number, pair in enumerate(parts):
@@ -216,19 +216,19 @@ class BatchStep:
         unlike = self.split.even and len({*rows.num_labels}) > 1 or not is_within(rows, self.split.ranges)
         return None if unlike else rows
 
-    def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
+    def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[MicroBatch]:
         if rows is None:
-            return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
+            return [MicroBatch(number, RowGroup((), 0)) for number in range(len(batches))]
         if not any(rows.num_labels) and self.plan.num_processes == 1:  # other ranks may wait in it
             return []
         if not self.cuts:
             firsts = [rows.places.index((number, 0)) for number in range(len(batches))]
             return [
-                Part(number, RowGroup(tuple((first + row,) for row in range(anatomy.num_rows)), anatomy.width))
+                MicroBatch(number, RowGroup(tuple((first + row,) for row in range(anatomy.num_rows)), anatomy.width))
                 for number, (first, anatomy) in enumerate(zip(firsts, rows.anatomies, strict=True))
             ]
         groups = cut_rows(rows, self.plan, classes=self._classes(rows, weights), trims=self.split.trims)
-        return [Part(None, group) for group in groups if self._counts(group, rows)]
+        return [MicroBatch(None, group) for group in groups if self._counts(group, rows)]
 
     def _classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
         """Return groups of rows that may share a part: rows whose labels weigh the same in the loss of the global batch."""
@@ -242,18 +242,18 @@ class BatchStep:
         """Return whether the group has a label: a mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
-    def _whole(self, batches: list[Batch], part: Part) -> Any:
+    def _whole(self, batches: list[Batch], part: MicroBatch) -> Any:
         inputs = batches[part.batch or 0]
         if not part.stands_in or not isinstance(inputs, Mapping):
             return inputs
-        row = slice(_labelled_row(inputs.get("labels")), None)
+        row = slice(_row_with_most_labels(inputs.get("labels")), None)
         return {name: value[row][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
 
-    def _inputs(self, part: Part, rows: CollatedRows) -> dict[str, Any]:
+    def _inputs(self, part: MicroBatch, rows: CollatedRows) -> dict[str, Any]:
         drop_mask = self.split.drops_mask and self.cuts
         return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
-    def _share(self, part: Part, weights: list[tuple[float, int]]) -> float:
+    def _share(self, part: MicroBatch, weights: list[tuple[float, int]]) -> float:
         """Return the weight of a part's own loss in the sum of its batches' losses."""
         if self.split.unit == "items":
             return 1.0
@@ -271,7 +271,7 @@ def check_finite(loss: float) -> None:
         raise JobFailed("the loss became NaN" if math.isnan(loss) else "the loss became infinite")
 
 
-def remembered_random_numbers(device: str) -> Callable[[], None]:
+def rng_restorer(device: str) -> Callable[[], None]:
     """Return a function that restores the present state of torch's generators: a repeated step then draws the same dropout."""
     host = torch.get_rng_state()
     own = torch.cuda.get_rng_state() if device == "cuda" else None
@@ -284,26 +284,26 @@ def remembered_random_numbers(device: str) -> Callable[[], None]:
     return restore
 
 
-def fewest_rows(pair: Pair) -> Pair:
+def smallest_item(pair: WorkItem) -> WorkItem:
     """Return one row of a part, for its shapes alone. The row has labels: a mean over none is not a number, nor are its
     gradients."""
     part, rows = pair
     if part.batch is not None or rows is None:
-        return Part(part.batch, part.group, stands_in=True), rows
+        return MicroBatch(part.batch, part.group, stands_in=True), rows
     members = [member for row in part.group.rows for member in row]
     chosen = next((member for member in members if rows.num_labels[member]), members[0])
     width = rows.lengths[chosen] if part.group.has_shared_rows else part.group.width
-    return Part(None, RowGroup(((chosen,),), width), stands_in=True), rows
+    return MicroBatch(None, RowGroup(((chosen,),), width), stands_in=True), rows
 
 
-def _labelled_row(labels: Any) -> int:
+def _row_with_most_labels(labels: Any) -> int:
     """Return the row with the most labels, if rows have several labels, and 0 otherwise."""
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return 0
     return int((labels != IGNORED).flatten(1).sum(1).argmax())
 
 
-def halve_part(pair: Pair, plan: Plan) -> Any:
+def halve_item(pair: WorkItem, plan: Plan) -> Any:
     part, rows = pair
     halves = halve_group(part.group, rows, plan) if rows is not None else None
-    return None if halves is None else tuple((Part(None, half), rows) for half in halves)
+    return None if halves is None else tuple((MicroBatch(None, half), rows) for half in halves)

@@ -15,7 +15,7 @@ import transformers
 from upshift.errors import MissingExtra
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
 from upshift.training.hf_trainer.planned_training import PlannedTraining
-from upshift.training.hf_trainer.resume import PlainCheckpoints
+from upshift.training.hf_trainer.resume import CheckpointResuming
 
 if TYPE_CHECKING:
     import datasets
@@ -29,7 +29,7 @@ if find_spec("accelerate") is None:
     raise MissingExtra(library="accelerate", extra="trainer", purpose="upshift.Trainer")
 
 
-class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
+class Trainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Trainer):
     """transformers.Trainer with ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib`` besides (see
     PlannedTraining)."""
 
@@ -67,7 +67,7 @@ class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformer
         ) -> None: ...
 
 
-class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer with the same additions: it evaluates by generation."""
 
     _upshift_library_class = transformers.Seq2SeqTrainer

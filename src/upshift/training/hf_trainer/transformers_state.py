@@ -27,8 +27,8 @@ from upshift.training.checkpoint.optimizer import (
     IMPLEMENTATION_OPTIONS,
     class_name,
     encode,
-    names_of_updated,
-    placed,
+    place_state,
+    updated_parameter_names,
 )
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer
@@ -38,10 +38,17 @@ OPTIMIZER_FILE = "optimizer.pt"
 OPTIMIZER_NAMES_FILE = "optimizer_parameters.json"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
-BEFORE_BATCH = "upshift_before_next_batch"  # the generators when the batch that is made already was begun
-WHOLE_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")  # of a whole parameter
-PLAIN_OR = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
-OTHER_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
+BEFORE_BATCH_KEY = "upshift_before_next_batch"  # the generators when the batch that is made already was begun
+PARAMETER_SHAPED_STATES = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+)  # of a whole parameter
+PLAIN_STATE_FIX = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
+RESUME_SAME_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
 
 
 class OptimizerNames(Value):
@@ -58,7 +65,7 @@ class OptimizerCopy:
 
 
 def optimizer_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerNames:
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
     return OptimizerNames(optimizer_class=class_name(optimizer), groups=groups)
 
@@ -66,16 +73,16 @@ def optimizer_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optim
 def copy_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, to_host: bool) -> OptimizerCopy:
     """Return the optimizer's state and names. ``to_host`` copies the tensors, because training goes on while they are written."""
     state = optimizer.state_dict()
-    return OptimizerCopy(_copied(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
+    return OptimizerCopy(_copy_tensors(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
 
 
-def _copied(value: Any, copies: HostCopies) -> Any:
+def _copy_tensors(value: Any, copies: HostCopies) -> Any:
     if isinstance(value, Tensor):
         return copies.of(value)
     if type(value) in (dict, list, tuple):
         if isinstance(value, dict):
-            return {key: _copied(item, copies) for key, item in value.items()}
-        return type(value)(_copied(item, copies) for item in value)
+            return {key: _copy_tensors(item, copies) for key, item in value.items()}
+        return type(value)(_copy_tensors(item, copies) for item in value)
     return value
 
 
@@ -126,7 +133,7 @@ def read_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.
         parameter, group = owners[number]
         _check_shapes(path, parameter, state)
         for key, value in state.items():
-            optimizer.state[parameter][key] = placed(value, key, parameter, group) if isinstance(value, Tensor) else value
+            optimizer.state[parameter][key] = place_state(value, key, parameter, group) if isinstance(value, Tensor) else value
 
 
 def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> list[_Match]:
@@ -137,7 +144,7 @@ def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Opt
         here = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != here:
             raise RequestError(
-                f"{directory} has an optimizer with groups of {sizes} parameters, this run has {here}; {OTHER_SETTINGS}"
+                f"{directory} has an optimizer with groups of {sizes} parameters, this run has {here}; {RESUME_SAME_SETTINGS}"
             )
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return [_Match(group, saved, tuple(group["params"])) for group, saved in pairs]
@@ -146,11 +153,11 @@ def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Opt
             f"{directory} was trained with {names.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    name_of = names_of_updated(optimizer, model)
+    name_of = updated_parameter_names(optimizer, model)
     saved_sets = [frozenset(group) for group in names.groups]
     running_sets = [frozenset(name_of[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
     if sorted(map(sorted, saved_sets)) != sorted(map(sorted, running_sets)):
-        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {RESUME_SAME_SETTINGS}")
     parameter_of = {name: parameter for parameter, name in name_of.items()}
     matches = []
     for group, members in zip(optimizer.param_groups, running_sets, strict=True):
@@ -193,14 +200,16 @@ def _check_shapes(path: Path, parameter: Tensor, state: Mapping[str, Any]) -> No
     """Raise RequestError if a state has another shape than its parameter. Without names, only places tell parameters apart."""
     for key, value in state.items():
         whole = isinstance(value, Tensor) and type(value) is Tensor and value.ndim == parameter.ndim > 0
-        if key in WHOLE_STATES and whole and value.shape != parameter.shape:
+        if key in PARAMETER_SHAPED_STATES and whole and value.shape != parameter.shape:
             raise RequestError(
                 f"{path} has {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}; "
-                f"{OTHER_SETTINGS}"
+                f"{RESUME_SAME_SETTINGS}"
             )
 
 
-def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) -> tuple[SavedOptimizer, dict[str, Tensor]]:
+def optimizer_by_names(
+    directory: Path, groups: tuple[tuple[str, ...], ...], kind: str
+) -> tuple[SavedOptimizer, dict[str, Tensor]]:
     """Return the optimizer's state by the names of parameters, which is the form of ranks that have parts.
 
     ``groups`` are the names of the running optimizer's parameters, in the order of a file of transformers. ``kind`` is the
@@ -209,7 +218,7 @@ def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) ->
     saved = read_file(directory / OPTIMIZER_FILE)
     names = _read_names(directory) or OptimizerNames(optimizer_class=kind, groups=groups)
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in names.groups]:
-        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {RESUME_SAME_SETTINGS}")
     pairs = list(zip(saved["param_groups"], names.groups, strict=True))
     name_of = {number: name for group, members in pairs for number, name in zip(group["params"], members, strict=True)}
     tensors: dict[str, Tensor] = {}
@@ -239,7 +248,7 @@ def check_plain(holder: Any) -> None:
     try:
         to_json(holder.state_dict(), type(holder).__name__)
     except NotPlain as error:
-        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_OR}") from None
+        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_STATE_FIX}") from None
 
 
 def write_state(path: Path, holder: Any) -> None:
@@ -271,15 +280,15 @@ def rng_file(directory: Path, rank: int, world_size: int) -> Path:
 def capture_rng(device: torch.device, before_batch: HostRng | None) -> dict[str, Any]:
     """Return the state of all generators in transformers' form. ``before_batch`` is the state when making the next batch
     began."""
-    state: dict[str, Any] = _as_saved(host_rng())
+    state: dict[str, Any] = _rng_to_dict(host_rng())
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     if before_batch is not None:
-        state[BEFORE_BATCH] = _as_saved(before_batch)
+        state[BEFORE_BATCH_KEY] = _rng_to_dict(before_batch)
     return state
 
 
-def _as_saved(rng: HostRng) -> dict[str, Any]:
+def _rng_to_dict(rng: HostRng) -> dict[str, Any]:
     return {"python": rng.python, "numpy": rng.numpy, "cpu": rng.cpu}
 
 
@@ -310,13 +319,13 @@ def read_rng(directory: Path, *, rank: int, world_size: int) -> SavedRng | None:
     with SAFE_GLOBALS.get()():
         saved = read_file(path)
     try:
-        before = saved.get(BEFORE_BATCH)
-        return SavedRng(_host_rng(saved), saved.get("cuda"), None if before is None else _host_rng(before))
+        before = saved.get(BEFORE_BATCH_KEY)
+        return SavedRng(_rng_from_dict(saved), saved.get("cuda"), None if before is None else _rng_from_dict(before))
     except (AttributeError, KeyError, TypeError):
         raise RequestError(f"{path} holds no states of random numbers; resume from another checkpoint") from None
 
 
-def _host_rng(saved: Mapping[str, Any]) -> HostRng:
+def _rng_from_dict(saved: Mapping[str, Any]) -> HostRng:
     return HostRng(saved["cpu"], saved["python"], saved["numpy"])
 
 
@@ -342,13 +351,13 @@ def read_file(path: Path) -> Any:
         ) from None
 
 
-KIND = "is"  # the key that marks a type that JSON does not have
+TYPE_KEY = "is"  # the key that marks a type that JSON does not have
 
 
-CONTAINERS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+CONTAINER_TYPES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+MAPPING_TYPES: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
 class NotPlain(Exception):
@@ -361,26 +370,26 @@ def to_json(value: Any, where: str) -> Any:
         return value
     if type(value) is list:
         return [to_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
-    if type(value) in MAPPINGS.values():
-        return _mapping(value, where)
-    if type(value) in CONTAINERS.values():
-        return {KIND: type(value).__name__, "of": [to_json(item, f"{where}[{n}]") for n, item in enumerate(value)]}
+    if type(value) in MAPPING_TYPES.values():
+        return _mapping_to_json(value, where)
+    if type(value) in CONTAINER_TYPES.values():
+        return {TYPE_KEY: type(value).__name__, "of": [to_json(item, f"{where}[{n}]") for n, item in enumerate(value)]}
     if type(value) is deque:
-        return {KIND: "deque", "of": to_json(list(value), where), "maxlen": value.maxlen}
+        return {TYPE_KEY: "deque", "of": to_json(list(value), where), "maxlen": value.maxlen}
     if type(value) is torch.dtype:
-        return {KIND: "torch.dtype", "of": str(value).removeprefix("torch.")}
+        return {TYPE_KEY: "torch.dtype", "of": str(value).removeprefix("torch.")}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-        return {KIND: "numpy", "dtype": value.dtype.str, "scalar": isinstance(value, np.generic), "of": value.tolist()}
+        return {TYPE_KEY: "numpy", "dtype": value.dtype.str, "scalar": isinstance(value, np.generic), "of": value.tolist()}
     if type(value) is Tensor and not value.is_complex():
-        return {KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "of": value.detach().cpu().tolist()}
+        return {TYPE_KEY: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "of": value.detach().cpu().tolist()}
     raise NotPlain(f"{where}, a {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _mapping(value: dict[Any, Any], where: str) -> Any:
-    if type(value) is dict and all(type(key) is str and key != KIND for key in value):
+def _mapping_to_json(value: dict[Any, Any], where: str) -> Any:
+    if type(value) is dict and all(type(key) is str and key != TYPE_KEY for key in value):
         return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [[to_json(key, f"{where}'s key"), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]
-    return {KIND: type(value).__name__, "of": pairs}
+    return {TYPE_KEY: type(value).__name__, "of": pairs}
 
 
 def from_json(value: Any) -> Any:
@@ -388,13 +397,13 @@ def from_json(value: Any) -> Any:
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND)
+    kind = value.get(TYPE_KEY)
     if kind is None:
         return {key: from_json(item) for key, item in value.items()}
-    if kind in MAPPINGS:
-        return MAPPINGS[kind]({from_json(key): from_json(item) for key, item in value["of"]})
-    if kind in CONTAINERS:
-        return CONTAINERS[kind](from_json(value["of"]))
+    if kind in MAPPING_TYPES:
+        return MAPPING_TYPES[kind]({from_json(key): from_json(item) for key, item in value["of"]})
+    if kind in CONTAINER_TYPES:
+        return CONTAINER_TYPES[kind](from_json(value["of"]))
     if kind == "deque":
         return deque(from_json(value["of"]), maxlen=value["maxlen"])
     if kind == "torch.dtype":

@@ -42,11 +42,11 @@ RECORDS_NAME = "records.jsonl"
 MAX_MEMORY_SAMPLES = 400
 
 
-def _ignore(event: Event) -> None:
+def _ignore_event(event: Event) -> None:
     pass
 
 
-def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_process: bool = False) -> Record:
+def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore_event, fresh_process: bool = False) -> Record:
     """Train, save the final model into ``job.output``, and return the measured Record.
 
     ``fresh_process`` runs the job in a process of its own, so that its memory is the job's alone and this process keeps its
@@ -75,7 +75,7 @@ def open_job(job: Job, data: TrainingData) -> Job:
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
-    return record_of(job, data, train(job, data, on_event=on_event, stop=stop))
+    return make_record(job, data, train(job, data, on_event=on_event, stop=stop))
 
 
 def check_job(job: Job, data: TrainingData) -> None:
@@ -107,7 +107,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         )
 
 
-def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+def make_record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),
@@ -136,11 +136,11 @@ def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
         "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
-        "memory_samples": [[s.seconds, s.phase, s.resident] for s in thinned(outcome.memory_samples)],
+        "memory_samples": [[s.seconds, s.phase, s.resident] for s in thin_samples(outcome.memory_samples)],
     }
 
 
-def thinned(samples: list[MemorySample]) -> list[MemorySample]:
+def thin_samples(samples: list[MemorySample]) -> list[MemorySample]:
     """Return at most MAX_MEMORY_SAMPLES samples, the highest of each stretch, so that peaks stay."""
     stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
     return [

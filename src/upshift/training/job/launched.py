@@ -36,7 +36,7 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import SHARED_NAME, open_run
 from upshift.training.process_group import joined, lost_another
 
-LONGEST_RUN = timedelta(days=365)  # a rank that has no part in the run waits for all of it
+MAX_RUN_TIME = timedelta(days=365)  # a rank that has no part in the run waits for all of it
 LAUNCH_NAME = "launch.json"
 MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with so many processes
 
@@ -55,14 +55,14 @@ def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event
         store.set(f"host/{ranks.rank}", host.to_json())
     data: TrainingData | None = None
     if ranks.rank == 0:
-        job, data = _tell_job(store, ranks, make_job, global_batch)
+        job, data = _send_job(store, ranks, make_job, global_batch)
     else:
-        job = _told_job(store)
+        job = _receive_job(store)
     record: Record | None = None
     if ranks.rank < job.plan.num_processes:
         record = _train(store, ranks, job, data or _shared_data(job), on_event)
     if ranks.rank > 0:
-        store.wait(["done"], LONGEST_RUN)
+        store.wait(["done"], MAX_RUN_TIME)
         store.set(f"left/{ranks.rank}", "")
         return None
     shutil.rmtree(Path(job.output) / SHARED_NAME)
@@ -73,13 +73,13 @@ def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event
     return record
 
 
-def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) -> tuple[Job, TrainingData]:
+def _send_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) -> tuple[Job, TrainingData]:
     try:
         host, processes = _join_hosts(store, ranks, global_batch)
         job, data = make_job(host, processes)
         check_job(job, data)
         job = open_run(job, data.training)
-        _share(data, Path(job.output), ranks)
+        _share_data(data, Path(job.output), ranks)
     except UpshiftError as error:
         kind = type(error) if type(error) in (RequestError, Interrupted) else JobFailed
         store.set("job", json.dumps({"error": kind.__name__}))
@@ -88,7 +88,7 @@ def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) 
     return job, data
 
 
-def _told_job(store: Store) -> Job:
+def _receive_job(store: Store) -> Job:
     """Return the job from rank 0. An error is raised without words here: rank 0 prints them."""
     told = store.get("job")
     if "error" in (answer := json.loads(told)):
@@ -99,7 +99,7 @@ def _told_job(store: Store) -> Job:
 def _describe_host(store: Store, ranks: Ranks) -> Host | None:
     """Return the host and its link to the others on the first rank of each host. Return None on the other ranks."""
     store.set(f"local/{ranks.rank}", str(ranks.local_rank))
-    firsts = _firsts(store, ranks)
+    firsts = _first_ranks(store, ranks)
     if ranks.rank not in firsts:
         return None
     host = find_host(None)
@@ -111,13 +111,13 @@ def _describe_host(store: Store, ranks: Ranks) -> Host | None:
     return host
 
 
-def _firsts(store: Store, ranks: Ranks) -> list[int]:
+def _first_ranks(store: Store, ranks: Ranks) -> list[int]:
     return [rank for rank in range(ranks.size) if store.get(f"local/{rank}") == b"0"]
 
 
 def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
     """Return the ranks' hosts as one Host, and how many processes the job may have there."""
-    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _firsts(store, ranks)]
+    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _first_ranks(store, ranks)]
     joined_hosts = join_hosts(hosts, hosts[0].inter_node)
     if joined_hosts.gpus_per_node:
         if ranks.size != joined_hosts.num_devices:
@@ -131,7 +131,7 @@ def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, in
     return joined_hosts, processes
 
 
-def _share(data: TrainingData, output: Path, ranks: Ranks) -> None:
+def _share_data(data: TrainingData, output: Path, ranks: Ranks) -> None:
     folder = output / SHARED_NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

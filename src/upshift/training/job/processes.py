@@ -37,7 +37,7 @@ JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
 
 def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module: str = "upshift.training.job.job") -> Record:
     """Start the fresh process, which runs ``module``, pass its events on, and return the record of rank 0."""
-    with written(job, data) as folder:
+    with job_folder(job, data) as folder:
         process = subprocess.Popen(
             parent_process.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
@@ -53,11 +53,11 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 process.stdout.close()
-        return result_in(folder, process.returncode, interrupted=stop.requested)
+        return read_result(folder, process.returncode, interrupted=stop.requested)
 
 
 @contextmanager
-def written(job: Job, data: TrainingData) -> Iterator[Path]:
+def job_folder(job: Job, data: TrainingData) -> Iterator[Path]:
     """Yield a folder with all files that another process needs to run the job."""
     with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
         folder = Path(name)
@@ -67,7 +67,7 @@ def written(job: Job, data: TrainingData) -> Iterator[Path]:
         yield folder
 
 
-def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RESULT) -> Record:
+def read_result(folder: Path, exit_code: int, *, interrupted: bool, name: str = RESULT) -> Record:
     path = folder / name
     if not path.exists():
         if interrupted:
@@ -88,10 +88,10 @@ def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESU
         events.write(event_to_json(event) + "\n")
         events.flush()
 
-    run_in(folder, run_rank, tell, names=names)
+    run_from_folder(folder, run_rank, tell, names=names)
 
 
-def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
+def run_from_folder(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """Run the job that is written in ``folder``, and write its result beside it."""
 
     def work(job: Job) -> Record:

@@ -17,8 +17,8 @@ from upshift.errors import JobFailed, RequestError
 from upshift.settings import Ranks
 
 POLL_SECONDS = 0.05
-SECONDS_TO_COME = 600.0  # of the last rank after the first
-SECONDS_TO_PLAN = 24 * 3600.0
+MAX_ARRIVAL_SECONDS = 600.0  # of the last rank after the first
+MAX_PLANNING_SECONDS = 24 * 3600.0
 
 
 def meet(ranks: Ranks) -> Store:
@@ -31,43 +31,43 @@ def meet(ranks: Ranks) -> Store:
     try:
         store = TCPStore(
             ranks.address, ranks.port, is_master=ranks.rank == 0 and not ranks.store_is_there, wait_for_workers=False,
-            timeout=timedelta(seconds=SECONDS_TO_COME),
+            timeout=timedelta(seconds=MAX_ARRIVAL_SECONDS),
         )  # fmt: skip
     except RuntimeError as error:  # torch's errors of connections
         reason = str(error).splitlines()[0]
         raise JobFailed(f"rank {ranks.rank} cannot reach {ranks.address}:{ranks.port}, where ranks meet: {reason}") from None
     name = secrets.token_hex(8)
     store.set(f"upshift/hello/{ranks.rank}", name)
-    first = _greet(store, ranks, name) if ranks.rank == 0 else _be_greeted(store, ranks, name)
+    first = _greet_others(store, ranks, name) if ranks.rank == 0 else _await_greeting(store, ranks, name)
     own = PrefixStore(f"upshift/{first}", store)
-    own.set_timeout(timedelta(seconds=SECONDS_TO_PLAN))
+    own.set_timeout(timedelta(seconds=MAX_PLANNING_SECONDS))
     return own
 
 
-def _greet(store: Store, ranks: Ranks, name: str) -> str:
-    others, greeted, until = range(1, ranks.size), [""], time.monotonic() + SECONDS_TO_COME
+def _greet_others(store: Store, ranks: Ranks, name: str) -> str:
+    others, greeted, until = range(1, ranks.size), [""], time.monotonic() + MAX_ARRIVAL_SECONDS
     while not store.check([f"upshift/{name}/seen/{rank}" for rank in others]):
         come = [rank for rank in others if store.check([f"upshift/hello/{rank}"])]
         names = {str(rank): store.get(f"upshift/hello/{rank}").decode() for rank in come}
         if (said := json.dumps([name, names])) != greeted[0]:
             greeted[0] = said
             store.set("upshift/welcome", said)
-        _wait(until, f"{ranks.size - 1} other ranks")
+        _wait_until(until, f"{ranks.size - 1} other ranks")
     return name
 
 
-def _be_greeted(store: Store, ranks: Ranks, name: str) -> str:
-    until = time.monotonic() + SECONDS_TO_COME
+def _await_greeting(store: Store, ranks: Ranks, name: str) -> str:
+    until = time.monotonic() + MAX_ARRIVAL_SECONDS
     while True:
         if store.check(["upshift/welcome"]):
             first, names = json.loads(store.get("upshift/welcome"))
             if names.get(str(ranks.rank)) == name:
                 store.set(f"upshift/{first}/seen/{ranks.rank}", name)
                 return str(first)
-        _wait(until, "rank 0")
+        _wait_until(until, "rank 0")
 
 
-def _wait(until: float, who: str) -> None:
+def _wait_until(until: float, who: str) -> None:
     if time.monotonic() > until:
-        raise JobFailed(f"{who} did not come in {SECONDS_TO_COME:.0f} s; see what the launcher says of them")
+        raise JobFailed(f"{who} did not come in {MAX_ARRIVAL_SECONDS:.0f} s; see what the launcher says of them")
     time.sleep(POLL_SECONDS)

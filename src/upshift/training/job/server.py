@@ -18,12 +18,12 @@ from upshift.loading.output_lock import claimed
 from upshift.record import Record
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import append_record, open_job, run_rank
-from upshift.training.job.processes import result_in, run_in, written
+from upshift.training.job.processes import job_folder, read_result, run_from_folder
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, Told, told
 from upshift.value import Value
 
-STOP = "stop"  # a file in the job's folder: its result is not wanted any more
+STOP_NAME = "stop"  # a file in the job's folder: its result is not wanted any more
 
 
 class Request(Value):
@@ -35,10 +35,10 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
 
     def tell(event: Event) -> None:
         answer(told(event))
-        if (folder / STOP).exists():
+        if (folder / STOP_NAME).exists():
             os.killpg(0, signal.SIGKILL)  # this process and the ranks that it has forked
 
-    run_in(folder, run_rank, tell)
+    run_from_folder(folder, run_rank, tell)
 
 
 WORKER = "upshift.training.job.server"
@@ -58,7 +58,7 @@ class JobServer:
             return self._run(open_job(job, data), data, on_event)
 
     def _run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-        with written(job, data) as folder:
+        with job_folder(job, data) as folder:
             answers = self._server.ask(Request(folder=str(folder)), Told, limit_seconds=ENDLESS_SECONDS)
             exit_code = 0
             try:
@@ -68,12 +68,12 @@ class JobServer:
                     else:
                         on_event(answer.event)
             except BaseException:  # whatever it is, the child must not go on behind it
-                (folder / STOP).touch()
+                (folder / STOP_NAME).touch()
                 with suppress(StopIteration):
                     while not isinstance(next(answers), Ending):
                         pass
                 raise
-            record = result_in(folder, exit_code, interrupted=False)
+            record = read_result(folder, exit_code, interrupted=False)
         append_record(record)
         return record
 

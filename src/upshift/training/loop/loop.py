@@ -19,11 +19,11 @@ from upshift.training.batches.sampler import BatchSource, evaluation_batches, lo
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
-from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.data.dataset import TrainingData
 from upshift.training.distributed.mesh import find_place, highest, on_rank_0
 from upshift.training.distributed.watchdog import watching
-from upshift.training.elastic.replica import Again, Copies
+from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
@@ -71,7 +71,7 @@ class Outcome:
     cpu_seconds: float  # of this process in a steady step
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: ReplicaGroup | None = None) -> Outcome:
     """Run the job in this process, as one rank, or one of several ``copies``.
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
@@ -86,7 +86,7 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest,
 class TrainingLoop:
     def __init__(
         self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
-        copies: Copies | None = None,
+        copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
         self.start, self.copies = time.perf_counter(), copies
         self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
@@ -124,7 +124,7 @@ class TrainingLoop:
         seed = self.arguments.seed
         source, from_config = self.job.source(), self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
-            in_one = not is_divided(self.checkpoint)
+            in_one = not is_sharded(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
         found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
         if found is None:
@@ -186,7 +186,7 @@ class TrainingLoop:
                 return reason
             try:
                 self._one_step()
-            except Again:
+            except RetryStep:
                 self.stepper.forget_gradients()
                 self._batches = self.source.batches(self.progress.position)
                 continue

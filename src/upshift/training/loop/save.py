@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from upshift.training.checkpoint.async_save import BackgroundWriter
-from upshift.training.checkpoint.by_ranks import Seal, export, load_shared, save_parts, shares
+from upshift.training.checkpoint.by_ranks import Seal, export, has_shards, load_sharded_checkpoint, save_shards
 from upshift.training.checkpoint.checkpoint import TrainState, capture_rng, load_checkpoint, save_checkpoint, save_model
-from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.distributed.mesh import Place, gather, highest, on_rank_0, together
 from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.metrics import StepMeter
@@ -27,7 +27,7 @@ class Saves:
     def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
         self.place, self.plan, self.stepper = place, place.plan, stepper
         self.keep, self.meter, self.on_saved = keep, meter, on_saved
-        self._shares = shares(stepper.optimizer, place)
+        self._shares = has_shards(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
         self._seal: Seal | None = None
@@ -46,7 +46,7 @@ class Saves:
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:
-            path, self._seal = save_parts(output, place=self.place, **options)
+            path, self._seal = save_shards(output, place=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
         with on_rank_0(self.plan):
@@ -93,6 +93,6 @@ def load(checkpoint: Path, stepper: Stepper, place: Place) -> TrainState:
     into: dict[str, Any] = {
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,
     }  # fmt: skip
-    if shares(stepper.optimizer, place) or is_divided(checkpoint):
-        return load_shared(checkpoint, place=place, **into)
+    if has_shards(stepper.optimizer, place) or is_sharded(checkpoint):
+        return load_sharded_checkpoint(checkpoint, place=place, **into)
     return load_checkpoint(checkpoint, rank=place.rank, **into)

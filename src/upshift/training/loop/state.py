@@ -19,7 +19,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
-from upshift.training.checkpoint.state import SavedState, sealed, unsealed
+from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Place
 from upshift.training.job.request import Job
@@ -51,7 +51,7 @@ class Run(Value):
 
     def write(self, directory: Path) -> None:
         with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
-            replace_text(directory / RUN_NAME, sealed(json.dumps(self.model_dump(mode="json"), indent=1)))
+            replace_text(directory / RUN_NAME, seal(json.dumps(self.model_dump(mode="json"), indent=1)))
 
     @classmethod
     def read(cls, directory: Path) -> Run:
@@ -61,7 +61,7 @@ class Run(Value):
             content = path.read_bytes()
         except OSError as error:
             raise RequestError(f"{path} cannot be read ({error.strerror}); {_WHAT_TO_DO}") from None
-        document = unsealed(content)
+        document = unseal(content)
         if document is None:
             raise RequestError(f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_WHAT_TO_DO}")
         return cls.from_json(document, origin=str(path))

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint.state import checksums_of, sealed, unsealed
+from upshift.training.checkpoint.state import checksums_of, seal, unseal
 from upshift.value import Value, first_problem
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def write_checkpoint(
         for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
             save_file({key: variable.numpy() for key, variable in variables.items()}, temporary / name)
         whole = standing.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
-        (temporary / STATE).write_text(sealed(whole.to_json(indent=1)), encoding="utf-8")
+        (temporary / STATE).write_text(seal(whole.to_json(indent=1)), encoding="utf-8")
         for file in [*temporary.iterdir(), temporary]:
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
@@ -104,7 +104,7 @@ def _found(output: Path) -> list[Path]:
 def _standing(path: Path) -> Standing | None:
     """Return the state, or None if the checkpoint is not whole."""
     try:
-        document = unsealed((path / STATE).read_bytes())
+        document = unseal((path / STATE).read_bytes())
         if document is None:
             return None
         standing = Standing.model_validate(json.loads(document))
