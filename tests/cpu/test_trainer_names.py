@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import upshift.training.trainer
+import upshift.training.hf_trainer
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import upshift
@@ -52,7 +52,7 @@ def test_no_other_class_is_mixed_in() -> None:
     """The test above sees all there are: each class of these packages that overrides a method of transformers.Trainer."""
     mixed = {part for kind, _ in KINDS for part in kind.__mro__}
     found = []
-    for package in (upshift.training.trainer, upshift.tuning):
+    for package in (upshift.training.hf_trainer, upshift.tuning):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for part in vars(import_module(module.name)).values():
                 if isinstance(part, type) and part.__module__ == module.name and "evaluation_loop" in vars(part):

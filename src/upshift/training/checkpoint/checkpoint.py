@@ -128,7 +128,6 @@ def _delete_entries(directory: Path, own: list[Path]) -> None:
 
 
 __all__ = [
-    "CheckpointSearch",
     "RngState",
     "SavedState",
     "TrainState",

@@ -1,7 +1,7 @@
-"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and each step runs the way a plan says.
+"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and every step runs by a plan.
 
-What transformers.Trainer promises (callbacks, logs, schedules, samplers, metrics) is its own code. Upshift replaces how a
-global batch is cut and computed, what evaluation holds in memory, and what a checkpoint is made of.
+Callbacks, logs, schedules, samplers and metrics run in the code of transformers. Upshift replaces the way in which a global
+batch is cut and computed, the memory use of evaluation, and the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ if find_spec("accelerate") is None:
 
 
 class Trainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Trainer):
-    """transformers.Trainer with ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib`` besides (see
-    PlannedTraining)."""
+    """transformers.Trainer with five more arguments: ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib``.
+
+    PlannedTraining describes them.
+    """
 
     _upshift_library_class = transformers.Trainer
 
-    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+    if TYPE_CHECKING:  # the mix-ins pass on the arguments that they do not read; a test holds this to transformers' own signature
 
         def __init__(
             self,
@@ -68,11 +70,11 @@ class Trainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transform
 
 
 class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Seq2SeqTrainer):
-    """transformers.Seq2SeqTrainer with the same additions: it evaluates by generation."""
+    """transformers.Seq2SeqTrainer, which evaluates by generation, with the same five arguments."""
 
     _upshift_library_class = transformers.Seq2SeqTrainer
 
-    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+    if TYPE_CHECKING:  # the mix-ins pass on the arguments that they do not read; a test holds this to transformers' own signature
 
         def __init__(
             self,
