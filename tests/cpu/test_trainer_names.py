@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import upshift.training.hf_trainer
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import upshift
+import upshift.training.hf_trainer
 import upshift.tuning
 
 PREFIX = ("_upshift_", "upshift_")
