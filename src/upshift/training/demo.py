@@ -23,7 +23,8 @@ from upshift.training.loop.events import OnEvent
 from upshift.training.run import Prepared, Watcher, prepare_run
 
 VOCAB_SIZE = 4096
-SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8
+SEQUENCE_LENGTH = 256
+GLOBAL_BATCH = 8
 MAX_STEPS = 2000  # of the schedule; the demo's time ends earlier
 TOKENIZER_BYTES = 3_000_000
 CORPUS_BYTES = 12_000_000
@@ -78,7 +79,8 @@ def write_corpus(folder: Path) -> list[str]:
 
 def write_model(folder: Path, texts: list[str]) -> Any:
     """Write a Llama-style config of about 10 M parameters and its tokenizer. Return the tokenizer."""
-    sample, size = [], 0
+    sample = []
+    size = 0
     for text in texts:
         if size < TOKENIZER_BYTES:
             sample.append(text)

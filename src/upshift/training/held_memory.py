@@ -77,7 +77,8 @@ class HeldMemory:
     def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
         self.limit_bytes = limit_bytes if platform.libc_ver()[0] == "glibc" else None
         self._give_back = give_back
-        self._wait, self._steps_left = 1, 0
+        self._wait = 1
+        self._steps_left = 0
 
     def after_step(self, resident_bytes: int) -> bool:
         """Return whether memory was given back."""
@@ -88,7 +89,8 @@ class HeldMemory:
             self._wait = 1
             return False
         self._give_back()
-        self._steps_left, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT_STEPS)
+        self._steps_left = self._wait
+        self._wait = min(2 * self._wait, LONGEST_WAIT_STEPS)
         return True
 
 

@@ -187,7 +187,8 @@ def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
 
 
 def _check_heads(config: PretrainedConfig, base: PretrainedConfig) -> None:
-    ours, theirs = _head_size(config), _head_size(base)
+    ours = _head_size(config)
+    theirs = _head_size(base)
     if ours != theirs:
         raise RequestError(
             f"the base of muP has heads of {theirs} numbers, the model of {ours}; wider models have more heads, not larger ones: "

@@ -138,7 +138,10 @@ class Halving(Generic[Part]):
         """
         self.count = 0
         self._level = level
-        self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved
+        self._halve = halve
+        self._size = size
+        self._restart = restart
+        self._on_halved = on_halved
         self._on_failure = on_failure
 
     def run(self, parts: Sequence[Part], work: Callable[[list[Part]], Result]) -> Result:
@@ -270,7 +273,8 @@ def _verdict(
     planned: tuple[int, ...],
 ) -> str:
     """Return the first cause that shows, the surest first."""
-    tokens, planned_tokens = shape[0] * shape[-1], planned[0] * planned[-1]
+    tokens = shape[0] * shape[-1]
+    planned_tokens = planned[0] * planned[-1]
     if planned[-1] > 1 and tokens > planned_tokens:
         return f"a micro-batch of {tokens:,} tokens came, and the longest of the sample made {planned_tokens:,}"
     if free_when_planned is not None and predicted_held is not None and scene.free + scene.held < free_when_planned:

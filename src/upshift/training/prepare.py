@@ -125,9 +125,11 @@ def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
 
     The layers are elsewhere, and so is an embedding on the disk if only rows of it are read. The rest is where it is computed.
     """
-    here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
+    here = "cpu" if plan.device == "cpu" else 0
+    elsewhere = "disk" if plan.weight_offload == "disk" else "cpu"
     found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if elsewhere == "disk" and (head is None or head.weight is not embedding.weight):
         found |= {path: elsewhere for path, module in model.named_modules(remove_duplicate=False) if module is embedding}
     return found

@@ -24,7 +24,8 @@ from upshift.planning.plan import Plan
 from upshift.settings import OwnRank, environment_of_rank, take_own_rank
 from upshift.training.out_of_memory import find_out_of_memory
 
-PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
+PATIENCE_SECONDS = 20.0
+POLL_SECONDS = 0.05
 GROUP_PATIENCE = timedelta(minutes=30)  # torch's for gloo; nccl's ten end a run whose rank 0 saves for longer
 CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
 Request = TypeVar("Request")
@@ -71,7 +72,8 @@ def _wait(children: list[int], *, seconds: float = math.inf) -> list[int]:
 
     A child that has not ended after ``seconds`` waits for a rank that is gone, and is killed.
     """
-    end, codes = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
+    codes = []
     for child in children:
         while (ended := os.waitpid(child, os.WNOHANG if end < math.inf else 0))[0] == 0:
             if time.monotonic() > end:
@@ -174,7 +176,8 @@ def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
 
 def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     refusal = find_out_of_memory(error)
-    words, who = " ".join(str(refusal or error).split()), f"rank {rank} of {plan.num_processes}"
+    words = " ".join(str(refusal or error).split())
+    who = f"rank {rank} of {plan.num_processes}"
     if isinstance(error, UpshiftError):
         words = str(error)
     else:

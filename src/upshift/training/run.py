@@ -166,7 +166,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     )  # fmt: skip
     host = host or _devices_asked_for(find_host(None), fixed)
     given = find_given_plan(request.plan_file, request.resume_from, fixed, host, source)
-    num_sequences, global_batch = len(data.training), request.global_batch
+    num_sequences = len(data.training)
+    global_batch = request.global_batch
     steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps,
@@ -303,7 +304,8 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
     path = proof_path(planning, fixed=fixed, from_config=request.from_config)
     proof = known_proof(planning, path, tried=watcher.tried)
     if proof is None:
-        workload, seconds = planning.workload, request.trial_seconds
+        workload = planning.workload
+        seconds = request.trial_seconds
         trial = TrialRequest(
             **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
             limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,

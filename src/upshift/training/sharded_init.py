@@ -93,7 +93,8 @@ def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
     """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
     for part in parts_of(model):
         APPLY.of(part)(_made_on(plan.device))
-    tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
+    tied = dict(empty.model.all_tied_weights_keys)
+    targets = dict[str, list[Tensor]]()
     for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)

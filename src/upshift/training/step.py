@@ -53,7 +53,10 @@ class Stepper:
         problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
         if problem is not None:
             raise RequestError(problem)
-        self.model, self.place, self.plan, self.arguments = model, place, plan, arguments
+        self.model = model
+        self.place = place
+        self.plan = plan
+        self.arguments = arguments
         self.optimizer = build_optimizer(model, plan, arguments, division=division_of(model, place))
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")

@@ -30,7 +30,8 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
-        context.group, context.back = group, back
+        context.group = group
+        context.back = back
         return there(tensor, group)
 
     @staticmethod
@@ -84,8 +85,10 @@ class Regathered:
     """A pair of hooks, ``pack`` and ``unpack``, for torch's saved_tensors_hooks while a function that reads ``whole`` runs."""
 
     def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._own, self._group = own.detach(), group
-        self._storage, self._elements = STORAGE.of(whole.untyped_storage()), whole.numel()
+        self._own = own.detach()
+        self._group = group
+        self._storage = STORAGE.of(whole.untyped_storage())
+        self._elements = whole.numel()
         self._readers = 0
         self._again: torch.Tensor | None = None
 

@@ -82,7 +82,8 @@ def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
     degree = plan.layout.context_parallel
     if degree == 1:
         return None
-    asked, instead = f"context_parallel={degree}", "fully_shard=weights and activation_checkpointing for long sequences"
+    asked = f"context_parallel={degree}"
+    instead = "fully_shard=weights and activation_checkpointing for long sequences"
     if plan.layout.context_kind == "ring":
         return f"{asked} with context_kind=ring is not built; use context_kind=ulysses"
     if plan.attention.startswith("flash_attention"):
@@ -129,7 +130,8 @@ class Regrouped:
     """An attention module whose key heads were repeated."""
 
     def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
-        self._module, self.num_key_value_groups = module, num_key_value_groups
+        self._module = module
+        self.num_key_value_groups = num_key_value_groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -169,8 +171,10 @@ class SharedContext:
 
     def __init__(self, model: PreTrainedModel, place: Place) -> None:
         assert place.contexts is not None
-        self.group, self._layout = place.contexts.get_group("context"), place.plan.layout
-        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.group = place.contexts.get_group("context")
+        self._layout = place.plan.layout
+        self.ranks = self.group.size()
+        self.rank = self.group.rank()
         name = ATTENTION.of(model.config)
         self._inner: Any = ATTENTION_FUNCTIONS.get().get(name)  # None: eager, a function of each model's own
         self._inner_mask: Any = MASK_FUNCTIONS.get()[name]
@@ -206,7 +210,8 @@ class SharedContext:
         return args, {**given, **own, "labels": None}
 
     def after(self, model: Any, args: Any, output: Any) -> Any:
-        labels, self._labels = self._labels, None
+        labels = self._labels
+        self._labels = None
         if labels is not None:
             which = "shift_labels" if self._shifts else "labels"
             output.loss = model.loss_function(
@@ -234,7 +239,8 @@ class SharedContext:
         device = query.device.type
         if torch.is_autocast_enabled(device):  # attention would cast them after they were exchanged
             query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
-        heads, keys = query.shape[1], key.shape[1]
+        heads = query.shape[1]
+        keys = key.shape[1]
         repeated = math.lcm(keys, self.ranks)  # each rank has whole key heads: where there are too few, several have the same
         if heads % repeated:
             repeated = heads

@@ -18,7 +18,8 @@ from upshift.training.distributed.mesh import Place
 from upshift.training.distributed.partial_gradients import of_its_size
 from upshift.training.distributed.pipeline_stage import modules_of
 
-EXCHANGED, DIVIDED = "ep_dispatch_experts", "grouped_gemm"
+EXCHANGED = "ep_dispatch_experts"
+DIVIDED = "grouped_gemm"
 INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, or expert_parallel=1"
 
 
@@ -30,7 +31,8 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
     layout = plan.layout
     if layout.expert_parallel == 1:
         return None
-    base, asked = base_of(model), f"expert_parallel={layout.expert_parallel}"
+    base = base_of(model)
+    asked = f"expert_parallel={layout.expert_parallel}"
     declared = dict(getattr(base, "ep_plan", None) or {})
     unknown = sorted(set(declared.values()) - {EXCHANGED, DIVIDED})
     if not declared or EXCHANGED not in declared.values():

@@ -41,7 +41,8 @@ def shard_weights(model: nn.Module, place: Place) -> None:
     Weights become DTensors. Outside of a pass each rank has its rows of them.
     """
     plan = place.plan
-    mesh, policy = place.sharing, policy_of(plan)
+    mesh = place.sharing
+    policy = policy_of(plan)
     keeps = plan.layout.fully_shard == "gradients"
     for experts in expert_modules(model, place):
         assert place.experts is not None
@@ -114,7 +115,8 @@ class Counted:
     """A count of the exchanges of one kind in a micro-batch: those done, and those that a second try leaves out."""
 
     def __init__(self, *, on_caught_up: Callable[[], None] = lambda: None) -> None:
-        self.done, self.left_out = 0, 0
+        self.done = 0
+        self.left_out = 0
         self._on_caught_up = on_caught_up
 
     def begin(self) -> None:
@@ -170,7 +172,9 @@ class KeepPace:
         halve: Callable[[Any], object] = halve,
         fewest: Callable[[Any], Any] = fewest_tokens,
     ) -> None:
-        self.model, self.place, self._fewest = model, place, fewest
+        self.model = model
+        self.place = place
+        self._fewest = fewest
         self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
         self._number, self._last = 0, False  # of the micro-batch in its step
         self._gathers = Counted()
@@ -181,7 +185,8 @@ class KeepPace:
 
     def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
         """Compute a micro-batch, or a few of its tokens once memory ran out. ``compute`` does the forward and backward pass."""
-        self._number, self._last = self._number + 1, last
+        self._number = self._number + 1
+        self._last = last
         self._gathers.begin()
         self._sums.begin()
         announce(self.model, self.place.plan, last=last)

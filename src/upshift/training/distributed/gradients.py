@@ -163,7 +163,8 @@ class Overlap:
         self, model: nn.Module, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
     ) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("replicas")
+        self.place = place
+        self.group = place.mesh.get_group("replicas")
         self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         found = buckets(((parameter, parameter) for parameter in reversed(trained)), elements=OVERLAPPED_BUCKET_ELEMENTS)
@@ -193,7 +194,9 @@ class Overlap:
         self._send()
         for work in self._works:
             work.wait()
-        self._missing, self._works, self.summed = None, [], True
+        self._missing = None
+        self._works = []
+        self.summed = True
         return share
 
     def agree(self) -> None:
@@ -201,7 +204,8 @@ class Overlap:
 
     def forget(self) -> None:
         """Forget the buckets together with the gradients, once these are used or dropped."""
-        self._flat, self.summed = [], False
+        self._flat = []
+        self.summed = False
 
     def _make_gradients(self) -> None:
         self.forget()
@@ -235,7 +239,8 @@ def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tenso
         if own is None or not own.numel():
             continue
         peer = _peer(stage)
-        sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        sent = own.contiguous()
+        received = torch.empty_like(own, memory_format=torch.contiguous_format)
         exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
         for work in dist.batch_isend_irecv(exchanged):
             work.wait()

@@ -168,7 +168,9 @@ class Agreement:
         ``on_failure`` may look at memory: as it was then on this rank, or as it is now if another rank failed. ``halve``
         divides a part of the step's work, and returns None if the part is indivisible.
         """
-        self.place, self._on_failure, self._halve = place, on_failure, halve
+        self.place = place
+        self._on_failure = on_failure
+        self._halve = halve
         self.words: str | None = None  # the allocator's, when this rank ran out in this step
         self._outcome = WENT_WELL
 
@@ -180,7 +182,9 @@ class Agreement:
     def agree(self) -> None:
         """Raise Agreed on all ranks if one of them ran out of memory."""
         worst = highest(self._outcome, self.place.plan)
-        words, self.words, self._outcome = self.words, None, WENT_WELL
+        words = self.words
+        self.words = None
+        self._outcome = WENT_WELL
         if worst != WENT_WELL:
             if words is None:
                 self._on_failure()

@@ -124,7 +124,8 @@ def divide(model: nn.Module, place: Place) -> nn.Module:
 
 
 OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
-ROWS, WIDTH = 2, 64
+ROWS = 2
+WIDTH = 64
 WORDS = 160  # of torch's
 
 

@@ -83,7 +83,8 @@ class PipelineStage:
     def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
         """Prepare for micro-batches of these shapes: rows, and tokens a row."""
         self.clear_runtime_states()
-        self.chunks, self.has_backward = len(shapes), has_backward
+        self.chunks = len(shapes)
+        self.has_backward = has_backward
         layout = self._plan.layout
         widths = [padded_width(width, layout) // layout.context_parallel for _, width in shapes]
         self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
@@ -117,7 +118,8 @@ class PipelineStage:
         (hidden,), _ = self.fwd_cache[fwd_chunk_id]
         if not self._told:
             number = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)
-            self._telling, self._told = dist.isend(number, self._peer(1), self.group), True
+            self._telling = dist.isend(number, self._peer(1), self.group)
+            self._told = True
         return [dist.P2POp(dist.isend, hidden.detach().contiguous(), self._peer(1), self.group)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -184,7 +186,8 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
-        self.plan, self.modules = plan, modules_of(model)
+        self.plan = plan
+        self.modules = modules_of(model)
         self.stages = [make_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}

@@ -89,7 +89,8 @@ def find_parts(model: nn.Module) -> Parts:
 def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return modules with weights beside the stack and beside the modules that hold it, by path."""
     found: dict[str, nn.Module] = {}
-    path, module = "", model
+    path = ""
+    module = model
     for name in stack.split("."):
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
@@ -97,7 +98,8 @@ def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
         for other, child in module.named_children():
             if other != name and any(True for _ in child.parameters()):
                 found[f"{path}{other}"] = child
-        path, module = f"{path}{name}.", module.get_submodule(name)
+        path = f"{path}{name}."
+        module = module.get_submodule(name)
     return found
 
 
@@ -239,8 +241,12 @@ class Stage:
     """One of ``count`` stages, and the hidden states for its next forward pass."""
 
     def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
-        self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
-        self.is_first, self.is_last = index == 0, index == count - 1
+        self.index = index
+        self.count = count
+        self.group = group
+        self.hidden_shape = parts.hidden_shape
+        self.is_first = index == 0
+        self.is_last = index == count - 1
         self.received: torch.Tensor | None = None
         self.rows_and_width: tuple[int, int] = (0, 0)
         tied = parts.tied(model)
@@ -254,7 +260,8 @@ class Stage:
         parent = model.get_submodule(parent_path)
         whole: nn.ModuleList = getattr(parent, name)
         each = len(whole) // self.count
-        first, last = self.index * each, (self.index + 1) * each
+        first = self.index * each
+        last = (self.index + 1) * each
         for path in parts.after if not self.is_last else ():
             _replace(model, path, None)
         for path, shape in parts.before.items() if not self.is_first else ():
@@ -277,7 +284,8 @@ class Stage:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the first layer's arguments, with the hidden states that were received."""
-        received, self.received = self.received, None
+        received = self.received
+        self.received = None
         return ((received, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": received})
 
     def forward(self, **inputs: Any) -> Any:
@@ -311,7 +319,9 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     ranks = layout.pipeline_parallel
     if place.mesh is None or ranks == 1:
         return model
-    parts, group, count = find_parts(_to_run(model)), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
+    parts = find_parts(_to_run(model))
+    group = place.mesh.get_group("pipeline")
+    count = ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
         return as_stage(model, Stage(model, parts, place.stage, count, group))
@@ -337,8 +347,10 @@ def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
     stages = [getattr(module, "pipeline_stage", None) for module in modules]
     if stages[0] is None:
         return [layers]
-    each, count = stages[0].num_layers, stages[0].count
-    left, found = -(-layers * len(modules) // count), []
+    each = stages[0].num_layers
+    count = stages[0].count
+    left = -(-layers * len(modules) // count)
+    found = []
     for _ in modules:
         found.append(min(left, each))
         left -= found[-1]
@@ -353,12 +365,14 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
     layout = plan.layout
     if layout.pipeline_parallel == 1:
         return None
-    asked, instead = f"pipeline_parallel={layout.pipeline_parallel}", "use fully_shard=weights, or tensor_parallel"
+    asked = f"pipeline_parallel={layout.pipeline_parallel}"
+    instead = "use fully_shard=weights, or tensor_parallel"
     stacks = find_stacks(model)
     if len(stacks) != 1:
         paths = ", ".join(path for path, _ in stacks) or "none"
         return f"{asked} divides one stack of layers, and the model has {len(stacks)} ({paths}); {instead}"
-    layers, count = len(stacks[0][1]), layout.pipeline_parallel * layout.virtual_stages
+    layers = len(stacks[0][1])
+    count = layout.pipeline_parallel * layout.virtual_stages
     if layers % count:
         each = f" with virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         valid = ", ".join(str(degree) for degree in divisors(layers) if degree > 1)

@@ -93,7 +93,8 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 
     Each rank then has all of the sum or, if ranks share tokens, its own tokens of it.
     """
-    run, group = module.forward, mesh.get_group()
+    run = module.forward
+    group = mesh.get_group()
     there, back = (sum_shared, gathered) if sequence else (summed, same)
     if sequence:
         mark_partial(module, ["bias"])
@@ -112,12 +113,14 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 
 def entered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass for columns in a part that is not entered as one (layer_parts.py)."""
-    run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
+    run = columns(module, mesh, sequence=sequence)
+    group = mesh.get_group()
     return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))  # type: ignore[no-untyped-call]
 
 
 def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    run, group = entered_columns(module, mesh, sequence=sequence), mesh.get_group()
+    run = entered_columns(module, mesh, sequence=sequence)
+    group = mesh.get_group()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = Exchanged.apply(run(hidden), group, gathered_last, own_last)  # type: ignore[no-untyped-call]
@@ -129,7 +132,9 @@ def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> 
 def words(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass of an embedding: rows of zeros for the words of other ranks, then the sum."""
     embedding: Any = module  # an nn.Embedding, or a class of the model's with the same attributes
-    run, group, count = module.forward, mesh.get_group(), len(embedding.weight.to_local())
+    run = module.forward
+    group = mesh.get_group()
+    count = len(embedding.weight.to_local())
     first = mesh.get_local_rank() * count
     if embedding.padding_idx is not None:
         inside = first <= embedding.padding_idx < first + count
@@ -283,7 +288,8 @@ Stacks = list[nn.ModuleList]
 
 def reason_not_sequence(model: nn.Module, plan: Plan, parts: dict[str, Part]) -> str | None:
     """Return why the tokens cannot be shared between the matrices of this model, and the next best, or None."""
-    degree, instead = plan.layout.tensor_parallel, "use sequence_parallel=False"
+    degree = plan.layout.tensor_parallel
+    instead = "use sequence_parallel=False"
     tokens = plan.sequence_length // plan.layout.context_parallel
     if tokens % degree or plan.pad_multiple % degree:
         return (
@@ -405,7 +411,8 @@ def _of_vocabulary(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
 
 
 def _why_not_vocabulary(model: PreTrainedModel, degree: int) -> str | None:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         return "vocabulary_parallel shares a plain embedding and a plain linear head, which this model has not; leave it out"
     if any(len(module.weight) % degree for module in (embedding, head)):
@@ -417,7 +424,9 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
     """Divide the model in place: keep this rank's part of every divided weight, and exchange tensors around them."""
     if place.mesh is None or place.plan.layout.tensor_parallel == 1:
         return
-    base, mesh, sequence = base_of(model), place.mesh["tensor"], place.plan.layout.sequence_parallel
+    base = base_of(model)
+    mesh = place.mesh["tensor"]
+    sequence = place.plan.layout.sequence_parallel
     styles = planned(base, place.plan)
     parts = find_parts(base, styles)
     _divide_weights(base, styles, mesh)

@@ -145,7 +145,8 @@ class Watch:
         self.rank, self.size = rank_environment()
         # The file of the thread that makes this object and steps. It stays open: opening it takes 120 microseconds of a step.
         self._schedstat = SCHEDSTAT.open("rb", buffering=0) if plan.device == "cpu" and SCHEDSTAT.exists() else None
-        self._on_words, self._output = on_words, output
+        self._on_words = on_words
+        self._output = output
         self._reported = 0  # the last step of which this rank left a report
         self._store = PrefixStore("watch", _own_connection())
         self._main = threading.get_ident()
@@ -171,7 +172,8 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        start, busy = time.monotonic(), self._busy()
+        start = time.monotonic()
+        busy = self._busy()
         self._state = (number, True, start)
         yield
         end = time.monotonic()
@@ -204,7 +206,8 @@ class Watch:
         The store's own time limits are kept by its server: a request to a stopped server waits for ever.
         """
         while not self._ends.wait(PERIOD):
-            (step, in_step, since), now = self._state, time.monotonic()
+            (step, in_step, since) = self._state
+            now = time.monotonic()
             silence = now - self._answered
             if in_step and min(silence, now - since) > ENDS_AFTER:
                 self._leave(step, f"rank 0, or the launcher beside it, does not answer since {format_seconds(silence)}")
@@ -261,7 +264,8 @@ class Watch:
         if self._store.check([GONE]):
             self._leave(mine.step, self._store.get(GONE).decode())
         said = Pulse.from_json(self._store.get("0")) if self._store.check(["0"]) else None
-        beat, now = said.beat if said else 0, time.monotonic()
+        beat = said.beat if said else 0
+        now = time.monotonic()
         if self._seen.get(0, (None, 0.0))[0] != beat:
             self._seen[0] = (beat, now)
         silence = now - self._seen[0][1]
@@ -350,7 +354,8 @@ def active_collective() -> Waiting | None:
 
 
 def _bytes(entry: dict[str, object]) -> int:
-    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    sizes = entry["input_sizes"]
+    dtypes = entry["input_dtypes"]
     assert isinstance(sizes, list) and isinstance(dtypes, list)
     return sum(math.prod(size) * _ITEM_BYTES.get(dtype, 0) for size, dtype in zip(sizes, dtypes, strict=False))
 

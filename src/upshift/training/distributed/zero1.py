@@ -27,8 +27,10 @@ class DividedUpdate:
 
     def __init__(self, model: nn.Module, place: Place) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("shard").group_name
-        self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
+        self.place = place
+        self.group = place.mesh.get_group("shard").group_name
+        self.ranks = place.mesh["shard"].size()
+        self.rank = place.mesh.get_local_rank("shard")
         self.masters = place.plan.layout.master_weights
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         experts = {id(parameter) for module in expert_modules(model, place) for parameter in module.parameters()}
@@ -57,7 +59,8 @@ class DividedUpdate:
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def rows(self, parameter: Tensor) -> tuple[int, int] | None:
-        part, whole = self._parts[parameter], local(parameter.data)
+        part = self._parts[parameter]
+        whole = local(parameter.data)
         return None if part.shape == whole.shape else self._rows_of(whole)
 
     def _add(self, parameter: Tensor) -> None:

@@ -76,7 +76,9 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest,
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
     """
-    (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
+    (rank, ranks) = rank_environment()
+    recorder = MemoryRecorder()
+    output = Path(job.output)
     with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
         with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
@@ -88,9 +90,16 @@ class TrainingLoop:
         self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
         copies: Copies | None = None,
     ) -> None:  # fmt: skip
-        self.start, self.copies = time.perf_counter(), copies
-        self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
-        self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
+        self.start = time.perf_counter()
+        self.copies = copies
+        self.job = job
+        self.data = data
+        self.rank = rank
+        self.stop = stop
+        self.recorder = recorder
+        self.plan = job.plan
+        self.arguments = job.arguments
+        self.output = Path(job.output)
         self._on_event = on_event
         set_process(self.plan)
         self.place = find_place(self.plan)
@@ -113,7 +122,8 @@ class TrainingLoop:
 
     def _new_meter(self) -> StepMeter:
         """Return a meter that watches the step with the longest micro-batch of the first few."""
-        done, left = self.progress.step, self.arguments.max_steps - self.progress.step
+        done = self.progress.step
+        left = self.arguments.max_steps - self.progress.step
         looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
         if looked_at < 1:
             return StepMeter(self.plan, planned_steps=left)
@@ -122,7 +132,8 @@ class TrainingLoop:
 
     def _load(self) -> None:
         seed = self.arguments.seed
-        source, from_config = self.job.source(), self.job.from_config
+        source = self.job.source()
+        from_config = self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
             in_one = not is_divided(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
@@ -154,7 +165,9 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.leads
 
     def run(self) -> Outcome:
-        done, most, resumed = self.progress, self.arguments.max_steps, str(self.checkpoint) if self.checkpoint else None
+        done = self.progress
+        most = self.arguments.max_steps
+        resumed = str(self.checkpoint) if self.checkpoint else None
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
@@ -294,7 +307,8 @@ class TrainingLoop:
                 self._tell(Saved(str(self.output), self.progress.step))
 
     def _numbers(self) -> Numbers:
-        speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
+        speed = self.meter.tokens_per_second
+        per_token = self.job.model_flops_per_token
         last = self.progress.losses[-LOSS_STEPS:]
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
@@ -307,7 +321,8 @@ class TrainingLoop:
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
-        before, self.recorder.phase = self.recorder.phase, phase
+        before = self.recorder.phase
+        self.recorder.phase = phase
         yield
         self.recorder.phase = before
 

@@ -53,7 +53,9 @@ class RunSigns:
     """The signs of one rank's run. ``fetching`` surrounds the wait for a batch. ``begin`` is called when a step begins."""
 
     def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
-        self._output, self._rank, self._tell = output, rank, tell
+        self._output = output
+        self._rank = rank
+        self._tell = tell
         self._on_device = device == "cuda"
         self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
         self._signs = Signs(data_fix=data_fix)
@@ -79,7 +81,8 @@ class RunSigns:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        start, before = time.perf_counter(), self.held() if self.attributes else 0
+        start = time.perf_counter()
+        before = self.held() if self.attributes else 0
         yield
         self._waited += time.perf_counter() - start
         if self.attributes:
@@ -100,7 +103,8 @@ class RunSigns:
                 why = why_compiled() if finding.subject == "recompiles" else None
                 self._say(finding if why is None else finding.changed(evidence=f"{finding.evidence}; torch says: {why}"))
             self._look_for_leak()
-        self._start, self._waited = now, 0.0
+        self._start = now
+        self._waited = 0.0
         return now
 
     def _look_for_leak(self) -> None:

@@ -25,8 +25,12 @@ class Saves:
     """
 
     def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
-        self.place, self.plan, self.stepper = place, place.plan, stepper
-        self.keep, self.meter, self.on_saved = keep, meter, on_saved
+        self.place = place
+        self.plan = place.plan
+        self.stepper = stepper
+        self.keep = keep
+        self.meter = meter
+        self.on_saved = on_saved
         self._shares = shares(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
@@ -61,7 +65,8 @@ class Saves:
         if highest(waits, self.plan) if self._seal is not None else waits:
             return
         self._writer.wait()
-        seal, said = self._seal, self._under_way
+        seal = self._seal
+        said = self._under_way
         self._seal = self._under_way = None
         if seal is not None:
             with on_rank_0(self.plan):

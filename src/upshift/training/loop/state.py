@@ -88,7 +88,8 @@ def open_run(job: Job, sequences: Sequences) -> Job:
 
     Return the job with the checkpoint that it goes on from: all processes take the same one.
     """
-    directory, run = Path(job.output), new_run(job, sequences)
+    directory = Path(job.output)
+    run = new_run(job, sequences)
     before = Run.read(directory) if (directory / RUN_NAME).exists() else None
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
@@ -147,9 +148,12 @@ class Progress:
     """The progress of a run. ``tokens`` has the tokens seen before each step, and until now."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.output = job, Path(job.output)
+        self.job = job
+        self.output = Path(job.output)
         self.run = Run.read(self.output)
-        self.step, self.position, self.tokens = 0, Position(), [0]
+        self.step = 0
+        self.position = Position()
+        self.tokens = [0]
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
 
@@ -161,7 +165,8 @@ class Progress:
 
     def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Place) -> None:
         state = load(checkpoint, stepper, place)
-        self.step, self.position = state.step, state.position
+        self.step = state.step
+        self.position = state.position
         self.tokens = [0, *self.run.tokens]
         self.losses = list(state.loss_curve)
 
@@ -171,7 +176,8 @@ class Progress:
 
     @property
     def evaluation_is_due(self) -> bool:
-        every, named = self.job.arguments.eval_steps, self.step in self.job.evaluate_at_steps
+        every = self.job.arguments.eval_steps
+        named = self.step in self.job.evaluate_at_steps
         crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
         return named or crossed or (every > 0 and self.step % every == 0)
 

@@ -50,7 +50,8 @@ class OnParts(torch.optim.Optimizer):
         self.parts: dict[Tensor, Tensor] = {}  # part -> its parameter
         of_parts = [{**group, "params": [self._part(p) for p in group["params"]]} for group in self.param_groups]
         self.inner = build(of_parts)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
     def _part(self, parameter: Tensor) -> Tensor:
         part = self.division.part(parameter)
@@ -65,7 +66,8 @@ class OnParts(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
-        self.inner.state, self.inner.param_groups = self.state, self.param_groups
+        self.inner.state = self.state
+        self.inner.param_groups = self.param_groups
         self.inner.step()
         self.division.publish({parameter: part for part, parameter in self.parts.items()})
         return loss

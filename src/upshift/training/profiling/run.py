@@ -81,13 +81,15 @@ def _empty(output: Path) -> None:
 
 
 def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:
-    planning, plan = prepared.planning, prepared.plan
+    planning = prepared.planning
+    plan = prepared.plan
     profile = planning.profile
     candidate = cost_plan(plan, host=planning.host, profile=profile, workload=planning.workload)
     if isinstance(candidate, Rejected):
         raise RequestError(f"the planner has no prediction for this plan: {candidate.reason}")
     bound = roofline(candidate, host=planning.host, profile=profile, workload=planning.workload)
-    kinds, step_ms = kinds_of(ranks, bound), sum(rank.step_ms for rank in ranks) / len(ranks)
+    kinds = kinds_of(ranks, bound)
+    step_ms = sum(rank.step_ms for rank in ranks) / len(ranks)
     memory = _memory(prepared, ranks)
     term, words = binding(kinds)
     predicted = prepared.predicted

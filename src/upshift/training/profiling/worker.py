@@ -60,7 +60,8 @@ class ProfiledLoop(TrainingLoop):
         self._tell(Started(self.progress.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
         batches = self.source.batches(self.progress.position)
         plain: list[float] = []
-        compiled, on_device = 0, self.plan.device == "cuda"
+        compiled = 0
+        on_device = self.plan.device == "cuda"
         for number in range(max(self.arguments.max_steps, SETTLING + 1)):
             if number == SETTLING:
                 compiled = compiled_so_far()
@@ -151,7 +152,8 @@ def _span(event: Any) -> Span:
 
 def _head(account: Account, kinds: dict[str, float]) -> dict[str, float]:
     """Return the head's ms of a step by kind, in proportion to what was recorded."""
-    whole, corrected = sum(account.head.values()), kinds.get("head and loss", 0.0)
+    whole = sum(account.head.values())
+    corrected = kinds.get("head and loss", 0.0)
     return {kind: 1000 * seconds / whole * corrected / PROFILED for kind, seconds in account.head.items()} if whole else {}
 
 

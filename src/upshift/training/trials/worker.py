@@ -138,7 +138,8 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> 
     tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
-        sequences, objective = data.training, data.objective
+        sequences = data.training
+        objective = data.objective
         if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
             tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
     else:
@@ -190,7 +191,10 @@ class Trial:
     def __init__(
         self, stepper: Stepper, batches: Batches, request: TrialRequest, tell: Tell, *, meter: LoadMeter | None = None
     ) -> None:
-        self.stepper, self.batches, self.request, self.tell = stepper, batches, request, tell
+        self.stepper = stepper
+        self.batches = batches
+        self.request = request
+        self.tell = tell
         self.plan: Plan = stepper.plan
         self.meter = meter or LoadMeter()
         self.waits = self.plan.layout.exchanges  # ranks wait for each other within a micro-batch
@@ -308,7 +312,8 @@ class Trial:
 
     def _goes_on(self, timed: list[Timing]) -> bool:
         """Return whether to time another step or micro-batch. If other programs compute, go on until some are undisturbed."""
-        seconds, calm = self.request.seconds, [timing for timing in timed if not timing.busy]
+        seconds = self.request.seconds
+        calm = [timing for timing in timed if not timing.busy]
         spent = sum(timing.seconds for timing in timed)
         if len(timed) < MIN_TIMED:
             return True
@@ -343,7 +348,8 @@ class Trial:
         total = torch.tensor([timing.cpu_seconds], dtype=torch.float64, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        seconds, cpu = float(worst[0]), float(total[0])
+        seconds = float(worst[0])
+        cpu = float(total[0])
         others = timing.other_cores - (cpu - timing.cpu_seconds) / max(seconds, 1e-9)  # the other ranks are no strangers
         beside = torch.tensor([others], dtype=torch.float64, device=device)
         dist.all_reduce(beside, op=dist.ReduceOp.MAX)
@@ -377,7 +383,8 @@ class Trial:
 
     def _allocated_peak(self) -> int | None:
         """Run the longest micro-batches under the allocator's meter, whose own memory is not the plan's."""
-        plan, longest = self.plan, self.batches.longest
+        plan = self.plan
+        longest = self.batches.longest
         resident = in_memory_bytes(self.stepper.model, self.stepper.optimizer)
         if plan.layout.pipeline_parallel > 1:
             with allocated_peak(plan.device, resident_bytes=resident) as peak:
@@ -395,7 +402,9 @@ class Trial:
 
         The ratio is 1 if the losses agree as far as dropout lets them.
         """
-        stepper, plan, micro_batch = self.stepper, self.plan, batch.micro_batches[0]
+        stepper = self.stepper
+        plan = self.plan
+        micro_batch = batch.micro_batches[0]
         if plan.torch_compile == "off":
             return 1.0, 0.0
         with torch.no_grad():
