@@ -19,14 +19,14 @@ from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
 from upshift.inference.encoding import contest as contest_module
+from upshift.inference.encoding.engines.base import by_length, padded
 from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
 from upshift.inference.encoding.model_config import Recipe, read_recipe
-from upshift.inference.encoding.run import TokenScores, by_length, padded, pool, score_tokens, token_counts
+from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import Standing
-from upshift.inference.race.policy import RacePolicy
+from upshift.inference.race.policy import TURNS, RacePolicy
 from upshift.inference.race.race import Race
-from upshift.inference.race.runoff import TURNS
 from upshift.inference.race.types import Contest, Entrants, Limits, Quality, Run, read_quality, spread_over
 from upshift.inference.registry import EngineName, EngineSetup, Precision
 from upshift.inference.resumable_output import blocks, count_lines

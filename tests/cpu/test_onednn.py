@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Build
+from upshift.inference.encoding.engines.base import Batch, Build
 from upshift.inference.encoding.engines.onednn_engine import OneDnnEngine
 from upshift.inference.encoding.engines.torch_engine import TorchEngine
 from upshift.inference.encoding.model_config import read_recipe
-from upshift.inference.encoding.run import Batch
 from upshift.inference.race.types import cosines
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import upshift
 from upshift.errors import RequestError
 from upshift.training.checkpoint import model as model_files
-from upshift.training.checkpoint.directory import checksums_of, sealed
+from upshift.training.checkpoint.state import checksums_of, sealed
 
 STEPS, STOP = 6, 3
 DIRECTIONS = [(upshift, transformers), (transformers, upshift), (upshift, upshift)]

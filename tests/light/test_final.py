@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from upshift.inference.race.runoff import FINAL_SECONDS, MOST, TURNS, finalists, run_final
+from upshift.inference.race.policy import FINAL_SECONDS, FINAL_TURNS, MAX_FINALISTS, finalists, run_final
 from upshift.inference.race.types import Contest, Entrants, LeftOut, Run
 from upshift.inference.registry import EngineName, EngineSetup
 from upshift.models.source import ModelSource
@@ -42,7 +42,7 @@ def test_those_that_are_near_run_again_each_with_its_best_batch() -> None:
     compiled = ran("torch-compiled", 100.0)
     assert finalists([compiled, ran("openvino", 99.0), ran("ctranslate2", 80.0)], "exact") == []
     many = [ran(engine, 100.0) for engine in ("openvino", "ctranslate2", "onednn", "onnxruntime", "torch")]  # type: ignore[arg-type]
-    assert len(finalists(many, "exact")) == MOST
+    assert len(finalists(many, "exact")) == MAX_FINALISTS
 
 
 def test_they_run_in_turn_and_the_middle_turn_counts() -> None:
@@ -57,7 +57,7 @@ def test_they_run_in_turn_and_the_middle_turn_counts() -> None:
 
     near = [ran("openvino", 100.0, batch=512, forecast_per_second=7.0), ran("ctranslate2", 99.0)]
     first, second = run_final(near, ENTRANTS, again, seconds=1e9)
-    assert order == ["openvino", "ctranslate2"] * TURNS
+    assert order == ["openvino", "ctranslate2"] * FINAL_TURNS
     assert (first.setup, first.per_second, first.forecast_per_second) == (near[0].setup, 119.0, 7.0)
     assert (second.setup, second.per_second) == (near[1].setup, 101.0)
 

@@ -60,7 +60,6 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.ops.linear_cross_entropy",
     "upshift.models.live_model",
     "upshift.models.tracing.segments",
-    "upshift.models.tracing.model_flops",
     "upshift.models.quantized",
     "upshift.models.isolation.check",
     "upshift.models.isolation.small_copy",

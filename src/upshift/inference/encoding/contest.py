@@ -11,8 +11,9 @@ from statistics import median
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  once for all engines
 
+from upshift.inference.encoding.engines.base import by_length
 from upshift.inference.encoding.model_config import Recipe
-from upshift.inference.encoding.run import Encoding, by_length
+from upshift.inference.encoding.run import Encoding
 from upshift.inference.race.early_stopping import Standing, contend
 from upshift.inference.race.types import Entrants, Run, Runs, cosines
 from upshift.inference.registry import EngineSetup

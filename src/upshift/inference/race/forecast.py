@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.run import by_length
+from upshift.inference.encoding.engines.base import by_length
 from upshift.inference.registry import ENGINES, ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model

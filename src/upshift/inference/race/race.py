@@ -23,8 +23,7 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.race.forecast import Forecast
-from upshift.inference.race.policy import FEW, RacePolicy, pays
-from upshift.inference.race.runoff import run_final
+from upshift.inference.race.policy import FEW, RacePolicy, pays, run_final
 from upshift.inference.race.types import Contest, Entrants, LeftOut, Run, Runs
 from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_installed
 from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity

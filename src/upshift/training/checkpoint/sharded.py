@@ -34,9 +34,9 @@ from upshift.loading.files.tensors import dtype_of, read_tensor
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.async_save import HostCopies
-from upshift.training.checkpoint.directory import checksums_of
 from upshift.training.checkpoint.model import saved_state
 from upshift.training.checkpoint.optimizer import placed, plain_name
+from upshift.training.checkpoint.state import checksums_of
 from upshift.training.distributed.mesh import gather
 from upshift.training.optimizers.cpu_offload import OnHost
 from upshift.training.optimizers.sharded import OnParts

@@ -5,6 +5,7 @@ Watch the Trainer's numbers: run ``debug="underflow_overflow"``, and warn before
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,14 @@ from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.debugging.run_report import forget
 from upshift.debugging.step_signs import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
-from upshift.training.hf_trainer.arguments import Ours
+from upshift.planning.trials.select import Tried
+from upshift.training.hf_trainer.arguments import (
+    Ours,
+)
+from upshift.training.hf_trainer.choose_plan import Choice
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.planned_training import tell
 from upshift.training.loop.monitor import RunSigns
+from upshift.units import gib
 
 
 class Fetched:
@@ -131,3 +136,33 @@ def numbers_watched(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[No
         yield
     finally:
         debugger.remove()
+
+
+def report(choice: Choice) -> list[str]:
+    """Return lines that show the plan, its expected speed beside the plain default, and the reasons."""
+    if choice.planning is None or choice.candidate is None:
+        return [f"your own settings run: {choice.reason}"]
+    planning, candidate = choice.planning, choice.candidate
+    plain = choice.proof.default.best.tokens_per_second if choice.proof else planning.default.tokens_per_second
+    known = "measured" if choice.proof else "predicted"
+    lines = [
+        f"plan: {choice.plan.label()}",
+        f"{known}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
+        f"peak {gib(candidate.memory.peak):.2f} GiB, held {gib(candidate.resident):.2f} GiB",
+    ]
+    if choice.proof is not None:
+        lines += [f"  {note}" for note in choice.proof.notes]
+    for reason in planning.reasons_for(choice.plan):
+        lines.append(f"  {reason.choice}={reason.value}: {reason.why} ({reason.runner_up}: {reason.runner_up_cost})")
+    lines.append(f"  dataloader_num_workers={choice.num_workers}: {choice.loading}")
+    return lines
+
+
+def trial_line(tried: Tried) -> str:
+    speed = tried.best.tokens_per_second
+    return f"tried {tried.candidate.plan.label()}: {tried.failure or f'{speed or 0.0:,.0f} tokens/s'}"
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"upshift: {line}\n")
+    sys.stderr.flush()

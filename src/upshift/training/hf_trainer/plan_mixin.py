@@ -66,9 +66,9 @@ from upshift.training.hf_trainer.loss_split import (
     training_loss,
 )
 from upshift.training.hf_trainer.loss_state import NOT_OF_THE_LOSS, KeptState
+from upshift.training.hf_trainer.monitor import tell, trial_line
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.hf_trainer.planned_state import PlannedState
-from upshift.training.hf_trainer.planned_training import tell, trial_line
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ Print the Trainer's plan on standard error, because standard output belongs to t
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,7 +28,6 @@ from upshift.models.ops.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
 from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
-from upshift.planning.trials.select import Tried
 from upshift.training.arguments import Arguments
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.mesh import Place
@@ -47,7 +45,7 @@ from upshift.training.hf_trainer.arguments import (
 from upshift.training.hf_trainer.choose_plan import Choice, correct
 from upshift.training.hf_trainer.distributed import SharedTraining
 from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.hf_trainer.monitor import NotedSteps, numbers_watched, without_their_own
+from upshift.training.hf_trainer.monitor import NotedSteps, numbers_watched, report, tell, without_their_own
 from upshift.training.hf_trainer.plan_mixin import Choosing
 from upshift.training.hf_trainer.planned_state import PlannedState
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepOfRanks, fewest_rows, halve_part, zero_gradients
@@ -63,38 +61,6 @@ from upshift.training.prepare import (
     losses_in_fp32,
     set_process,
 )
-from upshift.units import gib
-
-
-def report(choice: Choice) -> list[str]:
-    """Return lines that show the plan, its expected speed beside the plain default, and the reasons."""
-    if choice.planning is None or choice.candidate is None:
-        return [f"your own settings run: {choice.reason}"]
-    planning, candidate = choice.planning, choice.candidate
-    plain = choice.proof.default.best.tokens_per_second if choice.proof else planning.default.tokens_per_second
-    known = "measured" if choice.proof else "predicted"
-    lines = [
-        f"plan: {choice.plan.label()}",
-        f"{known}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
-        f"peak {gib(candidate.memory.peak):.2f} GiB, held {gib(candidate.resident):.2f} GiB",
-    ]
-    if choice.proof is not None:
-        lines += [f"  {note}" for note in choice.proof.notes]
-    for reason in planning.reasons_for(choice.plan):
-        lines.append(f"  {reason.choice}={reason.value}: {reason.why} ({reason.runner_up}: {reason.runner_up_cost})")
-    lines.append(f"  dataloader_num_workers={choice.num_workers}: {choice.loading}")
-    return lines
-
-
-def trial_line(tried: Tried) -> str:
-    speed = tried.best.tokens_per_second
-    return f"tried {tried.candidate.plan.label()}: {tried.failure or f'{speed or 0.0:,.0f} tokens/s'}"
-
-
-def tell(line: str) -> None:
-    sys.stderr.write(f"upshift: {line}\n")
-    sys.stderr.flush()
-
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 

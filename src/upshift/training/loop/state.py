@@ -18,8 +18,8 @@ from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
-from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, sealed, unsealed, writing
-from upshift.training.checkpoint.state import SavedState
+from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
+from upshift.training.checkpoint.state import SavedState, sealed, unsealed
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Place
 from upshift.training.job.request import Job

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint.directory import checksums_of, sealed, unsealed
+from upshift.training.checkpoint.state import checksums_of, sealed, unsealed
 from upshift.value import Value, first_problem
 
 logger = logging.getLogger(__name__)

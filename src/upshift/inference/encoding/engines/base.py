@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.encoding.model_config import Recipe
-from upshift.inference.encoding.run import Batch
 from upshift.inference.registry import EngineSetup
+from upshift.inference.tokenizer import padded_rows
 from upshift.inference.weights import stored_for
 from upshift.models.source import ModelSource
 
@@ -114,3 +114,28 @@ def _states_of_one(recipe: Recipe, model: Any) -> Any:
     device = next(model.parameters()).device
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
     return _forward(model, recipe)(ids, None)  # a mask's values are looked at, and on the meta device it has none
+
+
+class Batch(NamedTuple):
+    """A batch of texts, padded on the right. ``places`` holds the positions of its texts in the input."""
+
+    ids: np.ndarray  # [B, S] int64
+    mask: np.ndarray  # [B, S] int64
+    places: list[int]
+
+
+def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Return the places of the texts of each batch, longest first. A padded batch has at most ``token_budget``
+    tokens, or is one text."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def padded(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
+    for places in batches:
+        yield Batch(*padded_rows([tokens[place] for place in places], pad=pad), places)

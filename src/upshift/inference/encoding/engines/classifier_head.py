@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from upshift.inference.encoding.engines.base import Build, load_forward
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, load_forward
 from upshift.inference.torch_settings import computing
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from upshift.atomic_file import make_once
-from upshift.inference.encoding.engines.base import Build, in_order
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, in_order
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows
 MOST_STREAMS = 4  # batches at once: products of one are too small for many cores

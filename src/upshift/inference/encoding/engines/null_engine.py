@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Build
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build
 
 
 class NothingEngine:

@@ -24,8 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Build, in_order, load_forward
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, in_order, load_forward
 from upshift.inference.torch_settings import DTYPES, UNLIKE, computing
 from upshift.internals.torch_names import ERASED, EXPORT_ERROR, LINEAR_POINTWISE, METADATA_CHECK, REORDER_WEIGHT
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from upshift.atomic_file import make_once
-from upshift.inference.encoding.engines.base import Build, load_forward
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, load_forward
 
 
 class OnnxRuntimeEngine:

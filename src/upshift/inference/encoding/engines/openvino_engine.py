@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Build, in_order, load_forward
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, in_order, load_forward
 from upshift.inference.openvino_runtime import core, int8_weights, make
 from upshift.inference.weights import OPENVINO_FILE
 

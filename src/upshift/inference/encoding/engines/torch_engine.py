@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from upshift.inference.encoding.engines.base import Build, load_forward
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build, load_forward
 from upshift.inference.torch_settings import DTYPES, UNLIKE, computing, layers_to_compile
 
 
