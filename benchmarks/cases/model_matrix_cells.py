@@ -35,7 +35,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout, layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import find_place
+from upshift.training.distributed.mesh import init_mesh
 from upshift.training.prepare import computing, load_or_build, prepare, set_process
 from upshift.training.step import Stepper
 
@@ -171,7 +171,7 @@ def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[fl
     source = find_model(str(model.folder))
     set_process(plan)
     torch.set_num_threads(1)
-    place = find_place(plan)
+    place = init_mesh(plan)
     ready = prepare(load_or_build(source, plan, from_config=False, seed=0), plan, place)
     objective = objective_of(source)
     arguments = Arguments(max_steps=1000, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=0.0)

@@ -125,12 +125,12 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     from upshift.training.batches.layout import layout_for, objective_of
     from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-    from upshift.training.distributed.mesh import find_place
+    from upshift.training.distributed.mesh import init_mesh
     from upshift.training.prepare import load_or_build, prepare, set_process
     from upshift.training.step import Stepper
 
     set_process(plan)
-    place, source = find_place(plan), find_to_train(str(folder / "model"))
+    place, source = init_mesh(plan), find_to_train(str(folder / "model"))
     model = prepare(load_or_build(source, plan, from_config=True, seed=1), plan, place)
     generator = np.random.default_rng(0)
     words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]

@@ -16,7 +16,7 @@ from upshift.debugging import DebugUnderflowOverflow, NumericsError
 from upshift.planning.plan import Plan
 from upshift.training import process_group
 from upshift.training.arguments import Arguments
-from upshift.training.distributed.mesh import find_place
+from upshift.training.distributed.mesh import init_mesh
 from upshift.training.prepare import prepare
 from upshift.training.process_group import join_processes, rank_environment
 from upshift.training.step import Stepper
@@ -36,7 +36,7 @@ def work(given: dict[str, Any]) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     plan, folder = given["plan"], Path(given["said"])
-    place = find_place(plan)
+    place = init_mesh(plan)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.fill_(3e38)
     prepared = prepare(model, plan, place)

@@ -40,12 +40,12 @@ def growth(load: Any) -> tuple[Any, float]:
 
 def compare(given: tuple[str, Case]) -> dict[str, Any]:
     from upshift.models.source import find_model
-    from upshift.training.distributed.mesh import find_place, gather
+    from upshift.training.distributed.mesh import all_gather_objects, init_mesh
     from upshift.training.prepare import load_or_build, load_shared, prepare
 
     folder, case = given
     plan, source = a_plan(case), find_model(folder)
-    place = find_place(plan)
+    place = init_mesh(plan)
     found, sliced = growth(lambda: load_shared(source, plan, place, seed=0))
     assert found is not None
     mine = {name: local(tensor).clone() for name, tensor in found[0].state_dict().items()}
@@ -53,7 +53,7 @@ def compare(given: tuple[str, Case]) -> dict[str, Any]:
     whole, all_of_it = growth(lambda: prepare(load_or_build(source, plan, from_config=False, seed=0), plan, place))
     theirs = {name: local(tensor) for name, tensor in whole.state_dict().items()}
     same = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    return {"same": all(gather(same, plan)), "sliced": sliced, "whole": all_of_it, "tensors": len(mine)}
+    return {"same": all(all_gather_objects(same, plan)), "sliced": sliced, "whole": all_of_it, "tensors": len(mine)}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

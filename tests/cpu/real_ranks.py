@@ -33,7 +33,7 @@ from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch, Position
-from upshift.training.distributed.mesh import find_place
+from upshift.training.distributed.mesh import init_mesh
 from upshift.training.prepare import prepare
 from upshift.training.process_group import join_processes
 from upshift.training.step import Stepper
@@ -46,7 +46,7 @@ ops = torch.ops._c10d_functional
 
 def a_step(case: dict[str, Any]) -> Callable[[], None]:
     plan = Plan(**case["plan"])
-    place = find_place(plan)
+    place = init_mesh(plan)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case["model"])).train()
     for name, module in model.named_modules():

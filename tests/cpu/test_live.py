@@ -28,7 +28,7 @@ from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model, find_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, trial_server
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.prepare import computing, load_or_build, prepare
 
 LLAMA = LlamaConfig(
@@ -205,7 +205,7 @@ def test_a_peft_model_has_the_loss_and_gradients_of_plain_peft_under_every_plan(
 
     plan = plan_of(**PLANS[name])
     expected, gradients = loss_and_gradients(lora_with_weights(), None)
-    found, others = loss_and_gradients(prepare(lora_with_weights(), plan, Place(plan)), plan)
+    found, others = loss_and_gradients(prepare(lora_with_weights(), plan, Mesh(plan)), plan)
     assert found == pytest.approx(expected, rel=1e-6)
     assert gradients.keys() == others.keys() and all("lora" in name for name in gradients)
     for parameter, gradient in gradients.items():

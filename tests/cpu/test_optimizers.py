@@ -29,7 +29,7 @@ from upshift.training.arguments import Arguments, LearningRateSchedule
 from upshift.training.batches.sampler import Position
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.optimizers.build import build_optimizer, parameter_groups, update_in_backward
 from upshift.training.optimizers.cpu_offload import OnHost
 from upshift.training.optimizers.schedule import build_schedule
@@ -372,9 +372,9 @@ def test_in_backward_refuses_what_it_cannot_do() -> None:
         ({"precision": "fp16"}, {"max_grad_norm": 0.0}, "cannot skip a step"),
     ):
         with pytest.raises(RequestError, match=words):
-            Stepper(llama(), Place(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
+            Stepper(llama(), Mesh(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
     with pytest.raises(RequestError, match="rounds its updates of bf16 weights to the nearest"):
-        Stepper(llama(), Place(a_plan(optim="sgd", precision="bf16-weights")), arguments())
+        Stepper(llama(), Mesh(a_plan(optim="sgd", precision="bf16-weights")), arguments())
 
 
 def test_an_optimizer_of_one_file_trains(tmp_path: Path) -> None:

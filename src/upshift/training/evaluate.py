@@ -10,7 +10,7 @@ from torch import nn
 
 from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.fsdp import let_go
+from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
 from upshift.training.prepare import computing, loss_of
 
@@ -30,7 +30,7 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> fl
             total, num_labels = (_by_stages if plan.layout.pipeline_parallel > 1 else _whole)(model, plan, batches)
     finally:
         model.train()
-        let_go(model)
+        reshard_weights(model)
     if plan.num_processes > 1:
         sums = torch.tensor([total, num_labels], dtype=torch.float64, device=plan.device)
         dist.all_reduce(sums)

@@ -45,11 +45,11 @@ from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import has_adapter, read_adapter
 from upshift.training.checkpoint.sharded import parts_of
-from upshift.training.distributed.context_parallel import share_context
+from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
-from upshift.training.distributed.mesh import Place
-from upshift.training.distributed.parallelize import divide
-from upshift.training.distributed.pipeline_stage import layers_of_stages, modules_of
+from upshift.training.distributed.mesh import Mesh
+from upshift.training.distributed.parallelize import parallelize
+from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial
 from upshift.training.process_group import rank_environment
@@ -188,7 +188,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     return whole
 
 
-def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
+def load_shared(source: ModelSource, plan: Plan, place: Mesh, *, seed: int) -> tuple[nn.Module, int] | None:
     """Run ``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files.
 
     Return the model and the number of parameters of the whole, or None if the model is built whole.
@@ -239,24 +239,24 @@ def _quantizing(source: ModelSource) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
-def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
+def prepare(model: nn.Module, plan: Plan, place: Mesh) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move the rank's part to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model = divide(model, place)
+    model = parallelize(model, place)
     is_empty = any(parameter.is_meta for parameter in model.parameters())  # it is filled last (own_slices.py)
     if plan.weight_offload == "none" and not plan.layout.gathers and not is_empty:
         model.to(plan.device)
     elif plan.weight_offload != "none":
         for weight in (weight for weight in model.parameters() if weight.requires_grad):
             weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
-    modules = modules_of(model)
+    modules = stage_modules(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
         if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
-    share_context(bases, place)
-    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    apply_context_parallel(bases, place)
+    recomputed_layers = layers_per_stage(plan.activation_checkpointing, modules)
     for module, recomputed in zip(modules, recomputed_layers, strict=True):
         recompute_layers(module, recomputed, plan.recompute_granularity)
         recompute_offloaded(module)

@@ -17,11 +17,16 @@ from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.fsdp import KeepPace, announce, can_keep_pace
-from upshift.training.distributed.gradients import Overlap, agree_on_tied, overlaps, sum_loss
-from upshift.training.distributed.mesh import Place, highest
+from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up, set_last_micro_batch
+from upshift.training.distributed.gradients import OverlappedSums, can_overlap, copy_tied_weights, sum_loss
+from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
+from upshift.training.distributed.weight_update import (
+    agree_on_overflow,
+    clip_all_gradients,
+    make_update_sharding,
+    sum_gradients_over_job,
+)
 from upshift.training.elastic.replica import Copies
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
@@ -46,7 +51,7 @@ class Stepper:
     """The holder of what changes from step to step: weights, optimizer, schedule, loss scale."""
 
     def __init__(
-        self, model: nn.Module, place: Place, arguments: Arguments, *,
+        self, model: nn.Module, place: Mesh, arguments: Arguments, *,
         on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         plan = place.plan
@@ -57,7 +62,7 @@ class Stepper:
         self.place = place
         self.plan = plan
         self.arguments = arguments
-        self.optimizer = build_optimizer(model, plan, arguments, division=division_of(model, place))
+        self.optimizer = build_optimizer(model, plan, arguments, division=make_update_sharding(model, place))
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
@@ -66,8 +71,8 @@ class Stepper:
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
-        self._pace = KeepPace(model, place, on_failure=self._look) if can_keep_pace(plan.layout) else None
-        self._overlap = Overlap(model, place, on_failure=self._look) if overlaps(plan) else None
+        self._pace = OomCatchUp(model, place, on_failure=self._look) if can_catch_up(plan.layout) else None
+        self._overlap = OverlappedSums(model, place, on_failure=self._look) if can_overlap(plan) else None
         self._halving = Halving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
@@ -90,7 +95,7 @@ class Stepper:
     def _level(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         if self._pace is None:
             return micro_batches
-        missing = highest(len(micro_batches), self.plan) - len(micro_batches)
+        missing = all_reduce_max(len(micro_batches), self.plan) - len(micro_batches)
         return micro_batches + [stand_in(micro_batches[-1])] * missing
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
@@ -151,7 +156,7 @@ class Stepper:
             return torch.zeros((), device=self.plan.device)
         together = self._pace or self._overlap
         if together is None:
-            announce(self.model, self.plan, last=last)
+            set_last_micro_batch(self.model, self.plan, last=last)
             return self._pass(micro_batch, num_label_tokens)
         return together.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
 
@@ -167,18 +172,18 @@ class Stepper:
         if self._copies is not None:
             self._copies.sum_up(self.model.parameters(), total)
         overlapped = self._overlap is not None and self._overlap.summed
-        sum_up(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
+        sum_gradients_over_job(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
         sum_loss(total, self.place)
         self.scaler.unscale_(self.optimizer)
         agree_on_overflow(self.scaler, self.optimizer, self.place)
         norm = None
         if self.arguments.max_grad_norm:
-            norm = clip_all(self.optimizer, self.model, self.place, self.arguments.max_grad_norm)
+            norm = clip_all_gradients(self.optimizer, self.model, self.place, self.arguments.max_grad_norm)
         loss = float(total)
         check_finite(loss)
         self.scaler.step(self.optimizer)
         if rounds_stochastically(self.plan):
-            agree_on_tied(self.model)
+            copy_tied_weights(self.model)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()

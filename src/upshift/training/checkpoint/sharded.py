@@ -37,7 +37,7 @@ from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.model import saved_state
 from upshift.training.checkpoint.optimizer import placed, plain_name
 from upshift.training.checkpoint.state import checksums_of
-from upshift.training.distributed.mesh import gather
+from upshift.training.distributed.mesh import all_gather_objects
 from upshift.training.optimizers.cpu_offload import OnHost
 from upshift.training.optimizers.sharded import OnParts
 from upshift.value import Value
@@ -168,7 +168,7 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: P
     here = {"weights": weights_here(model), "optimizer": {} if optimizer is None else dict(state_here(model, optimizer))}
     said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
     first: dict[tuple[str, str, str], int] = {}
-    for number, known in enumerate(gather(said, plan)):
+    for number, known in enumerate(all_gather_objects(said, plan)):
         for (kind, name), piece in known.items():
             first.setdefault((kind, name, piece.to_json()), number)
     found = {

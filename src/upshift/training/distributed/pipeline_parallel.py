@@ -22,7 +22,7 @@ from upshift.internals.torch_names import PIPELINE_SCHEDULE, PIPELINE_STAGE, SCH
 from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.distributed.context_parallel import padded_width
-from upshift.training.distributed.pipeline_stage import Stage, modules_of
+from upshift.training.distributed.pipeline_stage import Stage, stage_modules
 from upshift.training.prepare import activations_on_host, autocast, computing, no_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
@@ -45,7 +45,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
+SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # the others take a list of stages
 
 
 class PipelineStage:
@@ -166,12 +166,12 @@ class PipelineStage:
         return ()
 
 
-def make_stage(module: nn.Module, plan: Plan) -> Any:
+def make_torch_stage(module: nn.Module, plan: Plan) -> Any:
     return type("PipelineStageOfRank", (PipelineStage, PIPELINE_STAGE.get()), {})(module, plan)
 
 
 @contextlib.contextmanager
-def own_words() -> Iterator[None]:
+def unwrap_stage_errors() -> Iterator[None]:
     """Raise the error of a stage itself. Torch would put it behind an error of its own, with every tensor's shape."""
     try:
         yield
@@ -187,8 +187,8 @@ class Pipeline:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
         self.plan = plan
-        self.modules = modules_of(model)
-        self.stages = [make_stage(module, plan) for module in self.modules]
+        self.modules = stage_modules(model)
+        self.stages = [make_torch_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}
         self._scale: Scale = lambda loss: loss
@@ -218,9 +218,9 @@ class Pipeline:
         for stage in self.stages:
             stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
         self._total = torch.zeros((), device=self.plan.device)
-        inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
+        inputs = [to_tensors(_with_labels(micro_batch), self.plan.device) for micro_batch in taken]
         shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
-        with self._computing(), own_words():
+        with self._computing(), unwrap_stage_errors():
             SCHEDULE_STEP.of(schedule)(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
             stage.settle()
@@ -239,7 +239,7 @@ class Pipeline:
         Schedules of several stages take micro-batches in rounds of one size.
         """
         taken = list(micro_batches)
-        if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
+        if self.plan.layout.pipeline_schedule not in SINGLE_STAGE_SCHEDULES:
             filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
             while len(taken) % max(1, len(taken) // self.plan.layout.pipeline_parallel):
                 taken.append(filling)
@@ -248,7 +248,7 @@ class Pipeline:
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             name = self.plan.layout.pipeline_schedule
-            stages: Any = self.stages[0] if name in OF_ONE_STAGE else self.stages
+            stages: Any = self.stages[0] if name in SINGLE_STAGE_SCHEDULES else self.stages
             self._schedules[micro_batches] = SCHEDULES[name](stages, micro_batches, loss_fn=self._loss, scale_grads=False)
         return self._schedules[micro_batches]
 
@@ -258,7 +258,7 @@ class Pipeline:
         return self._scale(counted)
 
 
-def _labelled(micro_batch: MicroBatch) -> MicroBatch:
+def _with_labels(micro_batch: MicroBatch) -> MicroBatch:
     """Return the micro-batch, with labels if it has none. It keeps ranks in step: its loss counts nothing, but must be a
     number."""
     if micro_batch.num_label_tokens:

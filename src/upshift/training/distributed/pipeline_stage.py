@@ -33,14 +33,14 @@ from upshift.models.build import find_stacks
 from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 
 ROWS, WIDTH = 3, 7  # of the tokens that it runs on: a dimension that is one of them, or their product, grows with it
 INSTEAD = "use fully_shard=weights, or tensor_parallel, in place of pipeline_parallel"
 
 
 @dataclass
-class Parts:
+class ModelSplit:
     """The paths of modules that have weights ``before`` the layers, with the shape of each output, and ``after`` them."""
 
     stack: str
@@ -55,11 +55,11 @@ class Parts:
         return [parameter for parameter in before if id(parameter) in after]
 
 
-def find_parts(model: nn.Module) -> Parts:
+def find_split(model: nn.Module) -> ModelSplit:
     """Return the parts of a model with one stack of layers. Raise RequestError if it does not come apart."""
     ((stack, layers),) = find_stacks(model)
-    parts = Parts(stack)
-    siblings = _siblings(model, stack)
+    parts = ModelSplit(stack)
+    siblings = _modules_beside_stack(model, stack)
     outputs: dict[str, Any] = {}
     called: list[str] = []  # paths in their order, the stack among them
 
@@ -69,24 +69,24 @@ def find_parts(model: nn.Module) -> Parts:
 
     hooks = [module.register_forward_hook(partial(record, path)) for path, module in siblings.items()]
     try:
-        with _one_layer(model, stack, layers, called) as hidden:
+        with _run_first_layer_alone(model, stack, layers, called) as hidden:
             _run(model)
     finally:
         for hook in hooks:
             hook.remove()
-    parts.hidden_shape = _shape(hidden[0], "its layers", stack)
+    parts.hidden_shape = _shape_function(hidden[0], "its layers", stack)
     start = called.index(stack)
     for path in siblings:
         if path in called[:start] and path in called[start:]:
             raise RequestError(f"the model's {path} is needed before and after its layers; {INSTEAD}")
         if path in called[:start]:
-            parts.before[path] = _shape(outputs[path], path, stack)
+            parts.before[path] = _shape_function(outputs[path], path, stack)
         else:
             parts.after.append(path)
     return parts
 
 
-def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+def _modules_beside_stack(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return modules with weights beside the stack and beside the modules that hold it, by path."""
     found: dict[str, nn.Module] = {}
     path = ""
@@ -104,7 +104,9 @@ def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def _one_layer(model: nn.Module, stack: str, layers: nn.ModuleList, called: list[str]) -> Iterator[list[torch.Tensor]]:
+def _run_first_layer_alone(
+    model: nn.Module, stack: str, layers: nn.ModuleList, called: list[str]
+) -> Iterator[list[torch.Tensor]]:
     """Run the first layer while open, and return its output from every other layer. Yield the list that its input will be put
     into."""
     hidden: list[torch.Tensor] = []
@@ -143,7 +145,7 @@ def _run(model: nn.Module) -> None:
         model(input_ids=ids, labels=ids, **extra)
 
 
-def _shape(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, ...]]:
+def _shape_function(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, ...]]:
     """Return a function for the shape of ``made`` with any number of rows and tokens a row."""
     if not isinstance(made, torch.Tensor):
         raise RequestError(f"{what} makes more than one tensor for {stack}; {INSTEAD}")
@@ -159,7 +161,7 @@ def _shape(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, 
 Shape = Callable[[int, int], tuple[int, ...]]  # of hidden states, from rows and tokens a row
 
 
-class Ended(Exception):
+class StageEnd(Exception):
     """The last layer of a stage has run. The rest of the forward pass belongs to another stage."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -188,7 +190,7 @@ class StageLayers(nn.ModuleList):
         return self._shown()[index]
 
 
-class PartOfConfig:
+class SlicedConfig:
     """A config whose lists of one entry a layer are cut down to those of some layers."""
 
     def __init__(self, whole: Any, lists: dict[str, Any]) -> None:
@@ -200,7 +202,7 @@ class PartOfConfig:
         return getattr(self.__dict__["whole"], name)
 
 
-class Absent(nn.Module):
+class FirstStagePlaceholder(nn.Module):
     """A stand-in for a module of the first stage. It returns zeros of the shape that the module made."""
 
     stage: Stage
@@ -217,7 +219,7 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Bound:
+class LayerInStage:
     """A layer as the model's forward pass meets it in a running stage."""
 
     layer: nn.Module
@@ -233,14 +235,14 @@ class Bound:
             args, kwargs = self.stage.enter(args, kwargs)
         output = self.layer(*args, **kwargs)
         if self.is_last:
-            raise Ended(output if isinstance(output, torch.Tensor) else output[0])
+            raise StageEnd(output if isinstance(output, torch.Tensor) else output[0])
         return output
 
 
 class Stage:
     """One of ``count`` stages, and the hidden states for its next forward pass."""
 
-    def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, parts: ModelSplit, index: int, count: int, group: dist.ProcessGroup) -> None:
         self.index = index
         self.count = count
         self.group = group
@@ -255,7 +257,7 @@ class Stage:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # in the first and the last stage
 
-    def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
+    def _cut(self, model: nn.Module, parts: ModelSplit) -> StageLayers:
         parent_path, _, name = parts.stack.rpartition(".")
         parent = model.get_submodule(parent_path)
         whole: nn.ModuleList = getattr(parent, name)
@@ -265,7 +267,7 @@ class Stage:
         for path in parts.after if not self.is_last else ():
             _replace(model, path, None)
         for path, shape in parts.before.items() if not self.is_first else ():
-            _replace(model, path, Absent(shape, self))
+            _replace(model, path, FirstStagePlaceholder(shape, self))
         layers = StageLayers({str(number): whole[number] for number in range(first, last)})
         setattr(parent, name, layers)
         config = getattr(parent, "config", None)
@@ -275,7 +277,7 @@ class Stage:
                 for key, value in vars(config).items()
                 if isinstance(value, list) and len(value) == len(whole)
             }
-            parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
+            parent.config = SlicedConfig(config, lists)  # type: ignore[assignment]
         return layers
 
     @property
@@ -292,12 +294,12 @@ class Stage:
         """Return the model's own output in the last stage, and hidden states in all others."""
         last = len(self._layers) - 1
         self.rows_and_width = tuple(inputs["input_ids"].shape)
-        self._layers.wrap = lambda number, layer: Bound(
+        self._layers.wrap = lambda number, layer: LayerInStage(
             layer, self, is_first=number == 0 and not self.is_first, is_last=number == last and not self.is_last
         )
         try:
             output = self._forward(**inputs)
-        except Ended as end:
+        except StageEnd as end:
             output = end.hidden
         finally:
             self._layers.wrap = None
@@ -310,7 +312,7 @@ class Stages(nn.ModuleList):
     """The stages of a rank that has several. Names of weights are the whole model's, after the number of the stage."""
 
 
-def stage_of(model: nn.Module, place: Place) -> nn.Module:
+def cut_stage(model: nn.Module, place: Mesh) -> nn.Module:
     """Return the rank's stage of ``model``, cut out in place, or its ``Stages``, or the whole model if there is no pipeline.
 
     Each has its ``Stage`` as ``pipeline_stage``. Raise RequestError for a model that does not come apart.
@@ -319,17 +321,17 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     ranks = layout.pipeline_parallel
     if place.mesh is None or ranks == 1:
         return model
-    parts = find_parts(_to_run(model))
+    parts = find_split(_runnable_model(model))
     group = place.mesh.get_group("pipeline")
     count = ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
-        return as_stage(model, Stage(model, parts, place.stage, count, group))
-    alike = [_with_own_path(model, parts.stack) for _ in own]
-    return Stages([as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
+        return bind_stage(model, Stage(model, parts, place.stage, count, group))
+    alike = [_copy_path(model, parts.stack) for _ in own]
+    return Stages([bind_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
 
 
-def _to_run(model: Any) -> Any:
+def _runnable_model(model: Any) -> Any:
     """Return the model itself. If its weights are not read yet, return the same model with its buffers on the meta device too."""
     if not next(model.parameters()).is_meta:
         return model
@@ -337,12 +339,12 @@ def _to_run(model: Any) -> Any:
         return type(model)(model.config)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
+def stage_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` that run as models of their own: each stage of a rank, or all of it."""
     return list(model) if isinstance(model, Stages) else [model]
 
 
-def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
+def layers_per_stage(layers: int, modules: list[nn.Module]) -> list[int]:
     """Return how many of the first ``layers`` layers fall to each of these stages. A rank has its share, in its first stages."""
     stages = [getattr(module, "pipeline_stage", None) for module in modules]
     if stages[0] is None:
@@ -357,7 +359,7 @@ def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
     return found
 
 
-def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
+def why_not_pipeline_parallel(model: nn.Module, plan: Plan) -> str | None:
     """Return why the model's layers cannot be shared by depth as the plan says, and the next best, or None.
 
     These reasons are known without running the model.
@@ -386,7 +388,7 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+def bind_stage(model: nn.Module, stage: Stage) -> nn.Module:
     """Return ``model``, which was cut to ``stage``, set up to run as this stage."""
     model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
     model.pipeline_stage = stage  # type: ignore[assignment]
@@ -398,11 +400,11 @@ def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
     setattr(model.get_submodule(parent_path), name, module)
 
 
-def _with_own_path(model: nn.Module, path: str) -> nn.Module:
+def _copy_path(model: nn.Module, path: str) -> nn.Module:
     """Return a copy of the modules from ``model`` down to ``path``, whose other children are the same."""
     own = copy.copy(model)
     own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
     name, _, rest = path.partition(".")
     if rest:
-        CHILDREN.of(own)[name] = _with_own_path(model.get_submodule(name), rest)
+        CHILDREN.of(own)[name] = _copy_path(model.get_submodule(name), rest)
     return own

@@ -31,7 +31,7 @@ from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.batches.user_batches import CollatedRows, NotRows
 from upshift.training.checkpoint.rng import undisturbed_rng
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     OWN_LOOP_OPTIMIZERS,
     allowed_by_hand,
@@ -317,7 +317,7 @@ class Choosing(LibraryTrainer):
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
         problem = not_in_trainer(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
-        return problem if problem is not None or self._upshift_is_divided else cannot_run(plan, self.model)
+        return problem if problem is not None or self._upshift_is_divided else why_cannot_run(plan, self.model)
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:

@@ -30,7 +30,7 @@ from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
 from upshift.training.data.corpus import IGNORED
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.held_memory import limited_memory
 from upshift.training.hf_trainer.arguments import (
     check_devices,
@@ -268,7 +268,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         chunked = planned and not self._upshift_loss_is_of_script
         head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
         halve = partial(halve_part, plan=choice.plan)
-        place = self._upshift_place or Place(choice.plan)
+        place = self._upshift_place or Mesh(choice.plan)
         ranks = StepOfRanks(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=fewest_rows)
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         halves = ranks.can_halve and not choice.plan.optimizer_in_backward

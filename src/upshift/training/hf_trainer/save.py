@@ -35,7 +35,7 @@ from upshift.training.checkpoint.directory import check_room, remove_leftovers, 
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
-from upshift.training.distributed.mesh import on_rank_0
+from upshift.training.distributed.mesh import rank_0_first
 from upshift.training.hf_trainer.checkpoint_files import (
     TRAINER_STATE_NAME,
     check_optimizer,
@@ -309,7 +309,7 @@ class PlainSaving(LibraryTrainer):
             tokenizer=tokenizer,
             place=self._upshift_place,
         )
-        with on_rank_0(self._upshift_place.plan), writing_model(directory):
+        with rank_0_first(self._upshift_place.plan), writing_model(directory):
             if self.args.should_save:
                 self._upshift_write_extras(directory)
         if self.args.push_to_hub and not _internal_call:

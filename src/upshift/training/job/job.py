@@ -23,7 +23,7 @@ from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.elastic.supervisor import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
@@ -82,7 +82,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     """Raise RequestError for all that can be known to be wrong before files are touched."""
     if job.plan.mup_base:
         check_random(from_config=job.from_config)
-    problem = cannot_run(job.plan)
+    problem = why_cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
     if job.heal:
@@ -92,7 +92,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     source = job.source()
     problem = why_not_isolated(isolation_of(source), job.plan)
     if problem is None and job.plan.layout != ALONE:
-        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
+        problem = why_cannot_run(job.plan, Tracer(source).whole(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:

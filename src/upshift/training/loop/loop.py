@@ -21,7 +21,7 @@ from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.checkpoint.sharded import is_divided
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import find_place, highest, on_rank_0
+from upshift.training.distributed.mesh import all_reduce_max, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import Again, Copies
 from upshift.training.evaluate import evaluate
@@ -102,7 +102,7 @@ class TrainingLoop:
         self.output = Path(job.output)
         self._on_event = on_event
         set_process(self.plan)
-        self.place = find_place(self.plan)
+        self.place = init_mesh(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
             sequences=data.training, global_batch=job.global_batch, layout=self.layout,
@@ -257,7 +257,7 @@ class TrainingLoop:
             number = 3
         if self.saves.has_failed:
             number = 4
-        return REASONS[highest(number, self.plan) if self.copies is None else self.copies.highest(number)]
+        return REASONS[all_reduce_max(number, self.plan) if self.copies is None else self.copies.highest(number)]
 
     def _evaluate(self) -> None:
         done = self.progress
@@ -284,7 +284,7 @@ class TrainingLoop:
         if self.saved_step == self.progress.step or self._is_silent:
             return
         self.saves.finish()
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output)
         with self._phase("save"):
@@ -301,7 +301,7 @@ class TrainingLoop:
             return
         with self._phase("save"):
             self.saves.save_model(self.output, self.job.source(), self.data.tokenizer)
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output, finished=True)
                 self._tell(Saved(str(self.output), self.progress.step))

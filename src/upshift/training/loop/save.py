@@ -10,7 +10,7 @@ from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.by_ranks import Seal, export, load_shared, save_parts, shares
 from upshift.training.checkpoint.checkpoint import TrainState, capture_rng, load_checkpoint, save_checkpoint, save_model
 from upshift.training.checkpoint.sharded import is_divided
-from upshift.training.distributed.mesh import Place, gather, highest, on_rank_0, together
+from upshift.training.distributed.mesh import Mesh, all_gather_objects, all_reduce_max, gather_errors, rank_0_first
 from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.prepare import skeleton
@@ -24,7 +24,7 @@ class Saves:
     raised on all.
     """
 
-    def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
+    def __init__(self, place: Mesh, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
         self.place = place
         self.plan = place.plan
         self.stepper = stepper
@@ -46,14 +46,14 @@ class Saves:
         options: dict[str, Any] = dict(
             model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
             scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
-            rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
+            rngs=all_gather_objects(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:
             path, self._seal = save_parts(output, place=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.place.rank == 0:
                 self._under_way = Saved(str(save_checkpoint(output, **options)), state.step)
 
@@ -62,14 +62,14 @@ class Saves:
         if self._under_way is None:
             return
         waits = self._writer.is_working or self._writer.has_failed
-        if highest(waits, self.plan) if self._seal is not None else waits:
+        if all_reduce_max(waits, self.plan) if self._seal is not None else waits:
             return
         self._writer.wait()
         seal = self._seal
         said = self._under_way
         self._seal = self._under_way = None
         if seal is not None:
-            with on_rank_0(self.plan):
+            with rank_0_first(self.plan):
                 if self.place.rank == 0:
                     seal()
         self.meter.saving(begins=False)
@@ -77,7 +77,7 @@ class Saves:
 
     def finish(self) -> None:
         """Wait until no save is under way. Raise JobFailed if the checkpoint could not be written."""
-        with together(self.plan) if self._seal is not None else on_rank_0(self.plan):
+        with gather_errors(self.plan) if self._seal is not None else rank_0_first(self.plan):
             self._writer.wait()
         self.notice()
 
@@ -88,12 +88,12 @@ class Saves:
             bare = partial(skeleton, model, source, self.plan)
             export(output, model=model, tokenizer=tokenizer, skeleton=bare, place=self.place)
             return
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.place.rank == 0:
                 save_model(output, model, tokenizer)
 
 
-def load(checkpoint: Path, stepper: Stepper, place: Place) -> TrainState:
+def load(checkpoint: Path, stepper: Stepper, place: Mesh) -> TrainState:
     """Load a checkpoint into the stepper. All ranks call it."""
     into: dict[str, Any] = {
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,

@@ -21,7 +21,7 @@ from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, sealed, unsealed
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load
@@ -163,7 +163,7 @@ class Progress:
         self.tokens.append(self.tokens[-1] + outcome.num_tokens)
         self.losses.append(outcome.loss)
 
-    def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Place) -> None:
+    def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Mesh) -> None:
         state = load(checkpoint, stepper, place)
         self.step = state.step
         self.position = state.position
@@ -213,7 +213,7 @@ class Progress:
         )  # fmt: skip
         self.write_run(folder)
 
-    def read_from(self, folder: Path, stepper: Stepper, place: Place) -> None:
+    def read_from(self, folder: Path, stepper: Stepper, place: Mesh) -> None:
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
         self.run = Run.read(folder)

@@ -20,7 +20,7 @@ from upshift.models.adapter import base_of
 from upshift.record import Record
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import slowest
+from upshift.training.distributed.mesh import largest_seconds
 from upshift.training.held_memory import held_peak_bytes
 from upshift.training.job.processes import main
 from upshift.training.job.request import Job
@@ -66,7 +66,7 @@ class ProfiledLoop(TrainingLoop):
             if number == SETTLING:
                 compiled = compiled_so_far()
             seconds = self._plain_step(batches)
-            plain.append(slowest(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
+            plain.append(largest_seconds(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
         resident = held_peak_bytes(self.plan)
         with _marked_head(self.stepper.model, self._marks_head()):
             memory = self._memory(batches)

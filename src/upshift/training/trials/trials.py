@@ -25,7 +25,7 @@ from upshift.planning.search.space import parse_fixed
 from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.planning.trials.select import Proof, Tried, prove, remember_trials
 from upshift.planning.trials.store import recall_proof, store_proof
-from upshift.training.distributed.parallelize import Rehearsals, cannot_run
+from upshift.training.distributed.parallelize import Rehearsals, why_cannot_run
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 TIMED_SECONDS = 3.0  # of one trial, beyond its warm-up
@@ -93,7 +93,7 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
     rehearsals = Rehearsals(source)
-    return keep_runnable(planning, lambda plan: cannot_run(plan, model) or rehearsals.reason_not(plan))
+    return keep_runnable(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.reason_not(plan))
 
 
 def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:

@@ -38,8 +38,8 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.dataset import load_data
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.pipeline_stage import modules_of
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import begin_held_peak, held_bytes, held_peak_bytes, limited_memory
 from upshift.training.job.processes import TOKENIZER
@@ -99,7 +99,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     """Run the plan and return the measurements. ``tell`` takes results before the end, on rank 0 alone."""
     plan = request.plan
     set_process(plan)
-    place = find_place(plan)
+    place = init_mesh(plan)
     base = held_bytes(plan) + bytes_left_with_parent()
     begin_held_peak(plan)
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
@@ -133,7 +133,7 @@ def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
     raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {words}")
 
 
-def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
+def _token_batches(request: TrialRequest, source: ModelSource, place: Mesh) -> Batches:
     """Return the run's own batches if there is data, else batches of random tokens, all of full length."""
     tokenizer = None
     if request.data is not None:
@@ -203,7 +203,7 @@ class Trial:
         first_update = self._give_birth()
         update = self._timed(self._update)
         if self.plan.layout.pipeline_parallel > 1:  # its micro-batches overlap, so only whole steps tell their time
-            for module in modules_of(self.stepper.model):
+            for module in stage_modules(self.stepper.model):
                 compile_layers(module, self.plan)
             return self._whole_steps(update.calm_seconds, first_update.seconds - update.seconds)
         longest = self.batches.longest
