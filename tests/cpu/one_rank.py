@@ -35,8 +35,8 @@ from upshift.training.arguments import Arguments
 from upshift.training.distributed.fsdp import set_last_micro_batch
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.weight_update import sum_gradients_over_job
-from upshift.training.prepare import loss_of, prepare
-from upshift.training.step import Stepper
+from upshift.training.prepare import compute_loss, prepare_model
+from upshift.training.step import TrainStep
 
 Step = Callable[[], None]
 
@@ -47,14 +47,14 @@ def a_step(case: dict[str, Any], place: Mesh) -> Step:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case["model"])).train()
     with mock.patch.object(nn.Module, "to", lambda module, device: module):  # fakes are there, and cannot be swapped
-        stepper = Stepper(prepare(model, plan, place), place, Arguments(max_steps=100, max_grad_norm=0.0))
+        stepper = TrainStep(prepare_model(model, plan, place), place, Arguments(max_steps=100, max_grad_norm=0.0))
     batch = full_batch(plan, place.data_rank)
 
     def step() -> None:
         for micro_batch in batch.micro_batches:
             last = micro_batch is batch.micro_batches[-1]
             set_last_micro_batch(stepper.model, plan, last=last)
-            loss = loss_of(stepper.model, plan, micro_batch)
+            loss = compute_loss(stepper.model, plan, micro_batch)
             (loss.float() * 0.5).backward()
         sum_gradients_over_job(stepper.optimizer, stepper.model, place, summed=plan.layout.gathers)
         stepper.optimizer.step()

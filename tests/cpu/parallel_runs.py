@@ -181,8 +181,8 @@ def train(case: Case) -> Result:
     from upshift.training.distributed.gradients import can_overlap
     from upshift.training.distributed.mesh import init_mesh
     from upshift.training.evaluate import evaluate
-    from upshift.training.prepare import prepare
-    from upshift.training.step import Stepper
+    from upshift.training.prepare import prepare_model
+    from upshift.training.step import TrainStep
 
     plan = a_plan(case)
     place = init_mesh(plan)
@@ -194,10 +194,10 @@ def train(case: Case) -> Result:
     if case.adapter:
         built = adapted(built)
     elements = sum(parameter.numel() for parameter in built.parameters())
-    model = prepare(built, plan, place)
+    model = prepare_model(built, plan, place)
     if case.overlapped:
         step_module.overlaps = lambda plan: True
-    stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
+    stepper = TrainStep(model, place, Arguments(**(OPTIONS | case.options)))
     step_module.overlaps = can_overlap
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)

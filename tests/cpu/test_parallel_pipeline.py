@@ -118,7 +118,9 @@ def test_stages_are_the_model(name: str) -> None:
     loss = whole(**given).loss
     loss.backward()
     parts = find_split(model)
-    first, last = (bind_stage(one, Stage(one, parts, number, 2, None)) for number, one in enumerate((model, copy.deepcopy(model))))
+    first, last = (
+        bind_stage(one, Stage(one, parts, number, 2, None)) for number, one in enumerate((model, copy.deepcopy(model)))
+    )
     sent = first(**given)
     received = sent.detach().requires_grad_()
     last.pipeline_stage.received = received

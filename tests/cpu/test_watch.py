@@ -17,7 +17,7 @@ from watched_ranks import GONE, STOPPED
 from upshift.debugging.run_report import examine_run
 from upshift.errors import JobFailed
 from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, describe_stall, find_straggler
-from upshift.training.loop.monitor import death_reported
+from upshift.training.loop.monitor import reporting_death
 
 WORLD = Path(__file__).with_name("watched_ranks.py")
 
@@ -112,11 +112,11 @@ def test_who_is_slower(own: tuple[float | None, ...], named: int | None) -> None
 
 
 def test_a_run_that_dies_leaves_where_and_why(tmp_path: Path) -> None:
-    with pytest.raises(JobFailed), death_reported(tmp_path, lambda: 7, rank=0, ranks=1):
+    with pytest.raises(JobFailed), reporting_death(tmp_path, lambda: 7, rank=0, ranks=1):
         raise JobFailed("the loss became NaN")
     (found,) = examine_run(tmp_path)
     assert "died in step 7: JobFailed: the loss became NaN" in found.what
     assert "debug='underflow_overflow'" in (found.fix or "")
-    with death_reported(tmp_path, lambda: 8, rank=0, ranks=1):
+    with reporting_death(tmp_path, lambda: 8, rank=0, ranks=1):
         pass
     assert not list(tmp_path.glob("*/rank-*.json"))  # a run that goes well takes away what the one before left

@@ -12,7 +12,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.prepare import computing, loss_of
+from upshift.training.prepare import chunked_loss, compute_loss
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
@@ -42,10 +42,10 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> fl
 def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
     total = 0.0
     num_labels = 0
-    with computing(model, plan):
+    with chunked_loss(model, plan):
         for micro_batch in (m for batch in batches for m in batch.micro_batches):
             if micro_batch.num_label_tokens or plan.layout.exchanges:
-                mean = float(loss_of(model, plan, micro_batch)) * plan.layout.context_parallel
+                mean = float(compute_loss(model, plan, micro_batch)) * plan.layout.context_parallel
                 total += mean * micro_batch.num_label_tokens
                 num_labels += micro_batch.num_label_tokens
     return total, num_labels

@@ -40,7 +40,7 @@ def held_peak_bytes(plan: Plan) -> int:
     return resident_peak_bytes()
 
 
-def begin_held_peak(plan: Plan) -> None:
+def reset_held_peak(plan: Plan) -> None:
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -61,7 +61,7 @@ def keep_freed_memory() -> None:
             raise OSError(f"mallopt({option}, {value}) was refused by the C library")
 
 
-def give_back_free_memory() -> None:
+def trim_heap() -> None:
     """Return pages of the heap that hold nothing to the kernel once, also if freed memory is kept."""
     ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
 
@@ -74,7 +74,7 @@ class HeldMemory:
     next step, so it is done half as often each time it did not last until the next look.
     """
 
-    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
+    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = trim_heap) -> None:
         self.limit_bytes = limit_bytes if platform.libc_ver()[0] == "glibc" else None
         self._give_back = give_back
         self._wait = 1

@@ -49,7 +49,7 @@ from upshift.training.checkpoint.sharded import (
 )
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedState, TrainState
 from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 Seal = Callable[[], None]
 ALIGNMENT = 64
@@ -57,7 +57,7 @@ ALIGNMENT = 64
 
 def shares(optimizer: torch.optim.Optimizer, place: Mesh) -> bool:
     """Return whether a rank has less than the whole model and optimizer state."""
-    return isinstance(optimizer, OnParts) or place.plan.layout.pipeline_parallel > 1
+    return isinstance(optimizer, ShardedOptimizer) or place.plan.layout.pipeline_parallel > 1
 
 
 def save_parts(

@@ -38,8 +38,8 @@ from upshift.training.checkpoint.model import saved_state
 from upshift.training.checkpoint.optimizer import placed, plain_name
 from upshift.training.checkpoint.state import checksums_of
 from upshift.training.distributed.mesh import all_gather_objects
-from upshift.training.optimizers.cpu_offload import OnHost
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.cpu_offload import HostOptimizer
+from upshift.training.optimizers.sharded import ShardedOptimizer
 from upshift.value import Value
 
 Interval = tuple[int, int]  # begin, end
@@ -223,9 +223,9 @@ def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that is updated here, with its parameter."""
-    if isinstance(optimizer, OnParts):
+    if isinstance(optimizer, ShardedOptimizer):
         yield from optimizer.parts.items()
-    elif isinstance(optimizer, OnHost):
+    elif isinstance(optimizer, HostOptimizer):
         yield from optimizer.copies.items()
     else:
         yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -239,7 +239,7 @@ def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor,
 
 
 def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
-    return optimizer.division.rows(parameter) if isinstance(optimizer, OnParts) else None
+    return optimizer.division.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

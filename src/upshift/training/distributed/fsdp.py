@@ -30,7 +30,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.distributed.expert_parallel import expert_modules
 from upshift.training.distributed.mesh import Mesh, OomAgreement
-from upshift.training.out_of_memory import fewest_tokens, halve, is_out_of_memory
+from upshift.training.out_of_memory import halve, is_out_of_memory, shrink_to_few_tokens
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
@@ -170,7 +170,7 @@ class OomCatchUp:
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object] = halve,
-        fewest: Callable[[Any], Any] = fewest_tokens,
+        fewest: Callable[[Any], Any] = shrink_to_few_tokens,
     ) -> None:
         self.model = model
         self.place = place

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
-from upshift.training.out_of_memory import Agreed, halve
+from upshift.training.out_of_memory import OomOnSomeRank, halve
 
 
 @dataclass(frozen=True)
@@ -188,4 +188,4 @@ class OomAgreement:
         if worst != WENT_WELL:
             if words is None:
                 self._on_failure()
-            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)
+            raise OomOnSomeRank(words or "another rank ran out of memory", final=worst == INDIVISIBLE)

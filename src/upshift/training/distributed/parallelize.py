@@ -50,10 +50,14 @@ def why_cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
         return None
     problem = _why_impossible(plan) or _missing_exchange()
     if problem is None and model is not None:
-        reasons = (
-            why_not_pipeline_parallel, why_not_tensor_parallel, why_not_expert_parallel, why_not_context_parallel, why_not_fully_shard,
-        )  # fmt: skip
-        problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
+        checks = (
+            why_not_pipeline_parallel,
+            why_not_tensor_parallel,
+            why_not_expert_parallel,
+            why_not_context_parallel,
+            why_not_fully_shard,
+        )
+        problem = next(filter(None, (check(model, plan) for check in checks)), None)
     return problem
 
 

@@ -23,7 +23,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.distributed.context_parallel import padded_width
 from upshift.training.distributed.pipeline_stage import Stage, stage_modules
-from upshift.training.prepare import activations_on_host, autocast, computing, no_cache
+from upshift.training.prepare import autocast, chunked_loss, no_cache, offload_activations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -95,7 +95,7 @@ class PipelineStage:
             self.own.received = args[0]
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
-        offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
+        offloading = offload_activations(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
         with autocast(self._plan), offloading, no_cache(self.submod):
             output = self.submod(**kwargs)
         made: torch.Tensor = output.loss if self.is_last else output
@@ -230,7 +230,7 @@ class Pipeline:
         with contextlib.ExitStack() as stack:
             for module, stage in zip(self.modules, self.stages, strict=True):
                 if stage.is_last:
-                    stack.enter_context(computing(module, self.plan))
+                    stack.enter_context(chunked_loss(module, self.plan))
             yield
 
     def _taken(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -152,9 +152,12 @@ def embedding_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) ->
 
 
 STYLES: dict[str, Callable[..., Forward]] = {
-    "colwise": colwise_forward, "rowwise": rowwise_forward,
-    "colwise_gather_output": gathered_colwise_forward, "colwise_rep": gathered_colwise_forward, "embedding_rowwise": embedding_forward,
-}  # fmt: skip
+    "colwise": colwise_forward,
+    "rowwise": rowwise_forward,
+    "colwise_gather_output": gathered_colwise_forward,
+    "colwise_rep": gathered_colwise_forward,
+    "embedding_rowwise": embedding_forward,
+}
 STANDALONE_STYLES = STYLES | {"colwise": standalone_colwise_forward}
 
 

@@ -23,7 +23,7 @@ from upshift.training.distributed.gradients import (
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.partial_gradients import sum_partial_gradients
 from upshift.training.distributed.zero1 import ShardedUpdate
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
 class ShardedWeights:
@@ -48,7 +48,7 @@ class ShardedWeights:
         pass
 
 
-def make_update_sharding(model: nn.Module, place: Mesh) -> Division | None:
+def make_update_sharding(model: nn.Module, place: Mesh) -> UpdateSharding | None:
     """Return the division of the update, or None if each rank updates all that it has, as one process does."""
     if place.plan.layout.fully_shard == "optimizer":
         return ShardedUpdate(model, place)
@@ -60,7 +60,7 @@ def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, p
 
     ``summed`` says that they are summed already over the ranks with the same weights.
     """
-    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    division = optimizer.division if isinstance(optimizer, ShardedOptimizer) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad if division is None else division.gradient(parameter)
@@ -73,13 +73,13 @@ def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, p
             sum_gradients(model, place)
         sum_partial_gradients(model, place)
     sum_tied_gradients(model, gradient_of)
-    if isinstance(optimizer, OnParts):
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.take_gradients()
 
 
 def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, place: Mesh, max_norm: float) -> float:
     """Clip the gradients. Return the norm before clipping."""
-    if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
+    if not isinstance(optimizer, ShardedOptimizer) and place.plan.layout.pipeline_parallel == 1:
         return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
     copies = tied_copies(model)
     known = list(_gradients(optimizer, model))
@@ -89,7 +89,7 @@ def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, place
 
 def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, ShardedDimensions, Tensor]]:
     """Yield this rank's part of each gradient, the ranks that divide it, and its parameter."""
-    if isinstance(optimizer, OnParts):
+    if isinstance(optimizer, ShardedOptimizer):
         for part, parameter in optimizer.parts.items():
             if part.grad is not None:
                 yield part.grad, optimizer.division.along(parameter), parameter

@@ -14,16 +14,21 @@ from upshift.training.elastic.replica import Copies, Life, job_name, result_name
 from upshift.training.job.job import record_of
 from upshift.training.job.processes import run_in
 from upshift.training.job.request import Job
-from upshift.training.loop.events import OnEvent, Told, told
+from upshift.training.loop.events import OnEvent, SentEvent, to_sent_event
 from upshift.training.loop.loop import train
 from upshift.training.loop.signals import StopRequest
 
 
-def main(path: Path, answer: Callable[[Told], None]) -> None:
+def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
     life = Life.from_file(path)
     copies = Copies(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
     run = partial(run_copy, copies=copies)
-    run_in(Path(life.folder), run, lambda event: answer(told(event)), names=(job_name(life.number), result_name(life.number)))
+    run_in(
+        Path(life.folder),
+        run,
+        lambda event: answer(to_sent_event(event)),
+        names=(job_name(life.number), result_name(life.number)),
+    )
 
 
 def run_copy(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, copies: Copies) -> Record:

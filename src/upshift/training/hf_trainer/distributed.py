@@ -32,7 +32,7 @@ from upshift.training.hf_trainer.arguments import join_ranks, take_fsdp
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.hf_trainer.step import gathered_objects, on_host
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
 class SharedTraining(LibraryTrainer):
@@ -121,7 +121,7 @@ class SharedTraining(LibraryTrainer):
 
     # The update
 
-    def _upshift_division(self) -> Division | None:
+    def _upshift_division(self) -> UpdateSharding | None:
         return (
             make_update_sharding(self.model, self._upshift_place)
             if self._upshift_place is not None and self._upshift_place.mesh is not None
@@ -130,11 +130,11 @@ class SharedTraining(LibraryTrainer):
 
     def _upshift_optimizer_of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the same optimizer over this rank's parts, if the rank has only parts."""
-        division = None if isinstance(optimizer, OnParts) else self._upshift_division()
+        division = None if isinstance(optimizer, ShardedOptimizer) else self._upshift_division()
         if division is None:
             return optimizer
         kind: Any = type(optimizer)
-        return OnParts([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
+        return ShardedOptimizer([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
 
     def _upshift_sum_gradients(self, *, summed: bool) -> None:
         if self._upshift_place is not None and self._upshift_place.mesh is not None:
@@ -153,7 +153,7 @@ class SharedTraining(LibraryTrainer):
     def _upshift_clip_and_norm(self, most: float) -> float:
         assert self._upshift_place is not None
         optimizer, scaler = self._upshift_plain_optimizer(), getattr(self.accelerator, "scaler", None)
-        if self._upshift_steps_by_batch and isinstance(optimizer, OnParts):
+        if self._upshift_steps_by_batch and isinstance(optimizer, ShardedOptimizer):
             optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:

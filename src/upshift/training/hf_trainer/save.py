@@ -60,7 +60,7 @@ from upshift.training.hf_trainer.transformers_state import (
     write_optimizer,
     write_state,
 )
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 
 class BatchRng:
@@ -185,7 +185,9 @@ class PlainSaving(LibraryTrainer):
     def _upshift_has_parts(self: Any) -> bool:
         """Return whether this rank has less than the whole model and optimizer state."""
         place = getattr(self, "_upshift_place", None)
-        return place is not None and (place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), OnParts))
+        return place is not None and (
+            place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), ShardedOptimizer)
+        )
 
     def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
         """Save the parts of all ranks while training waits."""
@@ -359,7 +361,7 @@ class PlainSaving(LibraryTrainer):
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
         if not self.args.save_only_model:
-            if not isinstance(self._upshift_plain_optimizer(), OnParts):
+            if not isinstance(self._upshift_plain_optimizer(), ShardedOptimizer):
                 check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())
             check_plain(self.lr_scheduler)
 

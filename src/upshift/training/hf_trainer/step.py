@@ -27,7 +27,7 @@ from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
 from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.hf_trainer.loss_split import Split, is_within
-from upshift.training.out_of_memory import Halving
+from upshift.training.out_of_memory import BatchHalving
 
 
 class StepOfRanks:
@@ -159,7 +159,7 @@ class BatchStep:
     loss: Loss
     backward: Callable[[Tensor], None]
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: Halving[Pair]
+    halvings: BatchHalving[Pair]
     ranks: StepOfRanks
     zero_gradients: Callable[[], None]  # instead of none
 

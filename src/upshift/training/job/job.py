@@ -28,7 +28,7 @@ from upshift.training.elastic.supervisor import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent
-from upshift.training.loop.loop import Outcome, train
+from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
@@ -107,7 +107,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         )
 
 
-def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+def record_of(job: Job, data: TrainingData, outcome: RunResult) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),
@@ -123,7 +123,7 @@ def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     )
 
 
-def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
+def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     return {
         "arguments": job.arguments.model_dump(),
         "global_batch": job.global_batch,

@@ -40,24 +40,24 @@ from upshift.training.loop.events import (
     StepDone,
     Waited,
 )
-from upshift.training.loop.metrics import NUM_WARMUP, WATCHED_WITHIN, StepMeter
-from upshift.training.loop.monitor import RunSigns, death_reported, doubts, out_of_memory_in_words
-from upshift.training.loop.save import Saves
+from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMeter
+from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
+from upshift.training.loop.save import CheckpointSaver
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import Progress
-from upshift.training.out_of_memory import examine
-from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
+from upshift.training.out_of_memory import make_autopsy
+from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
-from upshift.training.step import Shape, Stepper
+from upshift.training.step import Shape, TrainStep
 from upshift.units import GIB, gib
 
 REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
-HELD_LIMIT = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
+HELD_LIMIT_FACTOR = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
 LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunResult:
     """The result of a run that ended as it should, on every rank. The numbers are the rank's own."""
 
     reason: str  # finished, tokens or seconds
@@ -71,7 +71,7 @@ class Outcome:
     cpu_seconds: float  # of this process in a steady step
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> RunResult:
     """Run the job in this process, as one rank, or one of several ``copies``.
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
@@ -79,9 +79,9 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest,
     (rank, ranks) = rank_environment()
     recorder = MemoryRecorder()
     output = Path(job.output)
-    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
+    with explaining_out_of_memory(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
-        with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
+        with reporting_death(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
             return loop.run()
 
 
@@ -101,7 +101,7 @@ class TrainingLoop:
         self.arguments = job.arguments
         self.output = Path(job.output)
         self._on_event = on_event
-        set_process(self.plan)
+        configure_process(self.plan)
         self.place = init_mesh(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
@@ -115,16 +115,16 @@ class TrainingLoop:
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
         held = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
-        self.held_memory = HeldMemory(HELD_LIMIT * held * GIB if held else None)
+        self.held_memory = HeldMemory(HELD_LIMIT_FACTOR * held * GIB if held else None)
         keep = self.arguments.save_total_limit
-        self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
-        self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
+        self.saves = CheckpointSaver(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
+        self.signs = RunMonitor(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
 
     def _new_meter(self) -> StepMeter:
         """Return a meter that watches the step with the longest micro-batch of the first few."""
         done = self.progress.step
         left = self.arguments.max_steps - self.progress.step
-        looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
+        looked_at = min(left // 2, MAX_WATCHED_STEP) - NUM_WARMUP
         if looked_at < 1:
             return StepMeter(self.plan, planned_steps=left)
         ahead = look_ahead(self.source, first_step=done + NUM_WARMUP, num_steps=looked_at)
@@ -137,14 +137,14 @@ class TrainingLoop:
         if self.checkpoint is not None and source.adapter is None:
             in_one = not is_divided(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
+        found = None if from_config else load_shards(source, self.plan, self.place, seed=seed)
         if found is None:
             whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
             count = sum(parameter.numel() for parameter in whole.parameters())
-            found = prepare(whole, self.plan, self.place), count
+            found = prepare_model(whole, self.plan, self.place), count
             del whole
         model, self.num_parameters = found
-        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
+        self.stepper = TrainStep(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
         if self.checkpoint is None:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
             return
@@ -164,7 +164,7 @@ class TrainingLoop:
         """Return whether this process reports and writes for all processes that do the same."""
         return self.rank == 0 if self.copies is None else self.copies.leads
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         done = self.progress
         most = self.arguments.max_steps
         resumed = str(self.checkpoint) if self.checkpoint else None
@@ -172,7 +172,7 @@ class TrainingLoop:
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
         self._tell(Started(done.step, most, done.tokens[-1], self.num_parameters, self.plan.label(), resumed))
-        for words in doubts(self.stepper.model, self.plan):
+        for words in warnings_before_start(self.stepper.model, self.plan):
             self._tell(Doubted(words))
         with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
             reason = self._steps()
@@ -183,7 +183,7 @@ class TrainingLoop:
         self._save_model()
         seconds = time.perf_counter() - self.start
         self._tell(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
-        return Outcome(
+        return RunResult(
             reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step, seconds=seconds, waited_share=self.meter.waited_share,
@@ -237,7 +237,7 @@ class TrainingLoop:
         self._tell(done)
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
-        autopsy = examine(
+        autopsy = make_autopsy(
             self.stepper.scene, step=self.progress.step + 1, plan=self.plan, model=self.stepper.model,
             optimizer=self.stepper.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
             smaller=smaller, words=words,

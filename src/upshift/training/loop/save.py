@@ -13,18 +13,18 @@ from upshift.training.checkpoint.sharded import is_divided
 from upshift.training.distributed.mesh import Mesh, all_gather_objects, all_reduce_max, gather_errors, rank_0_first
 from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.metrics import StepMeter
-from upshift.training.prepare import skeleton
-from upshift.training.step import Stepper
+from upshift.training.prepare import empty_whole_model
+from upshift.training.step import TrainStep
 
 
-class Saves:
+class CheckpointSaver:
     """The saves of a run, on every rank.
 
     If each rank has all, rank 0 writes. If ranks share, each writes its parts, and rank 0 seals them. A failure on one rank is
     raised on all.
     """
 
-    def __init__(self, place: Mesh, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
+    def __init__(self, place: Mesh, stepper: TrainStep, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
         self.place = place
         self.plan = place.plan
         self.stepper = stepper
@@ -85,7 +85,7 @@ class Saves:
         """Save the final model. All ranks call it together."""
         model = self.stepper.model
         if self._shares:
-            bare = partial(skeleton, model, source, self.plan)
+            bare = partial(empty_whole_model, model, source, self.plan)
             export(output, model=model, tokenizer=tokenizer, skeleton=bare, place=self.place)
             return
         with rank_0_first(self.plan):
@@ -93,7 +93,7 @@ class Saves:
                 save_model(output, model, tokenizer)
 
 
-def load(checkpoint: Path, stepper: Stepper, place: Mesh) -> TrainState:
+def load_training_state(checkpoint: Path, stepper: TrainStep, place: Mesh) -> TrainState:
     """Load a checkpoint into the stepper. All ranks call it."""
     into: dict[str, Any] = {
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,

@@ -24,18 +24,18 @@ from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.metrics import StepMeter
-from upshift.training.loop.save import load
+from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
-from upshift.training.step import StepOutcome, Stepper
+from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # folder of the data that the ranks of a launcher read, until the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-_WHAT_TO_DO = (
+_REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
-CHANGEABLE = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
+CHANGEABLE_ARGUMENTS = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
 
 
 class Run(Value):
@@ -60,10 +60,12 @@ class Run(Value):
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise RequestError(f"{path} cannot be read ({error.strerror}); {_WHAT_TO_DO}") from None
+            raise RequestError(f"{path} cannot be read ({error.strerror}); {_REPAIR_ADVICE}") from None
         document = unsealed(content)
         if document is None:
-            raise RequestError(f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_WHAT_TO_DO}")
+            raise RequestError(
+                f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_REPAIR_ADVICE}"
+            )
         return cls.from_json(document, origin=str(path))
 
     def cut(self, step: int) -> Run:
@@ -101,7 +103,7 @@ def open_run(job: Job, sequences: Sequences) -> Job:
         run.write(directory)
         return job
     if before is None:
-        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_WHAT_TO_DO}")
+        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_REPAIR_ADVICE}")
     _check_same(before, run, directory)
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
@@ -127,7 +129,7 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
     """
     names = ("global_batch", "sequence_length", "model", "data")
     pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
-    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE]
+    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE_ARGUMENTS]
     for name, old, new in pairs:
         if old != new:
             raise RequestError(
@@ -157,14 +159,14 @@ class Progress:
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
 
-    def add(self, batch: GlobalBatch, outcome: StepOutcome) -> None:
+    def add(self, batch: GlobalBatch, outcome: StepResult) -> None:
         self.step += 1
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + outcome.num_tokens)
         self.losses.append(outcome.loss)
 
-    def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Mesh) -> None:
-        state = load(checkpoint, stepper, place)
+    def go_on_from(self, checkpoint: Path, stepper: TrainStep, place: Mesh) -> None:
+        state = load_training_state(checkpoint, stepper, place)
         self.step = state.step
         self.position = state.position
         self.tokens = [0, *self.run.tokens]
@@ -205,7 +207,7 @@ class Progress:
         changed = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
         changed.write(folder)
 
-    def write_to(self, folder: Path, stepper: Stepper) -> None:
+    def write_to(self, folder: Path, stepper: TrainStep) -> None:
         """Write all that another process needs to go on from here."""
         save_checkpoint(
             folder, model=stepper.model, tokenizer=None, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
@@ -213,7 +215,7 @@ class Progress:
         )  # fmt: skip
         self.write_run(folder)
 
-    def read_from(self, folder: Path, stepper: Stepper, place: Mesh) -> None:
+    def read_from(self, folder: Path, stepper: TrainStep, place: Mesh) -> None:
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
         self.run = Run.read(folder)

@@ -16,7 +16,7 @@ from upshift.internals.torch_names import VERSION
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
-class OnHost(torch.optim.Optimizer):
+class HostOptimizer(torch.optim.Optimizer):
     """An optimizer on the host. ``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on
     the host."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
-class Division(Protocol):
+class UpdateSharding(Protocol):
     """A description of how parameters are divided."""
 
     def part(self, parameter: Tensor) -> Tensor:
@@ -39,11 +39,14 @@ class Division(Protocol):
         """Forget all gradients."""
 
 
-class OnParts(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of parts. ``groups`` hold the parameters; ``build`` makes the optimizer of their parts."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], division: Division
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        division: UpdateSharding,
     ) -> None:
         super().__init__(groups, {})
         self.division = division

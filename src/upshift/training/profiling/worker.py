@@ -26,7 +26,7 @@ from upshift.training.job.processes import main
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent, Started
 from upshift.training.loop.loop import TrainingLoop
-from upshift.training.loop.monitor import compiled_so_far, why_compiled
+from upshift.training.loop.monitor import count_compiled_frames, recompile_reason
 from upshift.training.loop.signals import StopRequest
 from upshift.training.prepare import in_memory_bytes
 from upshift.training.process_group import rank_environment
@@ -64,7 +64,7 @@ class ProfiledLoop(TrainingLoop):
         on_device = self.plan.device == "cuda"
         for number in range(max(self.arguments.max_steps, SETTLING + 1)):
             if number == SETTLING:
-                compiled = compiled_so_far()
+                compiled = count_compiled_frames()
             seconds = self._plain_step(batches)
             plain.append(largest_seconds(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
         resident = held_peak_bytes(self.plan)
@@ -86,8 +86,8 @@ class ProfiledLoop(TrainingLoop):
             rank=self.rank, step_ms=1000 * step, recorded_ms=1000 * seconds / PROFILED, num_steps=PROFILED,
             kinds_ms={kind: 1000 * value / PROFILED for kind, value in kinds.items()}, head_ms=_head(account, kinds),
             operators=_operators(account, each, on_device=on_device), memory_gib=memory,
-            resident_gib=gib(resident), first_step_seconds=plain[0], compiled=compiled_so_far() - compiled,
-            why_compiled=why_compiled(), trace=trace.name,
+            resident_gib=gib(resident), first_step_seconds=plain[0], compiled=count_compiled_frames() - compiled,
+            why_compiled=recompile_reason(), trace=trace.name,
         )  # fmt: skip
 
     def _plain_step(self, batches: Iterator[GlobalBatch]) -> float:
