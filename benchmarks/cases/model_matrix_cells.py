@@ -32,7 +32,8 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.arguments import Arguments
-from upshift.training.batches.layout import Layout, layout_for, objective_of
+from upshift.training.batches.layout import Layout
+from upshift.training.batches.plan_layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import init_mesh

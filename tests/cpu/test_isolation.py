@@ -28,7 +28,7 @@ from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.batches.layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
 from upshift.training.hf_trainer.choose_plan import check_given, isolated

@@ -16,7 +16,6 @@ import resource
 from collections.abc import Callable, Iterator
 
 import psutil
-import torch
 
 from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
 from upshift.planning.cost.process_memory import outside_allocator
@@ -29,6 +28,8 @@ def held_bytes(plan: Plan) -> int:
     On a GPU these are what torch's allocator has reserved, and what is predicted to lie outside it. The device itself also counts
     what other processes hold."""
     if plan.device == "cuda":
+        import torch
+
         return torch.cuda.memory_reserved() + round(outside_allocator(plan))
     return resident_bytes()
 
@@ -36,12 +37,16 @@ def held_bytes(plan: Plan) -> int:
 def held_peak_bytes(plan: Plan) -> int:
     """Return the most bytes that this process has held since ``begin_held_peak``."""
     if plan.device == "cuda":
+        import torch
+
         return torch.cuda.max_memory_reserved() + round(outside_allocator(plan))
     return resident_peak_bytes()
 
 
 def reset_held_peak(plan: Plan) -> None:
     if plan.device == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_resident_peak()

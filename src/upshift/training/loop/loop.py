@@ -14,7 +14,7 @@ from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
-from upshift.training.batches.layout import layout_for
+from upshift.training.batches.plan_layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable

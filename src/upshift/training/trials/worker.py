@@ -31,7 +31,7 @@ from upshift.planning.trials.runner import TrialRequest, TrialResult, loosened, 
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
-from upshift.training.batches.layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored, read_rows
 from upshift.training.checkpoint.rng import seed_rng
