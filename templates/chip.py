@@ -1,6 +1,6 @@
 """TOY's accelerators. Every figure from one datasheet, dense, and None where it is not printed.
 
-Copy to src/upshift/hardware/vendors/NAME.py. A product of a vendor that has a file is a row in that file instead.
+Copy to src/upshift/hardware/catalog/vendors/NAME.py. A product of a vendor that has a file is a row in that file instead.
 """
 
 from __future__ import annotations

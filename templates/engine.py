@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Build
-from upshift.inference.encoding.run import Batch
+from upshift.inference.encoding.engines.base import Batch, Build
 from upshift.models.build import read_config
 
 ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("numpy",), "precisions": ("fp32",)}

@@ -28,13 +28,13 @@ from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.batches.layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
 from upshift.training.hf_trainer.choose_plan import check_plan, restrict_to_isolation
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.out_of_memory import halve
-from upshift.training.prepare import load_or_build, loss_of
+from upshift.training.prepare import compute_loss, load_or_build
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64}
 DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -101,7 +101,7 @@ def loud(model: nn.Module) -> nn.Module:
 def loss_as_planned(model: nn.Module, source: ModelSource, plan: Plan) -> float:
     """Of the global batch, as training adds it up."""
     batch = batch_of(source, plan)
-    parts = [float(loss_of(model, plan, part).detach()) * part.num_label_tokens for part in batch.micro_batches]
+    parts = [float(compute_loss(model, plan, part).detach()) * part.num_label_tokens for part in batch.micro_batches]
     return sum(parts) / batch.num_label_tokens
 
 
@@ -133,7 +133,7 @@ def test_a_packed_row_is_its_texts_alone_or_is_refused(kind, tmp_path):
         assert packed != pytest.approx(alone, rel=1e-4), "the reference sees what the test saw"
     if isolates:
         assert packed == pytest.approx(alone, rel=1e-4)
-        loss_of(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
+        compute_loss(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients and all(gradient.isfinite().all() for gradient in gradients)
     assert source.hf_config.use_cache, "the model's config is as it was"

@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "disk_full", "errors", "importing", "installed", "internals", "units", "value", "whole_file", "with_parent"),
+    ("atomic_file", "disk_full", "errors", "importing", "internals", "parent_process", "text", "units", "value", "versions"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
@@ -33,9 +33,9 @@ FLOORS = (
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 SIDEWAYS = {  # the only imports within one floor
-    ("disk_full", "whole_file"): "what a cache keeps is written whole",
+    ("disk_full", "atomic_file"): "what a cache keeps is written whole",
     ("internals", "errors"): "a name that a library took away is refused",
-    ("internals", "installed"): "the refusal says the library's version",
+    ("internals", "versions"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("fork_server_process", "settings"): "a program's entry point leaves out what libraries say about their own parts",
     ("models", "settings"): "settings is the only reader of the environment",

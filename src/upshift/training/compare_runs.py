@@ -166,7 +166,8 @@ def _first_weights(one: Run, other: Run, limit: float) -> tuple[int | None, tupl
         every += different
         over = [item for item in different if not item.relative <= limit]
         if over:
-            first, worst = over[0], sorted(over, key=lambda item: -item.relative)
+            first = over[0]
+            worst = sorted(over, key=lambda item: -item.relative)
             words = ", ".join(f"{item.name} {item.relative:.1e}" for item in worst[:SHOWN])
             before = [other for other in common if other < step]
             return (

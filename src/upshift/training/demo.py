@@ -20,10 +20,11 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import OnEvent
-from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.run import PreparedRun, Watcher, prepare_run
 
 VOCAB_SIZE = 4096
-SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8
+SEQUENCE_LENGTH = 256
+GLOBAL_BATCH = 8
 MAX_STEPS = 2000  # of the schedule; the demo's time ends earlier
 TOKENIZER_BYTES = 3_000_000
 CORPUS_BYTES = 12_000_000
@@ -43,7 +44,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class DemoResult:
-    prepared: Prepared
+    prepared: PreparedRun
     baseline: Record
     baseline_tokens: int
     chosen: Record
@@ -78,7 +79,8 @@ def write_corpus(folder: Path) -> list[str]:
 
 def write_model(folder: Path, texts: list[str]) -> Any:
     """Write a Llama-style config of about 10 M parameters and its tokenizer. Return the tokenizer."""
-    sample, size = [], 0
+    sample = []
+    size = 0
     for text in texts:
         if size < TOKENIZER_BYTES:
             sample.append(text)
@@ -94,7 +96,7 @@ def write_model(folder: Path, texts: list[str]) -> Any:
     return tokenizer
 
 
-def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
+def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> PreparedRun:
     texts = write_corpus(folder / "text")
     write_model(folder / "model", texts)
     request = TrainRequest(
@@ -105,7 +107,7 @@ def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
     return prepared
 
 
-def run_demo(prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent) -> DemoResult:
+def run_demo(prepared: PreparedRun, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent) -> DemoResult:
     arguments = Arguments(max_steps=MAX_STEPS, eval_steps=0, **ARGUMENTS)
     plain = Plan.model_validate(prepared.planning.default.plan.model_dump())
     default = prepared.proof.default.numbers() if prepared.proof else None

@@ -16,7 +16,6 @@ import resource
 from collections.abc import Callable, Iterator
 
 import psutil
-import torch
 
 from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
 from upshift.planning.cost.process_memory import outside_allocator
@@ -29,6 +28,8 @@ def held_bytes(plan: Plan) -> int:
     On a GPU these are what torch's allocator has reserved, and what is predicted to lie outside it. The device itself also counts
     what other processes hold."""
     if plan.device == "cuda":
+        import torch
+
         return torch.cuda.memory_reserved() + round(outside_allocator(plan))
     return resident_bytes()
 
@@ -36,12 +37,16 @@ def held_bytes(plan: Plan) -> int:
 def held_peak_bytes(plan: Plan) -> int:
     """Return the most bytes that this process has held since ``begin_held_peak``."""
     if plan.device == "cuda":
+        import torch
+
         return torch.cuda.max_memory_reserved() + round(outside_allocator(plan))
     return resident_peak_bytes()
 
 
-def begin_held_peak(plan: Plan) -> None:
+def reset_held_peak(plan: Plan) -> None:
     if plan.device == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_resident_peak()
@@ -61,7 +66,7 @@ def keep_freed_memory() -> None:
             raise OSError(f"mallopt({option}, {value}) was refused by the C library")
 
 
-def give_back_free_memory() -> None:
+def trim_heap() -> None:
     """Return pages of the heap that hold nothing to the kernel once, also if freed memory is kept."""
     ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
 
@@ -74,10 +79,11 @@ class HeldMemory:
     next step, so it is done half as often each time it did not last until the next look.
     """
 
-    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
+    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = trim_heap) -> None:
         self.limit_bytes = limit_bytes if platform.libc_ver()[0] == "glibc" else None
         self._give_back = give_back
-        self._wait, self._steps_left = 1, 0
+        self._wait = 1
+        self._steps_left = 0
 
     def after_step(self, resident_bytes: int) -> bool:
         """Return whether memory was given back."""
@@ -88,7 +94,8 @@ class HeldMemory:
             self._wait = 1
             return False
         self._give_back()
-        self._steps_left, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT_STEPS)
+        self._steps_left = self._wait
+        self._wait = min(2 * self._wait, LONGEST_WAIT_STEPS)
         return True
 
 

@@ -39,7 +39,7 @@ INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
 
 
 @dataclass(frozen=True)
-class Scale:
+class MupScale:
     """The factors of one parameter, against the base's."""
 
     rate: float = 1.0
@@ -47,12 +47,12 @@ class Scale:
     kept: bool = True  # its initial values depend on no dimension that grows
 
 
-def widths_of(source: ModelSource, base: str) -> str:
+def base_widths(source: ModelSource, base: str) -> str:
     """Return Plan.mup_base for a directory, a config.json or a hub id.
 
     Raise RequestError if the base differs from the model in more than widths, or in no width.
     """
-    ours, theirs = (_plain(one.hf_config) for one in (source, find_model(base)))
+    ours, theirs = (_comparable_fields(one.hf_config) for one in (source, find_model(base)))
     names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
     other = next((name for name in names if not all(_is_width(one.get(name)) for one in (ours, theirs))), None)
     if other is not None:
@@ -65,13 +65,13 @@ def widths_of(source: ModelSource, base: str) -> str:
     return base_text({name: theirs[name] for name in names})
 
 
-def with_base(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
+def add_base_widths(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
     """Return ``fixed`` with the widths of ``base``. Raise RequestError if muP, by either option, does not fit the model."""
     text = next((one.partition("=")[2] for one in fixed if one.startswith("mup_base=")), "")
     if base is not None:
         if text:
             raise RequestError(f"--mup-base {base} and --set mup_base={text} fix the same field; give one of them")
-        text = widths_of(source, base)
+        text = base_widths(source, base)
         fixed = (*fixed, f"mup_base={text}")
     if text:
         check_random(from_config=from_config)
@@ -89,12 +89,12 @@ def check_base(source: ModelSource, text: str) -> None:
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        scales(build_model(config, model_class, dtype=torch.float32), text)
+        scales_of_parameters(build_model(config, model_class, dtype=torch.float32), text)
 
 
-def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
+def scales_of_parameters(model: PreTrainedModel, text: str) -> dict[str, MupScale]:
     """Return the scale of each parameter, by its name. Raise RequestError for a parameter that the rule does not cover."""
-    base_config = narrowed(model.config, read_base(text))
+    base_config = narrow_config(model.config, read_base(text))
     _check_heads(model.config, base_config)
     with torch.device("meta"):
         base = FROM_CONFIG.of(type(model))(base_config)
@@ -108,25 +108,25 @@ def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
     for name, parameter in model.named_parameters():
         if name not in shapes or len(shapes[name]) != parameter.ndim:
             raise RequestError(f"the base of muP has no {name} like the model's; it is the same model with fewer widths alone")
-        found[name] = _scale(name, owners[name], tuple(parameter.shape), shapes[name])
+        found[name] = _scale_of(name, owners[name], tuple(parameter.shape), shapes[name])
     _check_tied(model, found)
     return found
 
 
-def narrowed(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
+def narrow_config(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
     """Return a copy of the config with these fields. Raise RequestError for a field that the config does not have."""
     plain = config.to_dict()
     unknown = next((name for name in fields if not isinstance(plain.get(name), int)), None)
     if unknown is not None:
-        raise RequestError(f"mup_base: {unknown!r} is no width of this model's config; it has {', '.join(_widths(plain))}")
+        raise RequestError(f"mup_base: {unknown!r} is no width of this model's config; it has {', '.join(_width_fields(plain))}")
     return type(config).from_dict({**plain, **fields})
 
 
-def scale_initial(model: PreTrainedModel, text: str) -> None:
+def scale_initial_weights(model: PreTrainedModel, text: str) -> None:
     """Multiply random weights so that their deviations follow from the base's. Both are measured, as models draw by own rules."""
-    found = scales(model, text)
+    found = scales_of_parameters(model, text)
     with torch.random.fork_rng():
-        base = dict(FROM_CONFIG.of(type(model))(narrowed(model.config, read_base(text))).named_parameters())
+        base = dict(FROM_CONFIG.of(type(model))(narrow_config(model.config, read_base(text))).named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             ours, theirs = (float(one.float().std()) if one.numel() > 1 else 0.0 for one in (parameter, base[name]))
@@ -137,7 +137,7 @@ def scale_initial(model: PreTrainedModel, text: str) -> None:
 def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
     """Return an optimizer's groups, each split into several with one learning rate. Those with the requested rate come first."""
     whole = base_of(model)
-    found = scales(whole, text)
+    found = scales_of_parameters(whole, text)
     shares = {parameter: found[name].rate for name, parameter in whole.named_parameters()}
     return [
         {
@@ -149,14 +149,14 @@ def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rat
     ]  # fmt: skip
 
 
-def _scale(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> Scale:
+def _scale_of(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> MupScale:
     wide = [axis for axis, (ours, theirs) in enumerate(zip(shape, base, strict=True)) if ours != theirs]
     if not wide or sum(size > 1 for size in shape) < 2:
-        return Scale()
+        return MupScale()
     if isinstance(module, nn.Embedding):
         if wide != [1]:
             raise RequestError(f"the base of muP has another number of rows in {name}; vocabulary and positions must be the same")
-        return Scale(kept=False)
+        return MupScale(kept=False)
     axis = next((axis for kind, axis in INPUT_AXIS if isinstance(module, kind)), None)
     if axis is None:
         raise RequestError(
@@ -164,13 +164,13 @@ def _scale(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int
             "without --mup-base"
         )
     if axis not in wide:
-        return Scale(kept=False)
+        return MupScale(kept=False)
     wider = shape[axis] / base[axis]
     hidden = len(wide) > 1
-    return Scale(rate=1 / wider, deviation=1 / math.sqrt(wider) if hidden else 1 / wider, kept=False)
+    return MupScale(rate=1 / wider, deviation=1 / math.sqrt(wider) if hidden else 1 / wider, kept=False)
 
 
-def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
+def _check_tied(model: PreTrainedModel, found: dict[str, MupScale]) -> None:
     """Raise RequestError if one table that grows is both input and output.
 
     The table would need a multiplier in the forward pass, and the saved model could not hold one.
@@ -187,7 +187,8 @@ def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
 
 
 def _check_heads(config: PretrainedConfig, base: PretrainedConfig) -> None:
-    ours, theirs = _head_size(config), _head_size(base)
+    ours = _head_size(config)
+    theirs = _head_size(base)
     if ours != theirs:
         raise RequestError(
             f"the base of muP has heads of {theirs} numbers, the model of {ours}; wider models have more heads, not larger ones: "
@@ -200,7 +201,7 @@ def _head_size(config: PretrainedConfig) -> int | None:
     return None if heads is None else heads.width
 
 
-def _plain(config: PretrainedConfig) -> dict[str, Any]:
+def _comparable_fields(config: PretrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in COSMETIC}
 
 
@@ -208,5 +209,5 @@ def _is_width(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _widths(plain: dict[str, Any]) -> list[str]:
+def _width_fields(plain: dict[str, Any]) -> list[str]:
     return [name for name, value in plain.items() if _is_width(value)]

@@ -26,7 +26,7 @@ from upshift.value import Value
 
 FEW_TOKENS = 8
 # What else a RuntimeError says where memory ran out; torch has no type for these.
-WORDS = (
+OOM_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",  # c10/core/CPUAllocator.cpp
     "CUDA error: out of memory",  # the driver's, for a context, a graph or pinned memory
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
@@ -43,7 +43,7 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     while found is not None:
         if isinstance(found, (MemoryError, torch.OutOfMemoryError)):
             return found
-        if isinstance(found, RuntimeError) and any(words in str(found) for words in WORDS):
+        if isinstance(found, RuntimeError) and any(words in str(found) for words in OOM_MESSAGES):
             return found
         found = found.__cause__
     return None
@@ -63,12 +63,16 @@ def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
     rows, width = micro_batch.shape
     if rows > 1:
         middle = (rows + 1) // 2
-        return _slice_of(micro_batch, slice(None, middle), slice(None)), _slice_of(micro_batch, slice(middle, None), slice(None))
+        return _slice_micro_batch(micro_batch, slice(None, middle), slice(None)), _slice_micro_batch(
+            micro_batch, slice(middle, None), slice(None)
+        )
     starts = _starts(micro_batch.arrays.get("position_ids"))
     if not len(starts):
         return None
     cut = int(starts[np.abs(starts - width / 2).argmin()])
-    return _slice_of(micro_batch, slice(None), slice(None, cut)), _slice_of(micro_batch, slice(None), slice(cut, None))
+    return _slice_micro_batch(micro_batch, slice(None), slice(None, cut)), _slice_micro_batch(
+        micro_batch, slice(None), slice(cut, None)
+    )
 
 
 def _starts(position_ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -78,7 +82,7 @@ def _starts(position_ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
     return np.flatnonzero(position_ids[0, 1:] == 0) + 1
 
 
-def _slice_of(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
+def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
     every = columns == slice(None)
     cut = {name: array[rows] if every else array[rows, columns] for name, array in micro_batch.arrays.items()}
     labels = int(np.count_nonzero(cut["labels"] != IGNORED))
@@ -92,20 +96,20 @@ def _slice_of(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatc
     )
 
 
-def fewest_tokens(micro_batch: MicroBatch) -> MicroBatch:
+def shrink_to_few_tokens(micro_batch: MicroBatch) -> MicroBatch:
     """Return one short row of a micro-batch, for its shapes alone."""
-    few = _slice_of(micro_batch, slice(0, 1), slice(0, FEW_TOKENS))
+    few = _slice_micro_batch(micro_batch, slice(0, 1), slice(0, FEW_TOKENS))
     return replace(few, num_tokens=0)
 
 
 def stand_in(micro_batch: MicroBatch) -> MicroBatch:
     """Return a micro-batch without labels, for a rank that has fewer of them than others."""
-    few = fewest_tokens(micro_batch)
+    few = shrink_to_few_tokens(micro_batch)
     labels = np.full_like(few.arrays["labels"], IGNORED)
     return replace(few, arrays={**few.arrays, "labels": labels}, num_label_tokens=0)
 
 
-class Agreed(MemoryError):
+class OomOnSomeRank(MemoryError):
     """All ranks know that one of them ran out of memory. ``final`` says that its micro-batch cannot be halved."""
 
     def __init__(self, words: str, *, final: bool) -> None:
@@ -113,7 +117,7 @@ class Agreed(MemoryError):
         self.final = final
 
 
-class Halving(Generic[Part]):
+class BatchHalving(Generic[Part]):
     """A loop that does the work of a step in parts. When memory runs out, it starts again in smaller parts, and keeps them
     from then on.
 
@@ -138,7 +142,10 @@ class Halving(Generic[Part]):
         """
         self.count = 0
         self._level = level
-        self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved
+        self._halve = halve
+        self._size = size
+        self._restart = restart
+        self._on_halved = on_halved
         self._on_failure = on_failure
 
     def run(self, parts: Sequence[Part], work: Callable[[list[Part]], Result]) -> Result:
@@ -151,7 +158,7 @@ class Halving(Generic[Part]):
                 if not is_out_of_memory(error) or self._is_final(error, largest):
                     raise
                 refusal = str(error)
-                if not isinstance(error, Agreed):
+                if not isinstance(error, OomOnSomeRank):
                     self._on_failure()
             # Here and not above: the exception held the tensors of the try that failed.
             self._restart()
@@ -165,12 +172,12 @@ class Halving(Generic[Part]):
         return self._level(cut) if self.count else cut
 
     def _is_final(self, error: BaseException, largest: Part) -> bool:
-        return error.final if isinstance(error, Agreed) else self._halve(largest) is None
+        return error.final if isinstance(error, OomOnSomeRank) else self._halve(largest) is None
 
 
 AUTOPSIES_NAME = "upshift_out_of_memory.jsonl"
 TRANSIENT = ("activations", "loss", "workspace")
-NOTICED = 0.05  # a part over its prediction by less explains nothing
+MIN_EXCESS_SHARE = 0.05  # a part over its prediction by less explains nothing
 ALLOCATOR_KEYS = (
     "allocated_bytes.all.current", "reserved_bytes.all.current", "inactive_split_bytes.all.current", "num_alloc_retries",
     "num_ooms",
@@ -205,7 +212,7 @@ class Autopsy(Value):
         return path
 
 
-class Scene(Value):
+class MemoryReadings(Value):
     """The readings of the meters while the failed step's tensors were still there."""
 
     held: int
@@ -214,17 +221,17 @@ class Scene(Value):
     allocator: dict[str, int]
 
 
-def read_scene(device: str) -> Scene:
+def read_memory(device: str) -> MemoryReadings:
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         counters = torch.cuda.memory_stats()
         kept = {key: int(counters.get(key, 0)) for key in ALLOCATOR_KEYS}
-        return Scene(held=total - free, tensors=torch.cuda.memory_allocated(), free=free, allocator=kept)
-    return Scene(held=resident_bytes(), tensors=0, free=psutil.virtual_memory().available, allocator={})
+        return MemoryReadings(held=total - free, tensors=torch.cuda.memory_allocated(), free=free, allocator=kept)
+    return MemoryReadings(held=resident_bytes(), tensors=0, free=psutil.virtual_memory().available, allocator={})
 
 
-def examine(
-    scene: Scene,
+def make_autopsy(
+    scene: MemoryReadings,
     *,
     step: int,
     plan: Plan,
@@ -263,31 +270,32 @@ def _part_memory(name: str, predicted: float | None, measured: float) -> PartMem
 
 def _verdict(
     parts: list[PartMemory],
-    scene: Scene,
+    scene: MemoryReadings,
     predicted_held: float | None,
     free_when_planned: float | None,
     shape: tuple[int, ...],
     planned: tuple[int, ...],
 ) -> str:
     """Return the first cause that shows, the surest first."""
-    tokens, planned_tokens = shape[0] * shape[-1], planned[0] * planned[-1]
+    tokens = shape[0] * shape[-1]
+    planned_tokens = planned[0] * planned[-1]
     if planned[-1] > 1 and tokens > planned_tokens:
         return f"a micro-batch of {tokens:,} tokens came, and the longest of the sample made {planned_tokens:,}"
     if free_when_planned is not None and predicted_held is not None and scene.free + scene.held < free_when_planned:
         gone = free_when_planned - scene.free - scene.held
-        if gone > NOTICED * predicted_held:
+        if gone > MIN_EXCESS_SHARE * predicted_held:
             return f"other processes have taken {format_bytes(gone)} since the plan was made"
     over = [(p.measured_gib - p.predicted_gib, p) for p in parts if p.predicted_gib is not None]
     excess, worst = max(over, key=lambda pair: pair[0], default=(0.0, None))
-    if worst is not None and excess > NOTICED * sum(p.predicted_gib or 0.0 for p in parts):
+    if worst is not None and excess > MIN_EXCESS_SHARE * sum(p.predicted_gib or 0.0 for p in parts):
         return f"{worst.part} took {format_bytes(excess * GIB)} more than predicted"
     retries = scene.allocator.get("inactive_split_bytes.all.current", 0)
-    if retries > NOTICED * max(scene.tensors, 1):
+    if retries > MIN_EXCESS_SHARE * max(scene.tensors, 1):
         return f"{format_bytes(retries)} were free in pieces too small to use (fragmentation)"
     return "no part is over its prediction: less memory was free than the step needs"
 
 
-def as_lines(autopsy: Autopsy) -> list[str]:
+def format_autopsy(autopsy: Autopsy) -> list[str]:
     """Return the autopsy as lines for the terminal."""
     lines = [f"why: {autopsy.verdict}"]
     for part in autopsy.parts:

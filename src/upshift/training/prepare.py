@@ -44,16 +44,16 @@ from upshift.planning.plan import Plan
 from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import has_adapter, read_adapter
-from upshift.training.checkpoint.sharded import stages_of
-from upshift.training.distributed.context_parallel import share_context
+from upshift.training.checkpoint.sharded import parts_of
+from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
-from upshift.training.distributed.mesh import Place
-from upshift.training.distributed.parallelize import divide
-from upshift.training.distributed.pipeline_stage import layers_of_stages, modules_of
+from upshift.training.distributed.mesh import Mesh
+from upshift.training.distributed.parallelize import parallelize
+from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
-from upshift.training.mup import scale_initial
+from upshift.training.mup import scale_initial_weights
 from upshift.training.process_group import rank_environment
-from upshift.training.sharded_init import build_to_fill, fill, reads_slices
+from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
 
@@ -81,15 +81,15 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
     return converted
 
 
-SMALLEST_BYTES = 2**16  # below it a copy costs more than it frees
+MIN_OFFLOADED_BYTES = 2**16  # below it a copy costs more than it frees
 Packed = tuple[torch.device, Tensor]
 
 
-def activations_on_host(model: nn.Module) -> AbstractContextManager[object]:
+def offload_activations(model: nn.Module) -> AbstractContextManager[object]:
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Packed:
-        if tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in weights:
+        if tensor.nbytes < MIN_OFFLOADED_BYTES or tensor.untyped_storage().data_ptr() in weights:
             return tensor.device, tensor
         # Copies are queued behind what wrote the tensor, and read back on the same queue.
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
@@ -102,10 +102,10 @@ def activations_on_host(model: nn.Module) -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-CONVERTED = "offload"  # the cache's folder of weights that are computed in another dtype than they are stored in
+CONVERTED_FOLDER = "offload"  # the cache's folder of weights that are computed in another dtype than they are stored in
 
 
-def load_elsewhere(
+def load_offloaded(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the model with its frozen weights elsewhere. Raise RequestError for a model without an adapter around it.
@@ -116,18 +116,20 @@ def load_elsewhere(
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
+    where = Where(make_device_map(empty, plan), None, read_settings().cache_dir / CONVERTED_FOLDER)
     return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
 
 
-def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
+def make_device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
     """Return the place of each module.
 
     The layers are elsewhere, and so is an embedding on the disk if only rows of it are read. The rest is where it is computed.
     """
-    here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
+    here = "cpu" if plan.device == "cpu" else 0
+    elsewhere = "disk" if plan.weight_offload == "disk" else "cpu"
     found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if elsewhere == "disk" and (head is None or head.weight is not embedding.weight):
         found |= {path: elsewhere for path, module in model.named_modules(remove_duplicate=False) if module is embedding}
     return found
@@ -138,7 +140,7 @@ def in_memory_bytes(model: nn.Module, *others: object) -> int:
     return tensor_bytes(model, *others) - mapped_bytes(model) + buffer_bytes(model)
 
 
-def set_process(plan: Plan) -> None:
+def configure_process(plan: Plan) -> None:
     """Set the choices that belong to the whole process. Call it before tensors exist."""
     if plan.host_memory == "keep":
         keep_freed_memory()
@@ -164,7 +166,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
     Weights that no file holds, such as a new adapter, are random.
     """
-    dtype = _dtype_of(source, plan)
+    dtype = _weight_dtype(source, plan)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
@@ -173,12 +175,12 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
             raise RequestError(f"weight_offload={plan.weight_offload} reads the model's files, and --from-config has none")
         random = build_model(config, model_class, dtype=dtype)
         if plan.mup_base:
-            scale_initial(random, plan.mup_base)
+            scale_initial_weights(random, plan.mup_base)
         return complete_model(random, source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     find_safetensors(source.directory)
-    whole = complete_model(_from_files(source, config, model_class, plan, dtype=dtype), source)
+    whole = complete_model(_load_weights(source, config, model_class, plan, dtype=dtype), source)
     if source.adapter is not None:
         name_base(whole, source)
     if source.adapter_directory is not None:
@@ -186,30 +188,30 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     return whole
 
 
-def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
+def load_shards(source: ModelSource, plan: Plan, place: Mesh, *, seed: int) -> tuple[nn.Module, int] | None:
     """Run ``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files.
 
     Return the model and the number of parameters of the whole, or None if the model is built whole.
     """
-    if source.directory is None or not reads_slices(source, plan):
+    if source.directory is None or not can_read_slices(source, plan):
         return None
     torch.manual_seed(seed)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
-    empty = build_to_fill(source, config, model_class, dtype=_dtype_of(source, plan))
+    empty = build_empty_model(source, config, model_class, dtype=_weight_dtype(source, plan))
     if empty is None:
         return None
     count = sum(parameter.numel() for parameter in empty.model.parameters())
-    model = prepare(empty.model, plan, place)
-    fill(model, empty, plan)
+    model = prepare_model(empty.model, plan, place)
+    fill_model(model, empty, plan)
     return model, count
 
 
-def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
+def _weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
-def _from_files(
+def _load_weights(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the model from files, by transformers if weights are quantized.
@@ -217,11 +219,11 @@ def _from_files(
     Only transformers and the method know how codes and scales belong together.
     """
     if plan.weight_offload != "none":
-        return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+        return load_offloaded(source, config, model_class, plan, dtype=dtype)
     if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
         return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
     loaded: Any = model_class.from_pretrained(  # with what was found in the files, which its type does not say
-        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantizing(source)
+        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantization_arguments(source)
     )
     model: PreTrainedModel
     model, told = loaded
@@ -229,7 +231,7 @@ def _from_files(
     return model
 
 
-def _quantizing(source: ModelSource) -> dict[str, Any]:
+def _quantization_arguments(source: ModelSource) -> dict[str, Any]:
     """Return arguments that make from_pretrained convert the weights one by one, if the directory's are whole and are to be in
     4 bits."""
     if source.quantized_from is None or "quantization_config" in find_model(str(source.directory)).config:
@@ -237,24 +239,24 @@ def _quantizing(source: ModelSource) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
-def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
+def prepare_model(model: nn.Module, plan: Plan, place: Mesh) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move the rank's part to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model = divide(model, place)
+    model = parallelize(model, place)
     is_empty = any(parameter.is_meta for parameter in model.parameters())  # it is filled last (own_slices.py)
     if plan.weight_offload == "none" and not plan.layout.gathers and not is_empty:
         model.to(plan.device)
     elif plan.weight_offload != "none":
         for weight in (weight for weight in model.parameters() if weight.requires_grad):
             weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
-    modules = modules_of(model)
+    modules = stage_modules(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
         if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
-    share_context(bases, place)
-    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    apply_context_parallel(bases, place)
+    recomputed_layers = layers_per_stage(plan.activation_checkpointing, modules)
     for module, recomputed in zip(modules, recomputed_layers, strict=True):
         recompute_layers(module, recomputed, plan.recompute_granularity)
         recompute_offloaded(module)
@@ -264,15 +266,15 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     return model
 
 
-def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
+def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
     """Return the form in which the whole model is saved, without weights, on a rank that has a part of it."""
     if has_adapter(model):
         return model
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
-    generation = next((own for part in stages_of(model) if (own := getattr(part, "generation_config", None))), None)
+        whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
+    generation = next((own for part in parts_of(model) if (own := getattr(part, "generation_config", None))), None)
     if generation is not None:
         whole.generation_config = generation
     return whole
@@ -294,7 +296,7 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 
 
 @contextmanager
-def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
+def chunked_loss(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
     """Compute the model's loss the way the plan says while open. Labels are smoothed if the loss is computed in chunks."""
     every_token = plan.sequence_length * plan.per_device_train_batch_size if plan.layout.vocabulary_parallel else 0
     chunk_tokens = plan.loss_chunk_tokens or every_token
@@ -312,10 +314,10 @@ def autocast(plan: Plan) -> torch.autocast:
     weights (parallel/zero1.py).
     """
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
+    return torch.autocast(plan.device, dtype=dtype, enabled=uses_autocast(plan))
 
 
-def casts(plan: Plan) -> bool:
+def uses_autocast(plan: Plan) -> bool:
     """Return whether weights are cast when they are used."""
     return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
 
@@ -327,7 +329,7 @@ def losses_in_fp32(plan: Plan) -> Iterator[None]:
     If autocast is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which is then known to
     three digits. A loss computed in chunks is in fp32 already.
     """
-    if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
+    if plan.precision not in ("bf16", "fp16", "fp8") or uses_autocast(plan) or plan.loss_chunk_tokens:
         yield
         return
     plain = functional.cross_entropy
@@ -357,12 +359,12 @@ def no_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the mean loss of a micro-batch's labels, or of any label if it has none."""
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
-    offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
+    offloading = offload_activations(model) if plan.activation_offload else contextlib.nullcontext()
     with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model):
         loss: torch.Tensor = model(**inputs).loss
     return loss

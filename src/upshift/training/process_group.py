@@ -24,9 +24,10 @@ from upshift.planning.plan import Plan
 from upshift.settings import OwnRank, environment_of_rank, take_own_rank
 from upshift.training.out_of_memory import find_out_of_memory
 
-PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
-GROUP_PATIENCE = timedelta(minutes=30)  # torch's for gloo; nccl's ten end a run whose rank 0 saves for longer
-CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
+PATIENCE_SECONDS = 20.0
+POLL_SECONDS = 0.05
+GROUP_TIMEOUT = timedelta(minutes=30)  # torch's for gloo; nccl's ten end a run whose rank 0 saves for longer
+CAUSE_KEY = "cause of death"  # in the job's store: the words of the first rank that failed
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 _rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before anything else runs there
@@ -47,31 +48,32 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
         return work(request)
     own = take_own_rank()
     if own is not None:
-        _be_rank(own, plan, work, request)
+        _run_rank_and_exit(own, plan, work, request)
     port = free_port()
     children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
     try:
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
-        failed = _wait(children, seconds=PATIENCE_SECONDS)
-        if failed and lost_another(error):  # a rank that left no words was killed
+        failed = _wait_for_children(children, seconds=PATIENCE_SECONDS)
+        if failed and lost_connection(error):  # a rank that left no words was killed
             raise _ranks_failed(failed, plan) from error
         raise
     except BaseException:  # the others fail with this rank, whose words are the ones to show
-        _wait(children, seconds=PATIENCE_SECONDS)
+        _wait_for_children(children, seconds=PATIENCE_SECONDS)
         raise
-    failed = _wait(children)
+    failed = _wait_for_children(children)
     if failed:
         raise _ranks_failed(failed, plan)
     return result
 
 
-def _wait(children: list[int], *, seconds: float = math.inf) -> list[int]:
+def _wait_for_children(children: list[int], *, seconds: float = math.inf) -> list[int]:
     """Return the exit codes that are not 0, once all children have ended.
 
     A child that has not ended after ``seconds`` waits for a rank that is gone, and is killed.
     """
-    end, codes = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
+    codes = []
     for child in children:
         while (ended := os.waitpid(child, os.WNOHANG if end < math.inf else 0))[0] == 0:
             if time.monotonic() > end:
@@ -96,13 +98,13 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
         if cuda_was_asked():
             command = parent_process.begin_again()
             os.execve(command[0], command, environment_of_rank(own))
-        _be_rank(own, plan, work, request)
+        _run_rank_and_exit(own, plan, work, request)
     finally:  # a fork never returns into the parent's code
         traceback.print_exc()
         os._exit(1)
 
 
-def _be_rank(own: OwnRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
+def _run_rank_and_exit(own: OwnRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
     """Run the rank, and end this process."""
     code = 1
     try:
@@ -117,12 +119,12 @@ def _be_rank(own: OwnRank, plan: Plan, work: Callable[[Request], Result], reques
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
-    with joined(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
+    with join_group(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
         return work(request)
 
 
 @contextmanager
-def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
+def join_group(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
     """Join the group of the plan's ranks while open. ``meeting`` has the options of ``init_process_group`` by which ranks
     meet.
 
@@ -130,7 +132,7 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
     """
     _rank_and_size[:] = [(rank, plan.num_processes)]
     backend = "nccl" if plan.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_PATIENCE, **meeting)
+    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_TIMEOUT, **meeting)
     try:
         try:
             yield
@@ -146,7 +148,7 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
         _rank_and_size.clear()
 
 
-def lost_another(error: BaseException) -> bool:
+def lost_connection(error: BaseException) -> bool:
     """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage."""
     found: BaseException | None = error
     while found is not None:
@@ -164,17 +166,18 @@ def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
     """
     with suppress(dist.DistError, MissingInternal):
         store = DEFAULT_STORE.get()()
-        if not lost_another(error):
-            store.compare_set(CAUSE, "", json.dumps(_cause(error, rank, plan)))
-        elif store.check([CAUSE]):
-            cause = json.loads(store.get(CAUSE))
+        if not lost_connection(error):
+            store.compare_set(CAUSE_KEY, "", json.dumps(_describe_cause(error, rank, plan)))
+        elif store.check([CAUSE_KEY]):
+            cause = json.loads(store.get(CAUSE_KEY))
             kind = RequestError if cause["is_request"] else JobFailed
             raise kind(cause["words"]) from (MemoryError(cause["words"]) if cause["out_of_memory"] else error)
 
 
-def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
+def _describe_cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     refusal = find_out_of_memory(error)
-    words, who = " ".join(str(refusal or error).split()), f"rank {rank} of {plan.num_processes}"
+    words = " ".join(str(refusal or error).split())
+    who = f"rank {rank} of {plan.num_processes}"
     if isinstance(error, UpshiftError):
         words = str(error)
     else:

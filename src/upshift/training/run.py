@@ -38,18 +38,18 @@ from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_run_file
-from upshift.training.mup import with_base
+from upshift.training.mup import add_base_widths
 from upshift.training.prepare import check_weights
-from upshift.training.trials.trials import known_proof, runnable, try_plans
+from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
 
 
-def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
+def requested_processes(fixed: tuple[str, ...]) -> int | None:
     """Return the number of processes that ``--nproc`` or ``--set`` asks for, or None."""
     asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
     return int(asked) if asked.isdecimal() else None
 
 
-def find_given_plan(
+def find_existing_plan(
     plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any
 ) -> Plan | None:
     """Return the plan of a file, or of the checkpoint from which the run goes on, if it was made for this machine.
@@ -58,7 +58,7 @@ def find_given_plan(
     """
     if plan_file is not None:
         plan = read_plan(plan_file, host=host, source=source)
-        other = _unlike(plan, fixed)
+        other = _first_difference(plan, fixed)
         if other is not None:
             raise RequestError(f"--set {other} is not what --plan {plan_file} says; leave one of them out, or plan again")
         return plan
@@ -71,10 +71,10 @@ def find_given_plan(
             f"{source.reference!r} is not the model of {checkpoint}: its config or its adapter is another one; resume with the "
             "model of that run, or start anew in another output directory"
         )
-    return plan if plan.host == host.fingerprint and _unlike(plan, fixed) is None else None
+    return plan if plan.host == host.fingerprint and _first_difference(plan, fixed) is None else None
 
 
-def _unlike(plan: Plan, fixed: tuple[str, ...]) -> str | None:
+def _first_difference(plan: Plan, fixed: tuple[str, ...]) -> str | None:
     """Return the first ``field=value`` of --set that the plan has otherwise, or None."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     known = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
@@ -83,7 +83,7 @@ def _unlike(plan: Plan, fixed: tuple[str, ...]) -> str | None:
     return next((f"{name}={value}" for name, value in asked.items() if has[name] != value), None)
 
 
-def check_given_plan(plan: Plan, workload: Workload) -> None:
+def check_existing_plan(plan: Plan, workload: Workload) -> None:
     """Raise RequestError if a given plan does not fit the request."""
     for name, planned, asked in (
         ("--sequence-length", plan.sequence_length, workload.sequence_length),
@@ -111,12 +111,12 @@ class Watcher:
     trying: Callable[[Plan], None] = lambda plan: None
     tried: Callable[[Tried], None] = lambda tried: None
     proved: Callable[[Proof], None] = lambda proof: None
-    ready: Callable[[Prepared], None] = lambda prepared: None
+    ready: Callable[[PreparedRun], None] = lambda prepared: None
     event: OnEvent = lambda event: None
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that is planned and proven, but not started."""
 
     request: TrainRequest
@@ -146,7 +146,7 @@ class Prepared:
         )
 
 
-def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Watcher | None = None) -> tuple[Prepared, int]:
+def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Watcher | None = None) -> tuple[PreparedRun, int]:
     """Return (the prepared run, its number of steps). A plan that is given or resumed skips the trials.
 
     Args:
@@ -159,25 +159,26 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     source = request.source()
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
-    fixed = with_base(source, request.fixed, request.mup_base, from_config=request.from_config)
+    fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
         source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
         progress=watcher.tokenizing,
     )  # fmt: skip
-    host = host or _devices_asked_for(find_host(None), fixed)
-    given = find_given_plan(request.plan_file, request.resume_from, fixed, host, source)
-    num_sequences, global_batch = len(data.training), request.global_batch
+    host = host or _host_for_processes(find_host(None), fixed)
+    given = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
+    num_sequences = len(data.training)
+    global_batch = request.global_batch
     steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps,
+        sequence_length=sequence_length, global_batch=global_batch, lengths=_histogram_unless_full(data), total_steps=steps,
         allow=request.allow, clips_gradients=request.clips_gradients,
     )  # fmt: skip
-    planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
+    planning = reject_unrunnable_plans(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     proof = _prove(request, data, planning, fixed, watcher) if given is None and request.trial_seconds > 0 else None
-    candidate = _candidate(planning, proof, given)
+    candidate = _choose_candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    return Prepared(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
+    return PreparedRun(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
 
 
 def train(
@@ -221,13 +222,15 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
         if ranks is not None:
             return _train_launched(ranks, request, watcher, writing)
-        job, prepared = _make_job(request, watcher, writing)
+        job, prepared = _prepare_job(request, watcher, writing)
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
 
 
-def _make_job(request: TrainRequest, watcher: Watcher, writing: ExitStack, host: Host | None = None) -> tuple[Job, Prepared]:
+def _prepare_job(
+    request: TrainRequest, watcher: Watcher, writing: ExitStack, host: Host | None = None
+) -> tuple[Job, PreparedRun]:
     """Return the job, and hold the lock of its output in ``writing``."""
     output = request.output
     writing.enter_context(claimed(output))
@@ -239,9 +242,9 @@ def _make_job(request: TrainRequest, watcher: Watcher, writing: ExitStack, host:
     return prepared.job(request.arguments_for(steps), output=output, **how), prepared
 
 
-def _for_ranks(request: TrainRequest, processes: int) -> TrainRequest:
+def _request_for_ranks(request: TrainRequest, processes: int) -> TrainRequest:
     """Return the request for a launcher's ranks. It has no trials: they would take the cores of ranks that wait."""
-    if processes_asked_for(request.fixed) not in (None, processes):
+    if requested_processes(request.fixed) not in (None, processes):
         raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
     return request.changed(fixed=(*request.fixed, f"num_processes={processes}"), trial_seconds=0.0)
 
@@ -250,7 +253,7 @@ def _train_launched(ranks: Ranks, request: TrainRequest, watcher: Watcher, writi
     planned: list[Planning] = []
 
     def make(host: Host, processes: int) -> tuple[Job, TrainingData]:
-        job, prepared = _make_job(_for_ranks(request, processes), watcher, writing, host)
+        job, prepared = _prepare_job(_request_for_ranks(request, processes), watcher, writing, host)
         planned[:] = [prepared.planning]
         return job, prepared.data
 
@@ -260,9 +263,9 @@ def _train_launched(ranks: Ranks, request: TrainRequest, watcher: Watcher, writi
     return record
 
 
-def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
+def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
     """Return the host with one GPU for each process, if fewer processes are asked for than it has GPUs; else the host."""
-    count = processes_asked_for(fixed) or host.gpus_per_node
+    count = requested_processes(fixed) or host.gpus_per_node
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
@@ -282,17 +285,17 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
         )
 
 
-def lengths_of(
+def length_histogram(
     model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
 ) -> Any:
     """Return the histogram of the sequence lengths of data for a model, for planning, or None if all sequences are full."""
     data = prepare_data(
         find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column
     )
-    return _lengths(data)
+    return _histogram_unless_full(data)
 
 
-def _lengths(data: TrainingData) -> Any:
+def _histogram_unless_full(data: TrainingData) -> Any:
     """Return the histogram, or None if every sequence is full: nothing to pad or pack, and no mask to plan for."""
     histogram = data.histogram
     return None if histogram.mean >= histogram.sequence_length else histogram
@@ -301,9 +304,10 @@ def _lengths(data: TrainingData) -> Any:
 def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed: tuple[str, ...], watcher: Watcher) -> Proof:
     """Return the proof of the trials, those of an earlier run if there are any. ``fixed``: with the widths of muP's base."""
     path = proof_path(planning, fixed=fixed, from_config=request.from_config)
-    proof = known_proof(planning, path, tried=watcher.tried)
+    proof = recall_earlier_proof(planning, path, tried=watcher.tried)
     if proof is None:
-        workload, seconds = planning.workload, request.trial_seconds
+        workload = planning.workload
+        seconds = request.trial_seconds
         trial = TrialRequest(
             **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
             limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,
@@ -314,9 +318,9 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
     return proof
 
 
-def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:
+def _choose_candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:
     if given is not None:
-        check_given_plan(given, planning.workload)
+        check_existing_plan(given, planning.workload)
         candidate = cost_plan(given, host=planning.host, profile=planning.profile, workload=planning.workload)
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")

@@ -27,14 +27,14 @@ from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of, s
 
 
 @dataclass(frozen=True)
-class Empty:
+class EmptyModel:
     """A model without weights, whose buffers are there except those that come from files, and its filling."""
 
     model: PreTrainedModel
     filling: Filling
 
 
-def reads_slices(source: ModelSource, plan: Plan) -> bool:
+def can_read_slices(source: ModelSource, plan: Plan) -> bool:
     """Return whether ranks have parts of a model that comes from files as it is."""
     layout = plan.layout
     shares = layout.gathers or layout.tensor_parallel > 1 or layout.pipeline_parallel > 1
@@ -42,9 +42,9 @@ def reads_slices(source: ModelSource, plan: Plan) -> bool:
     return shares and plain and layout.expert_parallel == 1 and plan.precision != "fp8" and plan.weight_offload == "none"
 
 
-def build_to_fill(
+def build_empty_model(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype
-) -> Empty | None:
+) -> EmptyModel | None:
     """Return the empty model, or None if files leave a weight to be initialized.
 
     Initializing takes the whole model's random numbers.
@@ -63,15 +63,15 @@ def build_to_fill(
     made = {name for group in filling.names.groups for name in filling.filled(group)}
     filling._check_shapes()
     tied = dict(model.all_tied_weights_keys)
-    missing = [name for name, weight in model.named_parameters() if name not in made and not _twin(name, tied) & made]
+    missing = [name for name, weight in model.named_parameters() if name not in made and not _tied_names(name, tied) & made]
     if missing or filling.names.unexpected:
         return None
     if model.can_generate() and (source.directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.directory)
-    return Empty(model, filling)
+    return EmptyModel(model, filling)
 
 
-def _twin(name: str, tied: dict[str, str]) -> set[str]:
+def _tied_names(name: str, tied: dict[str, str]) -> set[str]:
     return {other for pair in tied.items() if name in pair for other in pair}
 
 
@@ -89,12 +89,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
+def fill_model(model: nn.Module, empty: EmptyModel, plan: Plan) -> None:
     """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
-    for part in stages_of(model):
-        APPLY.of(part)(_made_on(plan.device))
-    tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
-    for part in stages_of(model):  # a stage may have one of the names of a tied weight alone
+    for part in parts_of(model):
+        APPLY.of(part)(_materialize_on(plan.device))
+    tied = dict(empty.model.all_tied_weights_keys)
+    targets = dict[str, list[Tensor]]()
+    for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
@@ -109,13 +110,13 @@ def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
             made = empty.filling.read_group(group, CPU)
         for name, found in here.items():
             for target in found:
-                _copy(target, made[name])
+                _copy_slice(target, made[name])
 
 
-def _made_on(device: str) -> Callable[[Tensor], Tensor]:
+def _materialize_on(device: str) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
-def _copy(target: Tensor, whole: Tensor) -> None:
+def _copy_slice(target: Tensor, whole: Tensor) -> None:
     local = target.to_local() if isinstance(target, DTensor) else target
     copy_overlap(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))

@@ -28,7 +28,7 @@ from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
 from upshift.training.loop.state import OWN_FILES
-from upshift.training.run import Prepared, prepare_run
+from upshift.training.run import PreparedRun, prepare_run
 from upshift.tuning.space import OF_RUN
 from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked
@@ -143,7 +143,7 @@ class Jobs:
     at_once: int = 1
     host: Host | None = None  # this machine where not given
     on_step: Callable[[int, Event], None] = lambda number, event: None
-    _planned: dict[TrainRequest, tuple[Prepared, int] | Exception] = field(default_factory=dict)
+    _planned: dict[TrainRequest, tuple[PreparedRun, int] | Exception] = field(default_factory=dict)
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _servers: Servers[JobServer] = field(default_factory=lambda: Servers(job_server))
 
@@ -168,7 +168,7 @@ class Jobs:
     def folder(self, number: int) -> Path:
         return trial_folder(self.output, number)
 
-    def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
+    def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[PreparedRun, int]:
         """Return the plan of a trial. Trials of one shape share a plan, and a refusal."""
         clips = arguments.get("max_grad_norm", 1.0) > 0
         plain = Arguments(max_steps=1, max_grad_norm=1.0 if clips else 0.0)

@@ -68,7 +68,8 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
         return _fill_seq2seq(ids, lengths, sequences, layout, objective)
     input_ids = _padded(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
     if sequences.labels is not None:  # the data says what is to be found: its words are masked already
-        inputs, labels = input_ids, _padded(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
+        inputs = input_ids
+        labels = _padded(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
     else:
         real = np.arange(group.width) < _column(lengths)
         members = ids if len(ids) else np.zeros(1, np.int64)
@@ -92,7 +93,8 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
     for row, members in enumerate(group.rows):
         filled = 0
         for member in members:
-            start, end = int(sequences.starts[member]), filled + int(sequences.lengths[member])
+            start = int(sequences.starts[member])
+            end = filled + int(sequences.lengths[member])
             piece = sequences.tokens[start : start + end - filled]
             input_ids[row, filled:end] = piece
             learned = piece if sequences.labels is None else sequences.labels[start : start + end - filled]

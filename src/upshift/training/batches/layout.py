@@ -10,17 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
-from upshift.models.build import choose_class
-from upshift.models.profile_cache import isolation_of
-from upshift.models.source import ModelSource
-from upshift.planning.plan import Plan
 from upshift.planning.workload import pack_rows, round_up, spread_rows
-from upshift.training.batches.objective import Objective, objective_for
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]
@@ -134,40 +129,3 @@ def _deal(groups: list[RowGroup], world_size: int) -> list[list[RowGroup]]:
         for hand, item in zip(hands if forward else reversed(hands), step, strict=True):
             hand.append(item)
     return hands
-
-
-def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
-    """Return the layout for one of the ranks, or groups of ranks, with sequences of their own."""
-    return Layout(
-        micro_batch=plan.per_device_train_batch_size,
-        packing=plan.packing,
-        flatten=plan.flattens,
-        pad_multiple=plan.pad_multiple,
-        # Most causal models never look at padding on the right of a text, nor do their losses.
-        mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
-        pads=objective.padding != "none",
-        rank=data_rank,
-        world_size=plan.data_parallel,
-    )
-
-
-def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
-    """Return the model's objective. Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
-    config = source.hf_config
-    model_class, kind = choose_class(config, source.reference)
-    if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        raise RequestError(
-            f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
-        )
-    vocab_size = config.get_text_config().vocab_size
-    if tokenizer is None:
-        objective = Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)
-    else:
-        objective = objective_for(kind, tokenizer, vocab_size=vocab_size)
-    isolation = isolation_of(source)
-    if not isolation.loss_shifts:
-        raise RequestError(
-            f"{source.reference!r} cannot be trained on next tokens: the loss of {model_class.__name__} compares a label with "
-            "the output of the label's own place; use transformers.Trainer with labels that you have shifted"
-        )
-    return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits)

@@ -85,10 +85,12 @@ class BatchSource:
     def batches(self, position: Position | None = None) -> Iterator[GlobalBatch]:
         """Yield batches without end, from `position` on. The caller decides when to stop."""
         position = self._checked(position or Position())
-        epoch, order = -1, np.empty(0, np.int64)
+        epoch = -1
+        order = np.empty(0, np.int64)
         while True:
             if position.epoch != epoch:
-                epoch, order = position.epoch, self._order(position.epoch)
+                epoch = position.epoch
+                order = self._order(position.epoch)
             yield self._build(position, order)
             position = self._following(position)
 
@@ -137,7 +139,8 @@ def check_layout(layout: Layout, objective: Objective) -> None:
 def build_global_batch(
     source: BatchSource, sequence_ids: NDArray[np.int64], *, position: Position, next_position: Position
 ) -> GlobalBatch:
-    sequences, objective = source.sequences, source.objective
+    sequences = source.sequences
+    objective = source.objective
     groups = _row_groups(source, sequence_ids)
     micro_batches = tuple(
         fill(group, sequences, source.layout, objective, seed=source.seed, epoch=position.epoch) for group in groups
@@ -186,12 +189,17 @@ class Upcoming:
 def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> Upcoming:
     """Lay out ``num_steps`` global batches, or as many of them as hold ``LOOK_AHEAD_SEQUENCES``, and fill none."""
     steps = min(num_steps, max(LOOK_AHEAD_SEQUENCES // source.global_batch, 1))
-    longest, longest_step, real, padded = (0, 0), 0, 0, 0
-    epoch, order = -1, np.empty(0, np.int64)
+    longest = (0, 0)
+    longest_step = 0
+    real = 0
+    padded = 0
+    epoch = -1
+    order = np.empty(0, np.int64)
     for step in range(steps):
         position = source.position_of_step(first_step + step)
         if position.epoch != epoch:
-            epoch, order = position.epoch, source._order(position.epoch)
+            epoch = position.epoch
+            order = source._order(position.epoch)
         lengths = source.sequences.lengths[source._members(position, order)].tolist()
         ranks = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)
         sizes = [sorted((group.num_padded_tokens for group in groups), reverse=True) for groups in ranks]
@@ -200,7 +208,8 @@ def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> U
         # Two of them: gradients exist while the second one runs.
         most = max((one[0], one[1] if len(one) > 1 else 0) for one in sizes)
         if most > longest:
-            longest, longest_step = most, step
+            longest = most
+            longest_step = step
     return Upcoming(
         steps=steps, longest_step=longest_step, longest_tokens=longest[0], num_tokens=real / steps,
         num_padded_tokens=padded / steps,

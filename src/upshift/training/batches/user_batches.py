@@ -100,7 +100,8 @@ class CollatedRows:
         self.batches = [{name: value for name, value in batch.items() if value is not None} for batch in batches]
         self.anatomies = [find_anatomy(batch, encoder_decoder=encoder_decoder) for batch in self.batches]
         self.places = [(number, row) for number, found in enumerate(self.anatomies) for row in range(found.num_rows)]
-        self.encoder_decoder, self.shifts_labels = encoder_decoder, shifts_labels
+        self.encoder_decoder = encoder_decoder
+        self.shifts_labels = shifts_labels
         if len({tuple(batch) for batch in self.batches}) > 1 or len({a.padding_side for a in self.anatomies}) > 1:
             raise NotRows("the collator's batches differ in their entries or in their padding")
 

@@ -48,16 +48,16 @@ from upshift.training.checkpoint.sharded import (
     updated_names,
 )
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedState, TrainState
-from upshift.training.distributed.mesh import Place, gather, on_rank_0, together
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 Seal = Callable[[], None]
 ALIGNMENT = 64
 
 
-def has_shards(optimizer: torch.optim.Optimizer, place: Place) -> bool:
+def shares(optimizer: torch.optim.Optimizer, place: Mesh) -> bool:
     """Return whether a rank has less than the whole model and optimizer state."""
-    return isinstance(optimizer, OnParts) or place.plan.layout.pipeline_parallel > 1
+    return isinstance(optimizer, ShardedOptimizer) or place.plan.layout.pipeline_parallel > 1
 
 
 def save_shards(
@@ -70,7 +70,7 @@ def save_shards(
     scaler_state: dict[str, Any] | None,
     state: TrainState,
     rngs: Sequence[RngState],
-    place: Place,
+    place: Mesh,
     writer: BackgroundWriter,
     keep: int = 2,
 ) -> tuple[Path, Seal]:
@@ -80,17 +80,17 @@ def save_shards(
     all ranks if one cannot write.
     """
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    own = shards_to_write(model, optimizer, place.plan, place.rank)
-    saved_optimizer = describe_all_ranks(model, optimizer, place)
-    make_shared_directory(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
-    behind = all(gather(has_room(own.num_bytes), place.plan))
+    own = own_parts(model, optimizer, place.plan, place.rank)
+    saved_optimizer = described(model, optimizer, place)
+    make_shared(temporary, sum(all_gather_objects(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
+    behind = all(all_gather_objects(has_room(own.num_bytes), place.plan))
     kept = own.copied() if behind else own
 
     def write() -> None:
         with writing(directory, name=final.name, temporary=None):
             kept.write(temporary)
 
-    with together(place.plan):
+    with gather_errors(place.plan):
         writer.start(write) if behind else write()
 
     def seal() -> None:
@@ -112,26 +112,26 @@ def save_shards(
     return final, seal
 
 
-def describe_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
+def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Mesh) -> SavedOptimizer:
     """Return the optimizers of all ranks as one, without the tensors of their states."""
-    return _merge(gather(describe_optimizer(optimizer, updated_names(model, optimizer)), place.plan))
+    return _merged(all_gather_objects(describe(optimizer, updated_names(model, optimizer)), place.plan))
 
 
-def make_shared_directory(temporary: Path, need: int, name: str, place: Place) -> None:
+def make_shared(temporary: Path, need: int, name: str, place: Mesh) -> None:
     """Make the directory that all ranks write to, on rank 0."""
     directory = temporary.parent
-    with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
+    with rank_0_first(place.plan), writing(directory, name=name, temporary=temporary):
         if place.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(directory)
             check_room(directory, name=name, need=need)
             temporary.mkdir()
-    with together(place.plan):
-        _check_directory_is_shared(temporary)
+    with gather_errors(place.plan):
+        _check_shared(temporary)
 
 
-def load_sharded_checkpoint(
-    directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Place
+def load_shared(
+    directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Mesh
 ) -> TrainState:
     """Load this rank's parts from a checkpoint that any number of ranks with any layout wrote.
 
@@ -164,7 +164,7 @@ def load_sharded_checkpoint(
     return saved.train
 
 
-def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], place: Place) -> None:
+def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], place: Mesh) -> None:
     """Write the final Hugging Face directory.
 
     Each rank writes its parts. Rank 0 puts them together in a file that is mapped, so no rank holds the whole model.
@@ -185,23 +185,23 @@ def drop_tied_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
 
 
 def export_weights(
-    directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], place: Place
+    directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], place: Mesh
 ) -> None:
     """Collect the whole weights in a file that is mapped, and call ``save`` with them on rank 0."""
     parts = directory / PARTS_TEMPORARY
-    own = shards_to_write(model, None, place.plan, place.rank)
-    size = sum(gather(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
-    with on_rank_0(place.plan):
+    own = own_parts(model, None, place.plan, place.rank)
+    size = sum(all_gather_objects(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
+    with rank_0_first(place.plan):
         if place.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(parts, ignore_errors=True)
             with writing(directory, name="the final model", temporary=parts):
                 check_room(directory, name="the final model", need=3 * size + extra_bytes(tokenizer))
                 parts.mkdir()
-    with together(place.plan), writing(directory, name="the final model", temporary=None):
-        _check_directory_is_shared(parts)
+    with gather_errors(place.plan), writing(directory, name="the final model", temporary=None):
+        _check_shared(parts)
         own.write(parts)
-    with on_rank_0(place.plan):
+    with rank_0_first(place.plan):
         if place.rank == 0:
             try:
                 with tempfile.TemporaryFile(dir=parts) as file:

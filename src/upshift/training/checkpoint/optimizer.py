@@ -24,8 +24,8 @@ from upshift.loading.files.safetensors_header import read_header
 from upshift.loading.files.tensors import read_tensor
 from upshift.planning.optimizers import optimizers
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
-from upshift.training.optimizers.cpu_offload import OnHost
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.cpu_offload import HostOptimizer
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 
 def encode(value: Any) -> Any:
@@ -83,11 +83,15 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def updated_parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Return the names of the tensors that the optimizer updates: the model's parameters, or their copies on the host."""
     names = parameter_names(model)
-    return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
+    return (
+        {copy: names[parameter] for copy, parameter in optimizer.copies.items()}
+        if isinstance(optimizer, HostOptimizer)
+        else names
+    )
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, (OnHost, OnParts)) else optimizer).__name__
+    return type(optimizer.inner if isinstance(optimizer, (HostOptimizer, ShardedOptimizer)) else optimizer).__name__
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:

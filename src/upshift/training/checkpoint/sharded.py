@@ -37,9 +37,9 @@ from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.model import saved_state
 from upshift.training.checkpoint.optimizer import place_state, plain_name
 from upshift.training.checkpoint.state import checksums_of
-from upshift.training.distributed.mesh import gather
-from upshift.training.optimizers.cpu_offload import OnHost
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.distributed.mesh import all_gather_objects
+from upshift.training.optimizers.cpu_offload import HostOptimizer
+from upshift.training.optimizers.sharded import ShardedOptimizer
 from upshift.value import Value
 
 Interval = tuple[int, int]  # begin, end
@@ -171,7 +171,7 @@ def shards_to_write(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     }
     said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
     first: dict[tuple[str, str, str], int] = {}
-    for number, known in enumerate(gather(said, plan)):
+    for number, known in enumerate(all_gather_objects(said, plan)):
         for (kind, name), piece in known.items():
             first.setdefault((kind, name, piece.to_json()), number)
     found = {
@@ -226,9 +226,9 @@ def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 
 def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that is updated here, with its parameter."""
-    if isinstance(optimizer, OnParts):
+    if isinstance(optimizer, ShardedOptimizer):
         yield from optimizer.parts.items()
-    elif isinstance(optimizer, OnHost):
+    elif isinstance(optimizer, HostOptimizer):
         yield from optimizer.copies.items()
     else:
         yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -241,8 +241,8 @@ def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, 
             yield part, parameter, piece_of(parameter, rows=_updated_rows(optimizer, parameter))
 
 
-def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
-    return optimizer.division.rows(parameter) if isinstance(optimizer, OnParts) else None
+def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
+    return optimizer.division.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:

@@ -166,7 +166,8 @@ def _unmasked(mask: NDArray[Any], place: str) -> slice:
     ones = np.flatnonzero(mask)
     if not len(ones):
         return slice(0, 0)
-    first, last = int(ones[0]), int(ones[-1])
+    first = int(ones[0])
+    last = int(ones[-1])
     if len(ones) != last - first + 1:
         raise RequestError(
             f"{place}: attention_mask hides tokens within the text, not only padding at its ends, which is not trained on; "
@@ -254,7 +255,9 @@ class Documents:
         self.binary: list[str] = []
 
     def __iter__(self) -> Iterator[Document]:
-        self.num_documents, self.num_empty, self.binary = 0, 0, []
+        self.num_documents = 0
+        self.num_empty = 0
+        self.binary = []
         is_tokenized: bool | None = None
         try:
             for place, document in self._read(self):
@@ -375,7 +378,9 @@ def _text_of(file: Path) -> str | TextFile | None:
     """Return the text, a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError over other bytes."""
     with _opened_text(file) as text:
         start = text.read(PIECE_CHARACTERS)
-        piece, num_pieces, is_empty = start, 0, True
+        piece = start
+        num_pieces = 0
+        is_empty = True
         while piece:
             if "\0" in piece:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a text has no zero bytes")

@@ -19,8 +19,8 @@ from upshift.models.profile import num_sides
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
-from upshift.training.batches.layout import objective_of
 from upshift.training.batches.objective import Objective, objective_for
+from upshift.training.batches.plan_layout import objective_of
 from upshift.training.data.corpus import CorpusSummary, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus

@@ -88,7 +88,9 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
     """Yield the values of one JSON array. Only the part that is being decoded is in memory."""
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
-    buffer, wanted, at_end = "", READ_CHARACTERS, False
+    buffer = ""
+    wanted = READ_CHARACTERS
+    at_end = False
     previous = ""  # the last part of the array that was read: "[", "," or "value"
     with _refusing_json(str(file), "write an array of objects, or one object per line"):
         while True:
@@ -99,11 +101,13 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
                 buffer += more
                 continue
             if not previous:
-                buffer, previous = buffer[1:], "["
+                buffer = buffer[1:]
+                previous = "["
             elif buffer.startswith("]") and previous != ",":
                 break
             elif previous == "value" and buffer.startswith(","):
-                buffer, previous = buffer[1:], ","
+                buffer = buffer[1:]
+                previous = ","
             elif previous == "value":
                 raise ValueError(f"Expecting ',' or ']' before {buffer[:20]!r}" if buffer else "the array does not end")
             else:
@@ -115,7 +119,9 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
                     wanted = 2 * len(buffer) + READ_CHARACTERS
                     continue
                 yield value
-                buffer, wanted, previous = buffer[end:], READ_CHARACTERS, "value"
+                buffer = buffer[end:]
+                wanted = READ_CHARACTERS
+                previous = "value"
         if (buffer[1:] + text.read()).strip():
             raise ValueError("more follows after the array")
 

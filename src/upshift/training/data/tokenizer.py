@@ -100,7 +100,8 @@ def tokenize(
             if batch_bytes >= BATCH_BYTES:
                 _encode(pieces, tokenizer, around, ids, offsets)
                 meter.add(sum(_num_bytes(piece.text) for piece in pieces))
-                pieces, batch_bytes = [], 0
+                pieces = []
+                batch_bytes = 0
     if pieces and tokenizer is not None and around is not None:
         _encode(pieces, tokenizer, around, ids, offsets)
     meter.finish()
@@ -177,13 +178,16 @@ class _Piece:
 def _pieces(document: str | TextFile) -> Iterator[_Piece]:
     """Yield a document in pieces that are cut after line breaks, without holding the text of a file in memory."""
     parts = iter([document]) if isinstance(document, str) else document.pieces()
-    rest, is_first = "", True
+    rest = ""
+    is_first = True
     for part in parts:
-        text, start = rest + part, 0
+        text = rest + part
+        start = 0
         while len(text) - start > PIECE_CHARACTERS:
             end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
             yield _Piece(text[start:end], is_first, False)
-            start, is_first = end, False
+            start = end
+            is_first = False
         rest = text[start:]
     yield _Piece(rest, is_first, True)
 

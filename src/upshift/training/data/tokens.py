@@ -162,7 +162,8 @@ def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.
 
 
 def _documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
-    start, stop = int(tokenized.offsets[first]), int(tokenized.offsets[end])
+    start = int(tokenized.offsets[first])
+    stop = int(tokenized.offsets[end])
     return _part(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
 
 
@@ -206,13 +207,15 @@ class TokenFile:
         if not self._pending:
             return
         numbers = np.concatenate(self._pending)
-        self._pending, self._num_pending = [], 0
+        self._pending = []
+        self._num_pending = 0
         if self._dtype == np.uint16 and int(numbers.max()) >= 2**16:
             self._widen()
         self._guarded(self._file.write, numbers.astype(self._dtype).tobytes())
 
     def _widen(self) -> None:
-        narrow, self._file = self._file, self._new_file()
+        narrow = self._file
+        self._file = self._new_file()
         self._dtype = np.dtype(np.int32)
         narrow.seek(0)
         while chunk := narrow.read(CHUNK * 2):

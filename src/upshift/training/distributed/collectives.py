@@ -21,16 +21,19 @@ import torch.distributed as dist
 from upshift.internals.torch_names import COLLECTIVES, STORAGE
 
 TOKENS = 1  # the dimension of hidden states [batch, tokens, hidden]
-Way = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 _ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
 
 
-class Exchanged(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """An exchange that calls ``there`` on the tensor going forward, and ``back`` on its gradient."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
-        context.group, context.back = group, back
+    def forward(
+        context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Collective, back: Collective
+    ) -> torch.Tensor:
+        context.group = group
+        context.back = back
         return there(tensor, group)
 
     @staticmethod
@@ -38,68 +41,70 @@ class Exchanged(torch.autograd.Function):
         return context.back(gradients[0], context.group), None, None, None
 
 
-def same(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def identity(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.group_name))
     return result
 
 
-def gathered(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
+def all_gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
     """Return every rank's part, in the order of ranks."""
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
     return torch.cat(parts.chunk(group.size()), dimension)
 
 
-def sum_shared(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's tokens of the sum."""
     parts = torch.cat(tensor.chunk(group.size(), TOKENS))
     result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
     return result
 
 
-def own(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def local_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's tokens of a tensor that all ranks have."""
     return tensor.chunk(group.size(), TOKENS)[group.rank()].contiguous()
 
 
-def gathered_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gathered(tensor, group, -1)
+def all_gather_features(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return all_gather_tokens(tensor, group, -1)
 
 
-def own_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def local_features(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return tensor.chunk(group.size(), -1)[group.rank()].contiguous()
 
 
 @dataclass(frozen=True)
-class Kept:
+class GatheredPlaceholder:
     """A placeholder for the whole tensor, or for a view of all of it."""
 
     shape: torch.Size
 
 
-class Regathered:
+class RegatherInBackward:
     """A pair of hooks, ``pack`` and ``unpack``, for torch's saved_tensors_hooks while a function that reads ``whole`` runs."""
 
     def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._own, self._group = own.detach(), group
-        self._storage, self._elements = STORAGE.of(whole.untyped_storage()), whole.numel()
+        self._own = own.detach()
+        self._group = group
+        self._storage = STORAGE.of(whole.untyped_storage())
+        self._elements = whole.numel()
         self._readers = 0
         self._again: torch.Tensor | None = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | GatheredPlaceholder:
         all_of_it = tensor.numel() == self._elements and tensor.is_contiguous()
         if not all_of_it or STORAGE.of(tensor.untyped_storage()) != self._storage:
             return tensor
         self._readers += 1
-        return Kept(tensor.shape)
+        return GatheredPlaceholder(tensor.shape)
 
-    def unpack(self, packed: torch.Tensor | Kept) -> torch.Tensor:
-        if not isinstance(packed, Kept):
+    def unpack(self, packed: torch.Tensor | GatheredPlaceholder) -> torch.Tensor:
+        if not isinstance(packed, GatheredPlaceholder):
             return packed
-        whole = gathered(self._own, self._group) if self._again is None else self._again
+        whole = all_gather_tokens(self._own, self._group) if self._again is None else self._again
         self._readers -= 1
         self._again = whole if self._readers else None
         return whole.view(packed.shape)

@@ -36,18 +36,18 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import round_up
 from upshift.training.data.corpus import IGNORED
-from upshift.training.distributed.collectives import Exchanged
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.collectives import Exchange
+from upshift.training.distributed.mesh import Mesh
 
-NAME = "ulysses"
-WHOLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # they mix tokens in attention alone
-BY_HEAD = ("position_bias", "s_aux")  # tensors with an entry for every head of the whole model
+ATTENTION_NAME = "ulysses"
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # they mix tokens in attention alone
+PER_HEAD_TENSORS = ("position_bias", "s_aux")  # tensors with an entry for every head of the whole model
 _ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
-FILLED = {"labels": IGNORED, "attention_mask": 0}
+PADDING_VALUES = {"labels": IGNORED, "attention_mask": 0}
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeSequences:
     """The whole sequences that ranks share in one micro-batch."""
 
     width: int
@@ -56,18 +56,18 @@ class Whole:
     packed: torch.Tensor | None  # the number of each token's sequence in its row
 
 
-def share_context(models: list[PreTrainedModel], place: Place) -> None:
+def apply_context_parallel(models: list[PreTrainedModel], place: Mesh) -> None:
     """Make each of ``models``, the stages of one model, take whole sequences and compute this rank's part of them.
 
     The attention of the models is set already.
     """
     if place.contexts is None:
         return
-    shared = SharedContext(models[0], place)
-    AttentionInterface.register(NAME, shared.attend)
-    AttentionMaskInterface.register(NAME, shared.mask)
+    shared = ContextParallel(models[0], place)
+    AttentionInterface.register(ATTENTION_NAME, shared.attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, shared.mask)
     for model in models:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
         model.register_forward_pre_hook(shared.before, with_kwargs=True)
         model.register_forward_hook(shared.after)
 
@@ -77,12 +77,13 @@ def padded_width(width: int, layout: Layout) -> int:
     return round_up(width, layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1))
 
 
-def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
+def why_not_context_parallel(model: nn.Module, plan: Plan) -> str | None:
     """Return why ranks cannot share this model's sequences and what to use instead, or None if they can."""
     degree = plan.layout.context_parallel
     if degree == 1:
         return None
-    asked, instead = f"context_parallel={degree}", "fully_shard=weights and activation_checkpointing for long sequences"
+    asked = f"context_parallel={degree}"
+    instead = "fully_shard=weights and activation_checkpointing for long sequences"
     if plan.layout.context_kind == "ring":
         return f"{asked} with context_kind=ring is not built; use context_kind=ulysses"
     if plan.attention.startswith("flash_attention"):
@@ -90,7 +91,7 @@ def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
     if plan.torch_compile == "model":
         return f"{asked} cuts each micro-batch before the model is called; use torch_compile=layer"
     base = base_of(model)
-    reason = _mixes_elsewhere(base)
+    reason = _why_tokens_mix_outside_attention(base)
     if reason is not None:
         return f"{asked} is not possible: {reason}; use {instead}"
     sizes = heads_of(base.config.get_text_config())
@@ -103,7 +104,7 @@ def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
+def _why_tokens_mix_outside_attention(model: PreTrainedModel) -> str | None:
     """Return the reason why the model needs other tokens, or their number, outside the exchange of attention, or None."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -116,7 +117,7 @@ def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
         return "its loss is not a mean over words"
     if getattr(config, "output_router_logits", False):
         return "the loss of its router (output_router_logits) is taken over whole sequences"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - WHOLE_LAYERS)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
     if others:
         return f"its layers of {', '.join(others)} mix tokens outside attention"
     layers = [module for _, stack in find_stacks(model) for module in stack.modules()]
@@ -125,17 +126,18 @@ def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
     return None
 
 
-class Regrouped:
+class RegroupedAttention:
     """An attention module whose key heads were repeated."""
 
     def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
-        self._module, self.num_key_value_groups = module, num_key_value_groups
+        self._module = module
+        self.num_key_value_groups = num_key_value_groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
-def eager_of(module: nn.Module) -> Any:
+def eager_attention_of(module: nn.Module) -> Any:
     """Return the eager attention function in the module of the class, where transformers finds it."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
@@ -164,18 +166,20 @@ def within_documents(mask_function: Any, positions: torch.Tensor, documents: tor
     return allowed
 
 
-class SharedContext:
+class ContextParallel:
     """One rank's part of a model's sequences."""
 
-    def __init__(self, model: PreTrainedModel, place: Place) -> None:
+    def __init__(self, model: PreTrainedModel, place: Mesh) -> None:
         assert place.contexts is not None
-        self.group, self._layout = place.contexts.get_group("context"), place.plan.layout
-        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.group = place.contexts.get_group("context")
+        self._layout = place.plan.layout
+        self.ranks = self.group.size()
+        self.rank = self.group.rank()
         name = ATTENTION.of(model.config)
         self._inner: Any = ATTENTION_FUNCTIONS.get().get(name)  # None: eager, a function of each model's own
         self._inner_mask: Any = MASK_FUNCTIONS.get()[name]
         self._shifts = model.loss_function is CAUSAL_LOSS.get()
-        self.whole: Whole
+        self.whole: WholeSequences
         self._labels: torch.Tensor | None = None
         self._num_labels: torch.Tensor
 
@@ -185,15 +189,15 @@ class SharedContext:
         rows, width = (given["input_ids"] if "input_ids" in given else given["labels"]).shape[:2]
         missing = padded_width(width, self._layout) - width
         if missing:
-            tensors = {name: _widened(name, value, missing) for name, value in tensors.items() if value.shape[1] == width}
+            tensors = {name: _pad_right(name, value, missing) for name, value in tensors.items() if value.shape[1] == width}
         mask = tensors.get("attention_mask")
         if missing and mask is None and not self._shifts:  # a causal model never sees what is behind a row
-            mask = _widened("attention_mask", tensors["input_ids"].new_ones(rows, width), missing)
+            mask = _pad_right("attention_mask", tensors["input_ids"].new_ones(rows, width), missing)
         positions = tensors.get("position_ids")
         if positions is None:
             positions = torch.arange(width + missing, device=tensors["input_ids"].device).expand(rows, -1)
         packed = document_of_each_token(positions) if mask is None else None
-        self.whole = Whole(width + missing, None if mask is None else mask.bool(), positions, packed)
+        self.whole = WholeSequences(width + missing, None if mask is None else mask.bool(), positions, packed)
         labels = tensors.pop("labels", None)
         if labels is not None:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._shifts else labels
@@ -206,7 +210,8 @@ class SharedContext:
         return args, {**given, **own, "labels": None}
 
     def after(self, model: Any, args: Any, output: Any) -> Any:
-        labels, self._labels = self._labels, None
+        labels = self._labels
+        self._labels = None
         if labels is not None:
             which = "shift_labels" if self._shifts else "labels"
             output.loss = model.loss_function(
@@ -228,21 +233,22 @@ class SharedContext:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **settings: Any
     ) -> tuple[torch.Tensor, None]:
         """Compute attention: query [B, H, S / ranks, D], key and value [B, K, S / ranks, D] -> [B, S / ranks, H, D]."""
-        for name in BY_HEAD:
+        for name in PER_HEAD_TENSORS:
             if settings.get(name) is not None:
                 raise JobFailed(f"context_parallel cannot divide the heads of the model's {name}; use context_parallel=1")
         device = query.device.type
         if torch.is_autocast_enabled(device):  # attention would cast them after they were exchanged
             query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
-        heads, keys = query.shape[1], key.shape[1]
+        heads = query.shape[1]
+        keys = key.shape[1]
         repeated = math.lcm(keys, self.ranks)  # each rank has whole key heads: where there are too few, several have the same
         if heads % repeated:
             repeated = heads
         if repeated > keys:
             key, value = (tensor.repeat_interleave(repeated // keys, 1) for tensor in (key, value))
         query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
-        seen: Any = module if repeated == keys else Regrouped(module, heads // repeated)
-        out, _ = (self._inner or eager_of(module))(seen, query, key, value, mask, **settings)
+        seen: Any = module if repeated == keys else RegroupedAttention(module, heads // repeated)
+        out, _ = (self._inner or eager_attention_of(module))(seen, query, key, value, mask, **settings)
         return self._exchange(out), None
 
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -250,13 +256,13 @@ class SharedContext:
 
         [B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D].
         """
-        return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return,no-untyped-call]
+        return Exchange.apply(tensor, self.group, all_to_all, all_to_all_back)  # type: ignore[no-any-return,no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if tensor.shape[1] == self.whole.width else tensor
 
 
-def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1, gathered: int = 2) -> torch.Tensor:
+def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1, gathered: int = 2) -> torch.Tensor:
     """Divide dimension ``scattered`` among the ranks, and join dimension ``gathered``, of which each rank had a part."""
     sent = torch.stack(tensor.chunk(group.size(), scattered))
     sizes = [1] * group.size()
@@ -264,12 +270,12 @@ def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1
     return torch.cat(received.unbind(0), gathered)
 
 
-def exchanged_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return exchanged(tensor, group, scattered=2, gathered=1)
+def all_to_all_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return all_to_all(tensor, group, scattered=2, gathered=1)
 
 
-def _widened(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
+def _pad_right(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
     if name == "position_ids":  # as if the last sequence went on
         more = tensor[:, -1:] + torch.arange(1, missing + 1, device=tensor.device)
         return torch.cat([tensor, more], 1)
-    return nn.functional.pad(tensor, (0, missing), value=FILLED.get(name, 0))
+    return nn.functional.pad(tensor, (0, missing), value=PADDING_VALUES.get(name, 0))

@@ -14,15 +14,16 @@ from upshift.internals.torch_names import PARAMETERS
 from upshift.internals.transformers_names import DIVIDE_EXPERTS, EXPAND_PLAN
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
-from upshift.training.distributed.mesh import Place
-from upshift.training.distributed.partial_gradients import of_its_size
-from upshift.training.distributed.pipeline_stage import modules_of
+from upshift.training.distributed.mesh import Mesh
+from upshift.training.distributed.partial_gradients import trim_storage
+from upshift.training.distributed.pipeline_stage import stage_modules
 
-EXCHANGED, DIVIDED = "ep_dispatch_experts", "grouped_gemm"
+DISPATCH_STYLE = "ep_dispatch_experts"
+SHARDED_STYLE = "grouped_gemm"
 INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, or expert_parallel=1"
 
 
-def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
+def why_not_expert_parallel(model: nn.Module, plan: Plan) -> str | None:
     """Return why ranks cannot share this model's experts as the plan says, and the next best, or None.
 
     The model may be on the meta device.
@@ -30,10 +31,11 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
     layout = plan.layout
     if layout.expert_parallel == 1:
         return None
-    base, asked = base_of(model), f"expert_parallel={layout.expert_parallel}"
+    base = base_of(model)
+    asked = f"expert_parallel={layout.expert_parallel}"
     declared = dict(getattr(base, "ep_plan", None) or {})
-    unknown = sorted(set(declared.values()) - {EXCHANGED, DIVIDED})
-    if not declared or EXCHANGED not in declared.values():
+    unknown = sorted(set(declared.values()) - {DISPATCH_STYLE, SHARDED_STYLE})
+    if not declared or DISPATCH_STYLE not in declared.values():
         return f"{asked}: the model declares no expert-parallel plan; {INSTEAD}"
     if unknown:
         return f"{asked}: the model's expert-parallel plan has {', '.join(unknown)}, which is not run here; {INSTEAD}"
@@ -41,7 +43,7 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
         return f"{asked}: the model has an adapter, and what it declares to share are plain weights; {INSTEAD}"
     ranks = layout.expert_parallel * layout.tensor_parallel
     styles = EXPAND_PLAN.of(base)(declared)
-    counts = {len(parameter) for name, parameter in base.named_parameters() if styles.get(name) == DIVIDED}
+    counts = {len(parameter) for name, parameter in base.named_parameters() if styles.get(name) == SHARDED_STYLE}
     uneven = sorted(count for count in counts if count % ranks)
     if uneven:
         among = f" x tensor_parallel={layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
@@ -49,7 +51,7 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def divide_experts(model: nn.Module, place: Place) -> None:
+def shard_experts(model: nn.Module, place: Mesh) -> None:
     """Divide the experts in place: keep this rank's experts of every layer, and exchange tokens around them."""
     if place.experts is None or place.mesh is None:
         return
@@ -57,16 +59,16 @@ def divide_experts(model: nn.Module, place: Place) -> None:
     styles = EXPAND_PLAN.of(base)(base.ep_plan)
     DIVIDE_EXPERTS.get()(base, place.experts["experts"], place.mesh["tensor"], styles)
     for name, style in styles.items():
-        if style == DIVIDED:
+        if style == SHARDED_STYLE:
             module, _, own = name.rpartition(".")
             owner = base.get_submodule(module)
-            PARAMETERS.of(owner)[own] = of_its_size(PARAMETERS.of(owner)[own])
+            PARAMETERS.of(owner)[own] = trim_storage(PARAMETERS.of(owner)[own])
 
 
-def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
+def expert_modules(model: nn.Module, place: Mesh) -> list[nn.Module]:
     """Return the modules of which this rank has its own experts alone. The list is empty if ranks share none."""
     if place.experts is None:
         return []
-    bases = [base_of(module) for module in modules_of(model)]
+    bases = [base_of(module) for module in stage_modules(model)]
     plans = [(base, EXPAND_PLAN.of(base)(base.ep_plan)) for base in bases]
-    return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == EXCHANGED]
+    return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == DISPATCH_STYLE]

@@ -29,19 +29,20 @@ from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.distributed.expert_parallel import expert_modules
-from upshift.training.distributed.mesh import Agreement, Place
-from upshift.training.out_of_memory import fewest_tokens, halve, is_out_of_memory
+from upshift.training.distributed.mesh import Mesh, OomAgreement
+from upshift.training.out_of_memory import halve, is_out_of_memory, shrink_to_few_tokens
 
-COMPUTED_IN = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_weights(model: nn.Module, place: Place) -> None:
+def shard_weights(model: nn.Module, place: Mesh) -> None:
     """Shard the weights in place, and move them onto the plan's device.
 
     Weights become DTensors. Outside of a pass each rank has its rows of them.
     """
     plan = place.plan
-    mesh, policy = place.sharing, policy_of(plan)
+    mesh = place.sharing
+    policy = precision_policy(plan)
     keeps = plan.layout.fully_shard == "gradients"
     for experts in expert_modules(model, place):
         assert place.experts is not None
@@ -56,8 +57,8 @@ def shard_weights(model: nn.Module, place: Place) -> None:
     root.set_reduce_scatter_unused_params(True)  # ranks' micro-batches may use different ones
 
 
-def policy_of(plan: Plan) -> MixedPrecisionPolicy:
-    dtype = COMPUTED_IN.get(plan.precision)
+def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
+    dtype = COMPUTE_DTYPES.get(plan.precision)
     return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
@@ -65,7 +66,7 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
+def set_last_micro_batch(model: nn.Module, plan: Plan, *, last: bool) -> None:
     """Tell fully_shard before a micro-batch whether it is the last one of the step.
 
     Only then are gradients summed over replicas. Only then do ranks that keep whole weights through the backward pass let go
@@ -78,7 +79,7 @@ def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-def let_go(model: nn.Module) -> None:
+def reshard_weights(model: nn.Module) -> None:
     """Drop weights that are whole after a pass without a backward pass."""
     for module in sharded_modules(model):
         module.reshard()
@@ -87,7 +88,7 @@ def let_go(model: nn.Module) -> None:
 logger = logging.getLogger(__name__)
 
 
-def can_keep_pace(layout: Layout) -> bool:
+def can_catch_up(layout: Layout) -> bool:
     """Return whether a rank that runs out of memory can keep pace with the others.
 
     The ranks must exchange weights and gradients alone. These exchanges have the same size for every micro-batch. If this
@@ -96,11 +97,11 @@ def can_keep_pace(layout: Layout) -> bool:
     """
     if not (layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1):
         return False
-    return _missing() is None
+    return _missing_internal() is None
 
 
 @cache
-def _missing() -> str | None:
+def _missing_internal() -> str | None:
     for name in (FSDP_GATHER, FSDP_SUM):
         try:
             name.get()
@@ -110,11 +111,12 @@ def _missing() -> str | None:
     return None
 
 
-class Counted:
+class ExchangeCount:
     """A count of the exchanges of one kind in a micro-batch: those done, and those that a second try leaves out."""
 
     def __init__(self, *, on_caught_up: Callable[[], None] = lambda: None) -> None:
-        self.done, self.left_out = 0, 0
+        self.done = 0
+        self.left_out = 0
         self._on_caught_up = on_caught_up
 
     def begin(self) -> None:
@@ -136,10 +138,10 @@ class Counted:
         return True
 
 
-class LeavesOut:
+class SkippableExchange:
     """An exchange of fully_shard that is left out if the other ranks did it already."""
 
-    def __init__(self, counted: Counted) -> None:
+    def __init__(self, counted: ExchangeCount) -> None:
         self.counted = counted
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -150,12 +152,12 @@ class LeavesOut:
         return exchange.__call__(output_tensor, input_tensor, *args, **options)
 
 
-def counting(exchange: Internal, counted: Counted) -> Any:
+def counted_exchange(exchange: Internal, counted: ExchangeCount) -> Any:
     """Return torch's own exchange, with a count of its calls."""
-    return type("CountedExchange", (LeavesOut, exchange.get()), {})(counted)
+    return type("CountedExchange", (SkippableExchange, exchange.get()), {})(counted)
 
 
-class KeepPace:
+class OomCatchUp:
     """The means by which one rank keeps pace.
 
     ``halve`` and ``fewest`` make a part of the step's work smaller. By default a part is a MicroBatch.
@@ -164,27 +166,30 @@ class KeepPace:
     def __init__(
         self,
         model: nn.Module,
-        place: Place,
+        place: Mesh,
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object] = halve,
-        fewest: Callable[[Any], Any] = fewest_tokens,
+        fewest: Callable[[Any], Any] = shrink_to_few_tokens,
     ) -> None:
-        self.model, self.place, self._fewest = model, place, fewest
-        self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
+        self.model = model
+        self.place = place
+        self._fewest = fewest
+        self.agreement = OomAgreement(place, on_failure=on_failure, halve=halve)
         self._number, self._last = 0, False  # of the micro-batch in its step
-        self._gathers = Counted()
-        self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
+        self._gathers = ExchangeCount()
+        self._sums = ExchangeCount(on_caught_up=lambda: set_last_micro_batch(model, place.plan, last=self._last))
         for module in sharded_modules(model):
-            module.set_custom_all_gather(counting(FSDP_GATHER, self._gathers))
-            module.set_custom_reduce_scatter(counting(FSDP_SUM, self._sums))
+            module.set_custom_all_gather(counted_exchange(FSDP_GATHER, self._gathers))
+            module.set_custom_reduce_scatter(counted_exchange(FSDP_SUM, self._sums))
 
     def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
         """Compute a micro-batch, or a few of its tokens once memory ran out. ``compute`` does the forward and backward pass."""
-        self._number, self._last = self._number + 1, last
+        self._number = self._number + 1
+        self._last = last
         self._gathers.begin()
         self._sums.begin()
-        announce(self.model, self.place.plan, last=last)
+        set_last_micro_batch(self.model, self.place.plan, last=last)
         if self.agreement.words is not None:
             return compute(self._fewest(micro_batch))
         try:

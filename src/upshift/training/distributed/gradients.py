@@ -31,22 +31,22 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from upshift.internals.torch_names import norms
 from upshift.planning.plan import Plan
 from upshift.training.distributed.expert_parallel import expert_modules
-from upshift.training.distributed.mesh import Agreement, Place
-from upshift.training.distributed.pipeline_stage import Stage, modules_of
+from upshift.training.distributed.mesh import Mesh, OomAgreement
+from upshift.training.distributed.pipeline_stage import Stage, stage_modules
 from upshift.training.out_of_memory import halve, is_out_of_memory
 
 BUCKET_ELEMENTS = 2**23  # gradients summed over ranks in flat buckets of this size
-SAME_WEIGHTS = ("replicas", "shard")  # dimensions of the mesh: ranks along them have gradients of the same weights
+REPLICA_DIMENSIONS = ("replicas", "shard")  # dimensions of the mesh: ranks along them have gradients of the same weights
 Key = TypeVar("Key")
-Spread = tuple[tuple[DeviceMesh, int], ...]  # dimensions of meshes along which ranks have different parts of a tensor
+ShardedDimensions = tuple[tuple[DeviceMesh, int], ...]  # dimensions of meshes along which ranks have different parts of a tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over(tensor: torch.Tensor, place: Place, names: Iterable[str]) -> None:
+def all_reduce_over(tensor: torch.Tensor, place: Mesh, names: Iterable[str]) -> None:
     """Sum a tensor in place over dimensions of the mesh."""
     if place.mesh is None:
         return
@@ -55,48 +55,48 @@ def sum_over(tensor: torch.Tensor, place: Place, names: Iterable[str]) -> None:
             dist.all_reduce(tensor, group=place.mesh.get_group(name))
 
 
-def sum_loss(total: torch.Tensor, place: Place) -> None:
+def sum_loss(total: torch.Tensor, place: Mesh) -> None:
     """Sum the loss of the whole job in place from each rank's share.
 
     Tensor-parallel ranks have the same share. Stages without a loss have zero.
     """
-    sum_over(total, place, ("pipeline", *SAME_WEIGHTS))
+    all_reduce_over(total, place, ("pipeline", *REPLICA_DIMENSIONS))
 
 
-def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's part of every gradient, zeros if this rank's micro-batches did not use a weight."""
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            found.append(local(parameter.grad))
+            found.append(local_shard(parameter.grad))
     return found
 
 
-def sum_gradients(model: nn.Module, place: Place) -> None:
+def sum_gradients(model: nn.Module, place: Mesh) -> None:
     """Sum gradients over the ranks that have the same weights.
 
     An expert's gradient comes already from the tokens of all ranks that share experts.
     """
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
-    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
-    sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    shared = local_gradients(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    sum_in_buckets(shared, lambda flat: all_reduce_over(flat, place, REPLICA_DIMENSIONS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
-        sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
+        sum_in_buckets(local_gradients(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
-def sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
-    for bucket in buckets((gradient, gradient) for gradient in gradients):
+def sum_in_buckets(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
+    for bucket in make_buckets((gradient, gradient) for gradient in gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
         sum_up(flat)
         for (gradient, _), summed in zip(bucket, flat.split([g.numel() for g, _ in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
-def buckets(
+def make_buckets(
     tensors: Iterable[tuple[Key, torch.Tensor]], *, elements: int = BUCKET_ELEMENTS
 ) -> Iterator[list[tuple[Key, torch.Tensor]]]:
     """Yield buckets of tensors, each of one dtype."""
@@ -109,7 +109,7 @@ def buckets(
     yield from opened.values()
 
 
-def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
+def clip_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
     """Scale this rank's parts of the gradients so that ``norm``, over all ranks' parts, is at most ``max_norm``. Return the
     norm before."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
@@ -118,10 +118,10 @@ def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float)
     return float(norm)
 
 
-def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -> torch.Tensor:
+def total_norm(gradients: Iterable[tuple[torch.Tensor, ShardedDimensions]], place: Mesh) -> torch.Tensor:
     """Return the norm of all gradients. Parts are summed over the ranks that divide a tensor; a tensor that all ranks have
     counts once."""
-    parts: dict[Spread, list[torch.Tensor]] = defaultdict(list)
+    parts: dict[ShardedDimensions, list[torch.Tensor]] = defaultdict(list)
     for gradient, along in gradients:
         parts[along].append(gradient)
     total = torch.zeros((), device=place.plan.device)
@@ -130,11 +130,11 @@ def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -
         for mesh, dimension in along:
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares
-    sum_over(total, place, ("pipeline",))
+    all_reduce_over(total, place, ("pipeline",))
     return total.sqrt()
 
 
-def spread(tensor: torch.Tensor) -> Spread:
+def sharded_dimensions(tensor: torch.Tensor) -> ShardedDimensions:
     """Return the mesh dimensions along which ranks have different parts of a parameter or a gradient."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -147,26 +147,27 @@ def spread(tensor: torch.Tensor) -> Spread:
 OVERLAPPED_BUCKET_ELEMENTS = 25 * 2**18  # 25 MiB in fp32, as torch's DistributedDataParallel has them
 
 
-def overlaps(plan: Plan) -> bool:
+def can_overlap(plan: Plan) -> bool:
     layout = plan.layout
     plain = layout.fully_shard == "no" and not layout.exchanges
     return plan.device == "cuda" and layout.overlap and plain and plan.num_processes > 1
 
 
-class Overlap:
+class OverlappedSums:
     """A step with overlapped sums. ``run`` and ``agree`` work as in KeepPace.
 
     A rank that runs out of memory while others sum takes part with the gradients it has, and all ranks do the step again.
     """
 
     def __init__(
-        self, model: nn.Module, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
+        self, model: nn.Module, place: Mesh, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
     ) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("replicas")
-        self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
+        self.place = place
+        self.group = place.mesh.get_group("replicas")
+        self.agreement = OomAgreement(place, on_failure=on_failure, halve=halve)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        found = buckets(((parameter, parameter) for parameter in reversed(trained)), elements=OVERLAPPED_BUCKET_ELEMENTS)
+        found = make_buckets(((parameter, parameter) for parameter in reversed(trained)), elements=OVERLAPPED_BUCKET_ELEMENTS)
         self._buckets = [[parameter for parameter, _ in bucket] for bucket in found]
         self._flat: list[torch.Tensor] = []
         self.summed = False  # the gradients are those of all ranks
@@ -193,7 +194,9 @@ class Overlap:
         self._send()
         for work in self._works:
             work.wait()
-        self._missing, self._works, self.summed = None, [], True
+        self._missing = None
+        self._works = []
+        self.summed = True
         return share
 
     def agree(self) -> None:
@@ -201,7 +204,8 @@ class Overlap:
 
     def forget(self) -> None:
         """Forget the buckets together with the gradients, once these are used or dropped."""
-        self._flat, self.summed = [], False
+        self._flat = []
+        self.summed = False
 
     def _make_gradients(self) -> None:
         self.forget()
@@ -223,19 +227,20 @@ class Overlap:
             self._works.append(dist.all_reduce(self._flat[len(self._works)], group=self.group, async_op=True))
 
 
-def copies_in(model: nn.Module) -> set[nn.Parameter]:
+def tied_copies(model: nn.Module) -> set[nn.Parameter]:
     """Return weights of the last stage that the first has too."""
-    return {weight for stage, weight in _shared(model) if stage.is_last}
+    return {weight for stage, weight in _tied_weights(model) if stage.is_last}
 
 
-def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+def sum_tied_gradients(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
     """Sum each gradient from ``gradient_of`` in place between the first stage and the last: this rank's part of it."""
-    for stage, weight in _shared(model):
+    for stage, weight in _tied_weights(model):
         own = gradient_of(weight)
         if own is None or not own.numel():
             continue
         peer = _peer(stage)
-        sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        sent = own.contiguous()
+        received = torch.empty_like(own, memory_format=torch.contiguous_format)
         exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
         for work in dist.batch_isend_irecv(exchanged):
             work.wait()
@@ -243,10 +248,10 @@ def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tenso
 
 
 @torch.no_grad()
-def agree_on_tied(model: nn.Module) -> None:
+def copy_tied_weights(model: nn.Module) -> None:
     """Copy the first stage's weights to the last, after an update that rounds at random."""
-    for stage, weight in _shared(model):
-        own = local(weight)
+    for stage, weight in _tied_weights(model):
+        own = local_shard(weight)
         whole = own.contiguous()
         if stage.is_last:
             dist.recv(whole, _peer(stage), stage.group)
@@ -260,9 +265,9 @@ def _peer(stage: Stage) -> int:
     return dist.get_global_rank(stage.group, 0 if stage.is_last else dist.get_world_size(stage.group) - 1)
 
 
-def _shared(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
+def _tied_weights(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
     """Return trained weights that both stages have, in an order that is the same in both."""
-    modules = [module for module in modules_of(model) if hasattr(module, "pipeline_stage")]
+    modules = [module for module in stage_modules(model) if hasattr(module, "pipeline_stage")]
     stages: list[tuple[nn.Module, Any]] = [(module, module.pipeline_stage) for module in modules]
     found = [(stage, module.get_parameter(name)) for module, stage in stages for name in stage.shared]
     return [(stage, weight) for stage, weight in found if weight.requires_grad]

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
-from upshift.training.out_of_memory import Agreed, halve
+from upshift.training.out_of_memory import OomOnSomeRank, halve
 
 
 @dataclass(frozen=True)
-class Place:
+class Mesh:
     """A rank's place in the layout of a plan.
 
     ``mesh`` is pipeline x replicas x shard x tensor, and None with one process. Ranks of shard divide what fully_shard says.
@@ -66,11 +66,11 @@ class Place:
         return self.mesh["replicas", "shard"] if self.mesh["replicas"].size() > 1 else self.mesh["shard"]
 
 
-def find_place(plan: Plan) -> Place:
+def init_mesh(plan: Plan) -> Mesh:
     """Return the place of this process in the default group of ``plan.num_processes`` ranks. Every rank calls it, as groups
     are made."""
     if plan.num_processes == 1:
-        return Place(plan)
+        return Mesh(plan)
     layout = plan.layout
     tensor, pipeline, context, experts = (
         layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel, layout.expert_parallel
@@ -88,13 +88,13 @@ def find_place(plan: Plan) -> Place:
         contexts = mesh(("pipeline", pipeline), ("data", sharing // context), ("context", context), ("tensor", tensor))
     if experts > 1:
         experted = mesh(("pipeline", pipeline), ("replicas", sharing // experts), ("experts", experts * tensor))
-    return Place(plan, dist.get_rank(), whole, contexts, experted)
+    return Mesh(plan, dist.get_rank(), whole, contexts, experted)
 
 
 T = TypeVar("T")
 
 
-def highest(number: int, plan: Plan) -> int:
+def all_reduce_max(number: int, plan: Plan) -> int:
     if plan.num_processes == 1:
         return number
     decision = torch.tensor(number, device=plan.device)
@@ -102,14 +102,14 @@ def highest(number: int, plan: Plan) -> int:
     return int(decision)
 
 
-def slowest(seconds: float, plan: Plan) -> float:
+def largest_seconds(seconds: float, plan: Plan) -> float:
     """Return the largest seconds of all ranks."""
     found = torch.tensor(seconds, device=plan.device, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
-def gather(value: T, plan: Plan) -> list[T]:
+def all_gather_objects(value: T, plan: Plan) -> list[T]:
     """Return the values of all ranks, in order."""
     if plan.num_processes == 1:
         return [value]
@@ -119,7 +119,7 @@ def gather(value: T, plan: Plan) -> list[T]:
 
 
 @contextmanager
-def on_rank_0(plan: Plan) -> Iterator[None]:
+def rank_0_first(plan: Plan) -> Iterator[None]:
     """Surround work of rank 0 that the others wait for. If it fails, all ranks raise the error with its words."""
     failure: Exception | None = None
     try:
@@ -136,14 +136,14 @@ def on_rank_0(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def together(plan: Plan) -> Iterator[None]:
+def gather_errors(plan: Plan) -> Iterator[None]:
     """Surround work of all ranks. If one rank fails, all ranks raise the error with its words."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # whatever it is, the others must hear of it
         failure = error
-    said = gather(_words(failure), plan)
+    said = all_gather_objects(_words(failure), plan)
     if failure is None and any(said):
         failure = JobFailed(next(words for words in said if words))
     if failure is not None:
@@ -161,14 +161,16 @@ def _words(failure: Exception | None) -> str | None:
 WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
 
 
-class Agreement:
-    def __init__(self, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
+class OomAgreement:
+    def __init__(self, place: Mesh, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
         """Prepare the agreement of the ranks.
 
         ``on_failure`` may look at memory: as it was then on this rank, or as it is now if another rank failed. ``halve``
         divides a part of the step's work, and returns None if the part is indivisible.
         """
-        self.place, self._on_failure, self._halve = place, on_failure, halve
+        self.place = place
+        self._on_failure = on_failure
+        self._halve = halve
         self.words: str | None = None  # the allocator's, when this rank ran out in this step
         self._outcome = WENT_WELL
 
@@ -179,9 +181,11 @@ class Agreement:
 
     def agree(self) -> None:
         """Raise Agreed on all ranks if one of them ran out of memory."""
-        worst = highest(self._outcome, self.place.plan)
-        words, self.words, self._outcome = self.words, None, WENT_WELL
+        worst = all_reduce_max(self._outcome, self.place.plan)
+        words = self.words
+        self.words = None
+        self._outcome = WENT_WELL
         if worst != WENT_WELL:
             if words is None:
                 self._on_failure()
-            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)
+            raise OomOnSomeRank(words or "another rank ran out of memory", final=worst == INDIVISIBLE)

@@ -35,25 +35,29 @@ from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
-from upshift.training.distributed.context_parallel import reason_not_context
-from upshift.training.distributed.expert_parallel import divide_experts, reason_not_experts
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.pipeline_stage import modules_of, reason_not_pipeline, stage_of
-from upshift.training.distributed.tensor_parallel import INSTEAD, divide_tensors, reason_not_tensor
+from upshift.training.distributed.context_parallel import why_not_context_parallel
+from upshift.training.distributed.expert_parallel import shard_experts, why_not_expert_parallel
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.pipeline_stage import cut_stage, stage_modules, why_not_pipeline_parallel
+from upshift.training.distributed.tensor_parallel import INSTEAD, shard_tensors, why_not_tensor_parallel
 
 WHOLE_MATRICES = ("muon", "adafactor")  # an update looks at rows and columns together
 
 
-def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
+def why_cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
     """Return why a plan cannot run, or None. Without ``model``, before it is loaded, check what no model could run."""
     if plan.layout == ALONE:
         return None
-    problem = _impossible(plan) or _missing_exchange()
+    problem = _why_impossible(plan) or _missing_exchange()
     if problem is None and model is not None:
-        reasons = (
-            reason_not_pipeline, reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded,
-        )  # fmt: skip
-        problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
+        checks = (
+            why_not_pipeline_parallel,
+            why_not_tensor_parallel,
+            why_not_expert_parallel,
+            why_not_context_parallel,
+            why_not_fully_shard,
+        )
+        problem = next(filter(None, (check(model, plan) for check in checks)), None)
     return problem
 
 
@@ -67,7 +71,7 @@ def _missing_exchange() -> str | None:
     return None
 
 
-def _impossible(plan: Plan) -> str | None:
+def _why_impossible(plan: Plan) -> str | None:
     layout = plan.layout
     if plan.num_processes % layout.ranks_per_replica:
         return (
@@ -101,7 +105,7 @@ def _impossible(plan: Plan) -> str | None:
     return None
 
 
-def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
+def why_not_fully_shard(model: nn.Module, plan: Plan) -> str | None:
     """Return why ranks cannot divide this model's weights, or None."""
     if plan.layout.gathers and any(not parameter.is_floating_point() for parameter in model.parameters()):
         return (
@@ -111,21 +115,22 @@ def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def divide(model: nn.Module, place: Place) -> nn.Module:
+def parallelize(model: nn.Module, place: Mesh) -> nn.Module:
     """Return this rank's part of ``model``, which every rank built alike. Raise RequestError if it cannot be shared so."""
-    problem = cannot_run(place.plan, model)
+    problem = why_cannot_run(place.plan, model)
     if problem is not None:
         raise RequestError(problem)
-    model = stage_of(model, place)
-    for module in modules_of(model):
-        divide_tensors(module, place)
-        divide_experts(module, place)
+    model = cut_stage(model, place)
+    for module in stage_modules(model):
+        shard_tensors(module, place)
+        shard_experts(module, place)
     return model
 
 
-OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
-ROWS, WIDTH = 2, 64
-WORDS = 160  # of torch's
+REHEARSED_FIELDS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
+ROWS = 2
+WIDTH = 64
+MAX_MESSAGE_LENGTH = 160  # of torch's
 
 
 class Rehearsals:
@@ -144,34 +149,34 @@ class Rehearsals:
         degree = plan.layout.tensor_parallel
         if degree == 1 or dist.is_initialized():
             return None
-        kept = Layout(**{name: getattr(plan.layout, name) for name in OF_LAYERS})
+        kept = Layout(**{name: getattr(plan.layout, name) for name in REHEARSED_FIELDS})
         if kept not in self._problems:
-            problem = _fails(self.source, plan.changed(num_processes=degree, layout=kept))
+            problem = _rehearsal_error(self.source, plan.changed(num_processes=degree, layout=kept))
             alone = plan.changed(num_processes=1, layout=Layout())
-            self._problems[kept] = None if problem is None or _fails(self.source, alone) else problem
+            self._problems[kept] = None if problem is None or _rehearsal_error(self.source, alone) else problem
         problem = self._problems[kept]
         if problem is None:
             return None
         return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
 
 
-def _fails(source: ModelSource, plan: Plan) -> str | None:
+def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
     config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
-    with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
-        place = find_place(plan)
+    with _fake_world(plan.num_processes), _real_meshes(), _without_traceback():
+        place = init_mesh(plan)
         fake = FAKE_TENSOR_MODE.get()()
         try:
             with fake_masks(masked=False), fake, torch.no_grad():
                 model = build_model(config, model_class, dtype=torch.float32)
                 cut_stacks(model)
-                divide_tensors(model, place)
+                shard_tensors(model, place)
                 width = min(plan.sequence_length, WIDTH)
                 inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
                 extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
                 model(**inputs, **extra)
         except Exception as error:  # whatever the layers, or torch, say of the shapes they meet
-            return " ".join(str(error).split())[:WORDS] or type(error).__name__
+            return " ".join(str(error).split())[:MAX_MESSAGE_LENGTH] or type(error).__name__
     return None
 
 
@@ -197,7 +202,7 @@ def _without_traceback() -> Iterator[None]:
 
 
 @contextmanager
-def _meshes_are_real() -> Iterator[None]:
+def _real_meshes() -> Iterator[None]:
     """Run methods of meshes outside of fake tensors: they count ranks in tensors, and a fake tensor has no numbers."""
 
     def outside(name: str) -> object:

@@ -17,20 +17,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from upshift.internals.torch_names import PARAMETERS
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 
-NAMES = "partial_parameters"
+PARTIAL_ATTRIBUTE = "partial_parameters"
 
 
 def mark_partial(module: nn.Module, names: Iterable[str] | None = None) -> None:
     """Mark all parameters of a module, or those of these names. Marks are by name, because fully_shard replaces the
     parameters."""
     own = tuple(name for name, _ in module.named_parameters(recurse=False)) if names is None else tuple(names)
-    setattr(module, NAMES, (*getattr(module, NAMES, ()), *own))
+    setattr(module, PARTIAL_ATTRIBUTE, (*getattr(module, PARTIAL_ATTRIBUTE, ()), *own))
 
 
 def sum_partial_gradients(
-    model: nn.Module, place: Place, gradient_of: Callable[[nn.Parameter], torch.Tensor] | None = None
+    model: nn.Module, place: Mesh, gradient_of: Callable[[nn.Parameter], torch.Tensor] | None = None
 ) -> None:
     """Sum the partial gradients after the last backward pass of a step, before gradients are clipped. Every rank calls it.
 
@@ -49,7 +49,7 @@ def sum_partial_gradients(
 
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
-    named = [(module, name) for module in model.modules() for name in getattr(module, NAMES, ())]
+    named = [(module, name) for module in model.modules() for name in getattr(module, PARTIAL_ATTRIBUTE, ())]
     found = [PARAMETERS.of(module)[name] for module, name in named]
     return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
 
@@ -60,7 +60,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
-def of_its_size(parameter: nn.Parameter | None) -> nn.Parameter:
+def trim_storage(parameter: nn.Parameter | None) -> nn.Parameter:
     """Return ``parameter`` itself, or a copy if its part is a view of the whole weight, which the part would keep."""
     assert parameter is not None
     if not isinstance(parameter, DTensor):

@@ -22,8 +22,8 @@ from upshift.internals.torch_names import PIPELINE_SCHEDULE, PIPELINE_STAGE, SCH
 from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.distributed.context_parallel import padded_width
-from upshift.training.distributed.pipeline_stage import Stage, modules_of
-from upshift.training.prepare import activations_on_host, autocast, computing, no_cache
+from upshift.training.distributed.pipeline_stage import Stage, stage_modules
+from upshift.training.prepare import autocast, chunked_loss, no_cache, offload_activations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
+SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # the others take a list of stages
 
 
 class PipelineStage:
@@ -83,7 +83,8 @@ class PipelineStage:
     def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
         """Prepare for micro-batches of these shapes: rows, and tokens a row."""
         self.clear_runtime_states()
-        self.chunks, self.has_backward = len(shapes), has_backward
+        self.chunks = len(shapes)
+        self.has_backward = has_backward
         layout = self._plan.layout
         widths = [padded_width(width, layout) // layout.context_parallel for _, width in shapes]
         self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
@@ -94,7 +95,7 @@ class PipelineStage:
             self.own.received = args[0]
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
-        offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
+        offloading = offload_activations(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
         with autocast(self._plan), offloading, no_cache(self.submod):
             output = self.submod(**kwargs)
         made: torch.Tensor = output.loss if self.is_last else output
@@ -117,7 +118,8 @@ class PipelineStage:
         (hidden,), _ = self.fwd_cache[fwd_chunk_id]
         if not self._told:
             number = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)
-            self._telling, self._told = dist.isend(number, self._peer(1), self.group), True
+            self._telling = dist.isend(number, self._peer(1), self.group)
+            self._told = True
         return [dist.P2POp(dist.isend, hidden.detach().contiguous(), self._peer(1), self.group)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -164,12 +166,12 @@ class PipelineStage:
         return ()
 
 
-def make_stage(module: nn.Module, plan: Plan) -> Any:
+def make_torch_stage(module: nn.Module, plan: Plan) -> Any:
     return type("PipelineStageOfRank", (PipelineStage, PIPELINE_STAGE.get()), {})(module, plan)
 
 
 @contextlib.contextmanager
-def own_words() -> Iterator[None]:
+def unwrap_stage_errors() -> Iterator[None]:
     """Raise the error of a stage itself. Torch would put it behind an error of its own, with every tensor's shape."""
     try:
         yield
@@ -184,8 +186,9 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
-        self.plan, self.modules = plan, modules_of(model)
-        self.stages = [make_stage(module, plan) for module in self.modules]
+        self.plan = plan
+        self.modules = stage_modules(model)
+        self.stages = [make_torch_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}
         self._scale: Scale = lambda loss: loss
@@ -215,9 +218,9 @@ class Pipeline:
         for stage in self.stages:
             stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
         self._total = torch.zeros((), device=self.plan.device)
-        inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
+        inputs = [to_tensors(_with_labels(micro_batch), self.plan.device) for micro_batch in taken]
         shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
-        with self._computing(), own_words():
+        with self._computing(), unwrap_stage_errors():
             SCHEDULE_STEP.of(schedule)(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
             stage.settle()
@@ -227,7 +230,7 @@ class Pipeline:
         with contextlib.ExitStack() as stack:
             for module, stage in zip(self.modules, self.stages, strict=True):
                 if stage.is_last:
-                    stack.enter_context(computing(module, self.plan))
+                    stack.enter_context(chunked_loss(module, self.plan))
             yield
 
     def _taken(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -236,7 +239,7 @@ class Pipeline:
         Schedules of several stages take micro-batches in rounds of one size.
         """
         taken = list(micro_batches)
-        if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
+        if self.plan.layout.pipeline_schedule not in SINGLE_STAGE_SCHEDULES:
             filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
             while len(taken) % max(1, len(taken) // self.plan.layout.pipeline_parallel):
                 taken.append(filling)
@@ -245,7 +248,7 @@ class Pipeline:
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             name = self.plan.layout.pipeline_schedule
-            stages: Any = self.stages[0] if name in OF_ONE_STAGE else self.stages
+            stages: Any = self.stages[0] if name in SINGLE_STAGE_SCHEDULES else self.stages
             self._schedules[micro_batches] = SCHEDULES[name](stages, micro_batches, loss_fn=self._loss, scale_grads=False)
         return self._schedules[micro_batches]
 
@@ -255,7 +258,7 @@ class Pipeline:
         return self._scale(counted)
 
 
-def _labelled(micro_batch: MicroBatch) -> MicroBatch:
+def _with_labels(micro_batch: MicroBatch) -> MicroBatch:
     """Return the micro-batch, with labels if it has none. It keeps ranks in step: its loss counts nothing, but must be a
     number."""
     if micro_batch.num_label_tokens:

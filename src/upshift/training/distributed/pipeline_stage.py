@@ -33,14 +33,14 @@ from upshift.models.build import find_stacks
 from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 
 ROWS, WIDTH = 3, 7  # of the tokens that it runs on: a dimension that is one of them, or their product, grows with it
 INSTEAD = "use fully_shard=weights, or tensor_parallel, in place of pipeline_parallel"
 
 
 @dataclass
-class Parts:
+class ModelSplit:
     """The paths of modules that have weights ``before`` the layers, with the shape of each output, and ``after`` them."""
 
     stack: str
@@ -55,11 +55,11 @@ class Parts:
         return [parameter for parameter in before if id(parameter) in after]
 
 
-def find_parts(model: nn.Module) -> Parts:
+def find_split(model: nn.Module) -> ModelSplit:
     """Return the parts of a model with one stack of layers. Raise RequestError if it does not come apart."""
     ((stack, layers),) = find_stacks(model)
-    parts = Parts(stack)
-    siblings = _siblings(model, stack)
+    parts = ModelSplit(stack)
+    siblings = _modules_beside_stack(model, stack)
     outputs: dict[str, Any] = {}
     called: list[str] = []  # paths in their order, the stack among them
 
@@ -69,27 +69,28 @@ def find_parts(model: nn.Module) -> Parts:
 
     hooks = [module.register_forward_hook(partial(record, path)) for path, module in siblings.items()]
     try:
-        with _one_layer(model, stack, layers, called) as hidden:
+        with _run_first_layer_alone(model, stack, layers, called) as hidden:
             _run(model)
     finally:
         for hook in hooks:
             hook.remove()
-    parts.hidden_shape = _shape(hidden[0], "its layers", stack)
+    parts.hidden_shape = _shape_function(hidden[0], "its layers", stack)
     start = called.index(stack)
     for path in siblings:
         if path in called[:start] and path in called[start:]:
             raise RequestError(f"the model's {path} is needed before and after its layers; {INSTEAD}")
         if path in called[:start]:
-            parts.before[path] = _shape(outputs[path], path, stack)
+            parts.before[path] = _shape_function(outputs[path], path, stack)
         else:
             parts.after.append(path)
     return parts
 
 
-def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+def _modules_beside_stack(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return modules with weights beside the stack and beside the modules that hold it, by path."""
     found: dict[str, nn.Module] = {}
-    path, module = "", model
+    path = ""
+    module = model
     for name in stack.split("."):
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
@@ -97,12 +98,15 @@ def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
         for other, child in module.named_children():
             if other != name and any(True for _ in child.parameters()):
                 found[f"{path}{other}"] = child
-        path, module = f"{path}{name}.", module.get_submodule(name)
+        path = f"{path}{name}."
+        module = module.get_submodule(name)
     return found
 
 
 @contextmanager
-def _one_layer(model: nn.Module, stack: str, layers: nn.ModuleList, called: list[str]) -> Iterator[list[torch.Tensor]]:
+def _run_first_layer_alone(
+    model: nn.Module, stack: str, layers: nn.ModuleList, called: list[str]
+) -> Iterator[list[torch.Tensor]]:
     """Run the first layer while open, and return its output from every other layer. Yield the list that its input will be put
     into."""
     hidden: list[torch.Tensor] = []
@@ -141,7 +145,7 @@ def _run(model: nn.Module) -> None:
         model(input_ids=ids, labels=ids, **extra)
 
 
-def _shape(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, ...]]:
+def _shape_function(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, ...]]:
     """Return a function for the shape of ``made`` with any number of rows and tokens a row."""
     if not isinstance(made, torch.Tensor):
         raise RequestError(f"{what} makes more than one tensor for {stack}; {INSTEAD}")
@@ -157,7 +161,7 @@ def _shape(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, 
 Shape = Callable[[int, int], tuple[int, ...]]  # of hidden states, from rows and tokens a row
 
 
-class Ended(Exception):
+class StageEnd(Exception):
     """The last layer of a stage has run. The rest of the forward pass belongs to another stage."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -186,7 +190,7 @@ class StageLayers(nn.ModuleList):
         return self._shown()[index]
 
 
-class PartOfConfig:
+class SlicedConfig:
     """A config whose lists of one entry a layer are cut down to those of some layers."""
 
     def __init__(self, whole: Any, lists: dict[str, Any]) -> None:
@@ -198,7 +202,7 @@ class PartOfConfig:
         return getattr(self.__dict__["whole"], name)
 
 
-class Absent(nn.Module):
+class FirstStagePlaceholder(nn.Module):
     """A stand-in for a module of the first stage. It returns zeros of the shape that the module made."""
 
     stage: Stage
@@ -215,7 +219,7 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Bound:
+class LayerInStage:
     """A layer as the model's forward pass meets it in a running stage."""
 
     layer: nn.Module
@@ -231,16 +235,20 @@ class Bound:
             args, kwargs = self.stage.enter(args, kwargs)
         output = self.layer(*args, **kwargs)
         if self.is_last:
-            raise Ended(output if isinstance(output, torch.Tensor) else output[0])
+            raise StageEnd(output if isinstance(output, torch.Tensor) else output[0])
         return output
 
 
 class Stage:
     """One of ``count`` stages, and the hidden states for its next forward pass."""
 
-    def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
-        self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
-        self.is_first, self.is_last = index == 0, index == count - 1
+    def __init__(self, model: nn.Module, parts: ModelSplit, index: int, count: int, group: dist.ProcessGroup) -> None:
+        self.index = index
+        self.count = count
+        self.group = group
+        self.hidden_shape = parts.hidden_shape
+        self.is_first = index == 0
+        self.is_last = index == count - 1
         self.received: torch.Tensor | None = None
         self.rows_and_width: tuple[int, int] = (0, 0)
         tied = parts.tied(model)
@@ -249,16 +257,17 @@ class Stage:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # in the first and the last stage
 
-    def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
+    def _cut(self, model: nn.Module, parts: ModelSplit) -> StageLayers:
         parent_path, _, name = parts.stack.rpartition(".")
         parent = model.get_submodule(parent_path)
         whole: nn.ModuleList = getattr(parent, name)
         each = len(whole) // self.count
-        first, last = self.index * each, (self.index + 1) * each
+        first = self.index * each
+        last = (self.index + 1) * each
         for path in parts.after if not self.is_last else ():
             _replace(model, path, None)
         for path, shape in parts.before.items() if not self.is_first else ():
-            _replace(model, path, Absent(shape, self))
+            _replace(model, path, FirstStagePlaceholder(shape, self))
         layers = StageLayers({str(number): whole[number] for number in range(first, last)})
         setattr(parent, name, layers)
         config = getattr(parent, "config", None)
@@ -268,7 +277,7 @@ class Stage:
                 for key, value in vars(config).items()
                 if isinstance(value, list) and len(value) == len(whole)
             }
-            parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
+            parent.config = SlicedConfig(config, lists)  # type: ignore[assignment]
         return layers
 
     @property
@@ -277,19 +286,20 @@ class Stage:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the first layer's arguments, with the hidden states that were received."""
-        received, self.received = self.received, None
+        received = self.received
+        self.received = None
         return ((received, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": received})
 
     def forward(self, **inputs: Any) -> Any:
         """Return the model's own output in the last stage, and hidden states in all others."""
         last = len(self._layers) - 1
         self.rows_and_width = tuple(inputs["input_ids"].shape)
-        self._layers.wrap = lambda number, layer: Bound(
+        self._layers.wrap = lambda number, layer: LayerInStage(
             layer, self, is_first=number == 0 and not self.is_first, is_last=number == last and not self.is_last
         )
         try:
             output = self._forward(**inputs)
-        except Ended as end:
+        except StageEnd as end:
             output = end.hidden
         finally:
             self._layers.wrap = None
@@ -302,7 +312,7 @@ class Stages(nn.ModuleList):
     """The stages of a rank that has several. Names of weights are the whole model's, after the number of the stage."""
 
 
-def stage_of(model: nn.Module, place: Place) -> nn.Module:
+def cut_stage(model: nn.Module, place: Mesh) -> nn.Module:
     """Return the rank's stage of ``model``, cut out in place, or its ``Stages``, or the whole model if there is no pipeline.
 
     Each has its ``Stage`` as ``pipeline_stage``. Raise RequestError for a model that does not come apart.
@@ -311,15 +321,17 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     ranks = layout.pipeline_parallel
     if place.mesh is None or ranks == 1:
         return model
-    parts, group, count = find_parts(_to_run(model)), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
+    parts = find_split(_runnable_model(model))
+    group = place.mesh.get_group("pipeline")
+    count = ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
-        return as_stage(model, Stage(model, parts, place.stage, count, group))
-    alike = [_with_own_path(model, parts.stack) for _ in own]
-    return Stages([as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
+        return bind_stage(model, Stage(model, parts, place.stage, count, group))
+    alike = [_copy_path(model, parts.stack) for _ in own]
+    return Stages([bind_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
 
 
-def _to_run(model: Any) -> Any:
+def _runnable_model(model: Any) -> Any:
     """Return the model itself. If its weights are not read yet, return the same model with its buffers on the meta device too."""
     if not next(model.parameters()).is_meta:
         return model
@@ -327,25 +339,27 @@ def _to_run(model: Any) -> Any:
         return type(model)(model.config)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
+def stage_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` that run as models of their own: each stage of a rank, or all of it."""
     return list(model) if isinstance(model, Stages) else [model]
 
 
-def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
+def layers_per_stage(layers: int, modules: list[nn.Module]) -> list[int]:
     """Return how many of the first ``layers`` layers fall to each of these stages. A rank has its share, in its first stages."""
     stages = [getattr(module, "pipeline_stage", None) for module in modules]
     if stages[0] is None:
         return [layers]
-    each, count = stages[0].num_layers, stages[0].count
-    left, found = -(-layers * len(modules) // count), []
+    each = stages[0].num_layers
+    count = stages[0].count
+    left = -(-layers * len(modules) // count)
+    found = []
     for _ in modules:
         found.append(min(left, each))
         left -= found[-1]
     return found
 
 
-def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
+def why_not_pipeline_parallel(model: nn.Module, plan: Plan) -> str | None:
     """Return why the model's layers cannot be shared by depth as the plan says, and the next best, or None.
 
     These reasons are known without running the model.
@@ -353,12 +367,14 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
     layout = plan.layout
     if layout.pipeline_parallel == 1:
         return None
-    asked, instead = f"pipeline_parallel={layout.pipeline_parallel}", "use fully_shard=weights, or tensor_parallel"
+    asked = f"pipeline_parallel={layout.pipeline_parallel}"
+    instead = "use fully_shard=weights, or tensor_parallel"
     stacks = find_stacks(model)
     if len(stacks) != 1:
         paths = ", ".join(path for path, _ in stacks) or "none"
         return f"{asked} divides one stack of layers, and the model has {len(stacks)} ({paths}); {instead}"
-    layers, count = len(stacks[0][1]), layout.pipeline_parallel * layout.virtual_stages
+    layers = len(stacks[0][1])
+    count = layout.pipeline_parallel * layout.virtual_stages
     if layers % count:
         each = f" with virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         valid = ", ".join(str(degree) for degree in divisors(layers) if degree > 1)
@@ -372,7 +388,7 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+def bind_stage(model: nn.Module, stage: Stage) -> nn.Module:
     """Return ``model``, which was cut to ``stage``, set up to run as this stage."""
     model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
     model.pipeline_stage = stage  # type: ignore[assignment]
@@ -384,11 +400,11 @@ def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
     setattr(model.get_submodule(parent_path), name, module)
 
 
-def _with_own_path(model: nn.Module, path: str) -> nn.Module:
+def _copy_path(model: nn.Module, path: str) -> nn.Module:
     """Return a copy of the modules from ``model`` down to ``path``, whose other children are the same."""
     own = copy.copy(model)
     own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
     name, _, rest = path.partition(".")
     if rest:
-        CHILDREN.of(own)[name] = _with_own_path(model.get_submodule(name), rest)
+        CHILDREN.of(own)[name] = _copy_path(model.get_submodule(name), rest)
     return own

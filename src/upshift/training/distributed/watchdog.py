@@ -35,12 +35,12 @@ from upshift.training.process_group import rank_environment
 from upshift.units import format_bytes, format_seconds
 from upshift.value import Value
 
-SLOWER = 1.3  # than the median of the ranks: named
-WORTH = 0.5  # of the step: a rank's own work below it holds up nobody
+STRAGGLER_FACTOR = 1.3  # than the median of the ranks: named
+MIN_WORK_SHARE = 0.5  # of the step: a rank's own work below it holds up nobody
 MAX_NAMED = 8
 
 
-class Waiting(Value):
+class PendingCollective(Value):
     """A collective that a rank has begun and not ended."""
 
     name: str  # all_reduce
@@ -50,7 +50,7 @@ class Waiting(Value):
     seconds: float
 
 
-class Pulse(Value):
+class Heartbeat(Value):
     """The report of one rank. It counts seconds by its own clock, as clocks of hosts differ."""
 
     rank: int
@@ -60,11 +60,11 @@ class Pulse(Value):
     in_step: bool
     own_seconds: float | None = None  # of a step, less what it waited; the median of the last
     step_seconds: float | None = None
-    waiting: Waiting | None = None
+    waiting: PendingCollective | None = None
     at: str | None = None  # the line of Upshift's that its main thread has come to
 
 
-def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float) -> str | None:
+def describe_stall(pulses: list[Heartbeat], silent: Mapping[int, float], *, patience: float) -> str | None:
     """Return in words that ranks are stalled, or None.
 
     Return None unless a rank waits in one collective, or is silent, for longer than ``patience`` seconds. Return None also
@@ -75,7 +75,7 @@ def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float
     late = [pulse for pulse in waiting if pulse.waiting is not None and pulse.waiting.seconds > patience]
     if (not late and not silent) or any(pulse.seconds <= patience for pulse in speaking):
         return None
-    alike: dict[tuple[str, int, str, int], list[Pulse]] = defaultdict(list)
+    alike: dict[tuple[str, int, str, int], list[Heartbeat]] = defaultdict(list)
     for pulse in waiting:
         assert pulse.waiting is not None
         alike[pulse.waiting.name, pulse.waiting.number, pulse.waiting.group, pulse.waiting.bytes].append(pulse)
@@ -83,7 +83,7 @@ def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float
     for (name, number, group, size), ranks in alike.items():
         since = max(pulse.waiting.seconds for pulse in ranks if pulse.waiting is not None)
         words.append(
-            f"{_ranks([pulse.rank for pulse in ranks])} since {format_seconds(since)} in {name} {number} of group {group} "
+            f"{_format_ranks([pulse.rank for pulse in ranks])} since {format_seconds(since)} in {name} {number} of group {group} "
             f"({format_bytes(size)}), step {min(pulse.step for pulse in ranks)}"
         )
     for pulse in [pulse for pulse in speaking if pulse.waiting is None][:MAX_NAMED]:
@@ -97,7 +97,7 @@ def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float
     return "; ".join(words)
 
 
-def straggler(pulses: list[Pulse]) -> tuple[int, str] | None:
+def find_straggler(pulses: list[Heartbeat]) -> tuple[int, str] | None:
     """Return the rank whose own work takes longest, with words, if the others wait for it."""
     own = {pulse.rank: pulse.own_seconds for pulse in pulses if pulse.own_seconds is not None}
     if len(own) < 2:
@@ -105,7 +105,7 @@ def straggler(pulses: list[Pulse]) -> tuple[int, str] | None:
     rank = max(own, key=lambda rank: own[rank])
     rest = statistics.median(seconds for other, seconds in own.items() if other != rank)
     step = next(pulse.step_seconds for pulse in pulses if pulse.rank == rank) or own[rank]
-    if own[rank] < SLOWER * rest or own[rank] < WORTH * step:
+    if own[rank] < STRAGGLER_FACTOR * rest or own[rank] < MIN_WORK_SHARE * step:
         return None
     words = (
         f"rank {rank} holds up the others: its own work takes {format_seconds(own[rank])} of a step of {format_seconds(step)}, "
@@ -114,7 +114,7 @@ def straggler(pulses: list[Pulse]) -> tuple[int, str] | None:
     return rank, words
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     named = ", ".join(map(str, sorted(ranks)[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank {named} waits" if len(ranks) == 1 else f"ranks {named}{more} wait"
@@ -135,19 +135,20 @@ SCHEDSTAT = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a co
 GONE = "gone"  # in the store: why all end
 PACKAGE = Path(__file__).parents[2]
 
-OnWords = Callable[[int, str], None]  # the step, and what is said of it
+OnWarning = Callable[[int, str], None]  # the step, and what is said of it
 
 
-class Watch:
+class Watchdog:
     """The watch of one rank among several. ``step()`` surrounds each step."""
 
-    def __init__(self, plan: Plan, on_words: OnWords, output: Path | None = None) -> None:
+    def __init__(self, plan: Plan, on_words: OnWarning, output: Path | None = None) -> None:
         self.rank, self.size = rank_environment()
         # The file of the thread that makes this object and steps. It stays open: opening it takes 120 microseconds of a step.
         self._schedstat = SCHEDSTAT.open("rb", buffering=0) if plan.device == "cpu" and SCHEDSTAT.exists() else None
-        self._on_words, self._output = on_words, output
+        self._on_words = on_words
+        self._output = output
         self._reported = 0  # the last step of which this rank left a report
-        self._store = PrefixStore("watch", _own_connection())
+        self._store = PrefixStore("watch", _clone_store())
         self._main = threading.get_ident()
         self._began = time.monotonic()
         self._state = (0, False, self._began)  # the step, whether inside of it, since when
@@ -159,7 +160,7 @@ class Watch:
         self._answered = self._began  # when the store last did
         self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._run, self._guard)]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         for thread in self._threads:
             thread.start()
         return self
@@ -171,7 +172,8 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        start, busy = time.monotonic(), self._busy()
+        start = time.monotonic()
+        busy = self._busy()
         self._state = (number, True, start)
         yield
         end = time.monotonic()
@@ -204,12 +206,13 @@ class Watch:
         The store's own time limits are kept by its server: a request to a stopped server waits for ever.
         """
         while not self._ends.wait(PERIOD):
-            (step, in_step, since), now = self._state, time.monotonic()
+            (step, in_step, since) = self._state
+            now = time.monotonic()
             silence = now - self._answered
             if in_step and min(silence, now - since) > ENDS_AFTER:
                 self._leave(step, f"rank 0, or the launcher beside it, does not answer since {format_seconds(silence)}")
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> Heartbeat:
         self._beat += 1
         step, in_step, since = self._state
         seconds = time.monotonic() - since
@@ -219,20 +222,20 @@ class Watch:
         if looks and self._reported != step:
             self._reported = step
             self._report("stalled", step, f"in step {step} since {format_seconds(seconds)}", waiting)
-        return Pulse(
+        return Heartbeat(
             rank=self.rank, beat=self._beat, step=step, in_step=in_step, seconds=seconds,
             own_seconds=statistics.median(own for _, own in times) if self._schedstat and len(times) >= ENOUGH_STEPS else None,
             step_seconds=statistics.median(whole for whole, _ in times) if times else None,
             waiting=waiting, at=self._line() if looks else None,
         )  # fmt: skip
 
-    def _read(self, mine: Pulse) -> None:
+    def _read(self, mine: Heartbeat) -> None:
         is_late = mine.seconds > self.patience + 2 * PERIOD  # by then all have said what they wait for
         if not is_late and self._beat % STRAGGLER_PERIODS:
             return
         keys = [str(rank) for rank in range(self.size)]
         said = [key for key in keys if self._store.check([key])]
-        pulses = [Pulse.from_json(text) for text in self._store.multi_get(said)]
+        pulses = [Heartbeat.from_json(text) for text in self._store.multi_get(said)]
         now = time.monotonic()
         silent = {int(key): now - self._began for key in keys if key not in said}  # stopped before their first pulse
         for pulse in pulses:
@@ -241,7 +244,7 @@ class Watch:
             if beat == pulse.beat and now - came > SILENCE * PERIOD:
                 silent[pulse.rank] = now - came
         if is_late:
-            self._say(mine.step, f"step {mine.step}", stalled(pulses, silent, patience=self.patience))
+            self._say(mine.step, f"step {mine.step}", describe_stall(pulses, silent, patience=self.patience))
             gone = {rank: seconds for rank, seconds in silent.items() if seconds > ENDS_AFTER}
             if gone and mine.in_step:
                 words = "; ".join(f"rank {rank} says nothing since {format_seconds(gone[rank])}" for rank in sorted(gone))
@@ -249,19 +252,20 @@ class Watch:
                 self._ends.wait(2 * PERIOD)  # in which the others read it
                 self._leave(mine.step, words)
         else:
-            found = straggler(pulses)
+            found = find_straggler(pulses)
             if found is not None:
                 self._say(mine.step, f"rank {found[0]}", found[1])
                 self._report("slow", mine.step, found[1], None)
 
-    def _listen(self, mine: Pulse) -> None:
+    def _listen(self, mine: Heartbeat) -> None:
         """Check, on a late rank other than 0, whether rank 0 reports, or has written why all end."""
         if not mine.in_step or mine.seconds <= self.patience + 2 * PERIOD:
             return
         if self._store.check([GONE]):
             self._leave(mine.step, self._store.get(GONE).decode())
-        said = Pulse.from_json(self._store.get("0")) if self._store.check(["0"]) else None
-        beat, now = said.beat if said else 0, time.monotonic()
+        said = Heartbeat.from_json(self._store.get("0")) if self._store.check(["0"]) else None
+        beat = said.beat if said else 0
+        now = time.monotonic()
         if self._seen.get(0, (None, 0.0))[0] != beat:
             self._seen[0] = (beat, now)
         silence = now - self._seen[0][1]
@@ -280,7 +284,7 @@ class Watch:
             self._said.add(about)
             self._on_words(step, words)
 
-    def _report(self, kind: str, step: int, words: str, waiting: Waiting | None) -> None:
+    def _report(self, kind: str, step: int, words: str, waiting: PendingCollective | None) -> None:
         """Write a report for `upshift doctor`: where every thread of this rank is."""
         if self._output is None:
             return
@@ -300,14 +304,14 @@ class Watch:
 
 @contextmanager
 def watching(
-    plan: Plan, on_words: OnWords, output: Path | None = None
+    plan: Plan, on_words: OnWarning, output: Path | None = None
 ) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
     """Yield a context manager for each step; with one process it does nothing. ``output`` is the folder for reports."""
     if plan.num_processes == 1:
         yield lambda step: nullcontext()
         return
     try:
-        made = Watch(plan, on_words, output)
+        made = Watchdog(plan, on_words, output)
     except MissingInternal as missing:
         on_words(0, str(missing))
         yield lambda step: nullcontext()
@@ -316,7 +320,7 @@ def watching(
         yield watch.step
 
 
-def _own_connection() -> Store:
+def _clone_store() -> Store:
     """Return a connection of its own to the job's store. The main thread may wait on the first one, and any other caller with
     it."""
     store = DEFAULT_STORE.get()()
@@ -327,7 +331,7 @@ def _own_connection() -> Store:
     return copy
 
 
-def active_collective() -> Waiting | None:
+def active_collective() -> PendingCollective | None:
     """Return the oldest collective of this process that has begun and not ended, or None."""
     try:
         library = FLIGHT_RECORDER.get()
@@ -342,7 +346,7 @@ def active_collective() -> Waiting | None:
         return None
     oldest = min(active, key=lambda entry: entry["time_created_ns"])
     number = oldest["p2p_seq_id"] if oldest["is_p2p"] else oldest["collective_seq_id"]
-    return Waiting(
+    return PendingCollective(
         name=oldest["profiling_name"].partition(":")[2] or oldest["profiling_name"], number=number,
         group=" ".join(oldest["process_group"]), bytes=_bytes(oldest),
         seconds=max(time.time() - oldest["time_created_ns"] * 1e-9, 0.0),
@@ -350,7 +354,8 @@ def active_collective() -> Waiting | None:
 
 
 def _bytes(entry: dict[str, object]) -> int:
-    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    sizes = entry["input_sizes"]
+    dtypes = entry["input_dtypes"]
     assert isinstance(sizes, list) and isinstance(dtypes, list)
     return sum(math.prod(size) * _ITEM_BYTES.get(dtype, 0) for size, dtype in zip(sizes, dtypes, strict=False))
 

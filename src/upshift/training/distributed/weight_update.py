@@ -10,27 +10,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.internals.torch_names import SCALER_STATES
-from upshift.training.distributed.gradients import Spread, clip, copies_in, local, spread, sum_gradients, sum_tied, total_norm
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.gradients import (
+    ShardedDimensions,
+    clip_gradients,
+    local_shard,
+    sharded_dimensions,
+    sum_gradients,
+    sum_tied_gradients,
+    tied_copies,
+    total_norm,
+)
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.partial_gradients import sum_partial_gradients
-from upshift.training.distributed.zero1 import DividedUpdate
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.distributed.zero1 import ShardedUpdate
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
-class DividedWeights:
+class ShardedWeights:
     """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: each rank updates what it has."""
 
     def part(self, parameter: Tensor) -> Tensor:
-        return local(parameter.detach())
+        return local_shard(parameter.detach())
 
     def rows(self, parameter: Tensor) -> None:
         return None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local(parameter.grad)
+        return None if parameter.grad is None else local_shard(parameter.grad)
 
-    def along(self, parameter: Tensor) -> Spread:
-        return spread(parameter)
+    def along(self, parameter: Tensor) -> ShardedDimensions:
+        return sharded_dimensions(parameter)
 
     def publish(self, parts: dict[Tensor, Tensor]) -> None:
         pass  # it is the same memory
@@ -39,48 +48,48 @@ class DividedWeights:
         pass
 
 
-def division_of(model: nn.Module, place: Place) -> Division | None:
+def make_update_sharding(model: nn.Module, place: Mesh) -> UpdateSharding | None:
     """Return the division of the update, or None if each rank updates all that it has, as one process does."""
     if place.plan.layout.fully_shard == "optimizer":
-        return DividedUpdate(model, place)
-    return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
+        return ShardedUpdate(model, place)
+    return ShardedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, summed: bool) -> None:
+def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, place: Mesh, *, summed: bool) -> None:
     """Give the optimizer's parameters the gradients of the whole job.
 
     ``summed`` says that they are summed already over the ranks with the same weights.
     """
-    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    division = optimizer.division if isinstance(optimizer, ShardedOptimizer) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad if division is None else division.gradient(parameter)
 
-    if isinstance(division, DividedUpdate):
+    if isinstance(division, ShardedUpdate):
         sum_partial_gradients(model, place, division.whole_gradient)
         division.reduce()
     else:
         if not summed and place.mesh is not None:
             sum_gradients(model, place)
         sum_partial_gradients(model, place)
-    sum_tied(model, gradient_of)
-    if isinstance(optimizer, OnParts):
+    sum_tied_gradients(model, gradient_of)
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.take_gradients()
 
 
-def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:
+def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, place: Mesh, max_norm: float) -> float:
     """Clip the gradients. Return the norm before clipping."""
-    if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
+    if not isinstance(optimizer, ShardedOptimizer) and place.plan.layout.pipeline_parallel == 1:
         return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    copies = copies_in(model)
+    copies = tied_copies(model)
     known = list(_gradients(optimizer, model))
     own = [(gradient, along) for gradient, along, parameter in known if parameter not in copies]
-    return clip([gradient for gradient, _, _ in known], total_norm(own, place), max_norm)
+    return clip_gradients([gradient for gradient, _, _ in known], total_norm(own, place), max_norm)
 
 
-def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread, Tensor]]:
+def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, ShardedDimensions, Tensor]]:
     """Yield this rank's part of each gradient, the ranks that divide it, and its parameter."""
-    if isinstance(optimizer, OnParts):
+    if isinstance(optimizer, ShardedOptimizer):
         for part, parameter in optimizer.parts.items():
             if part.grad is not None:
                 yield part.grad, optimizer.division.along(parameter), parameter
@@ -90,7 +99,7 @@ def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[t
                 yield parameter.grad, (), parameter
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Mesh) -> None:
     """Skip the update on all ranks if one rank's part overflowed, after ``unscale_`` (as torch's ShardedGradScaler does)."""
     if place.mesh is not None and scaler.is_enabled():
         for found in SCALER_STATES.of(scaler)[id(optimizer)]["found_inf_per_device"].values():

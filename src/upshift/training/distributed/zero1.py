@@ -13,29 +13,38 @@ from torch import Tensor, nn
 
 from upshift.internals.torch_names import CHUNK_CAT, COLLECTIVES
 from upshift.training.distributed.expert_parallel import expert_modules
-from upshift.training.distributed.gradients import Spread, buckets, local, spread, sum_flat, sum_over
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.gradients import (
+    ShardedDimensions,
+    all_reduce_over,
+    local_shard,
+    make_buckets,
+    sharded_dimensions,
+    sum_in_buckets,
+)
+from upshift.training.distributed.mesh import Mesh
 
 collectives = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
 
 
-class DividedUpdate:
+class ShardedUpdate:
     """A Division (optimizers/on_parts.py) of all trained parameters.
 
     With ``master_weights`` parts are fp32 copies, and the model is bf16 from here on, except for the sums of its gradients.
     """
 
-    def __init__(self, model: nn.Module, place: Place) -> None:
+    def __init__(self, model: nn.Module, place: Mesh) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("shard").group_name
-        self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
+        self.place = place
+        self.group = place.mesh.get_group("shard").group_name
+        self.ranks = place.mesh["shard"].size()
+        self.rank = place.mesh.get_local_rank("shard")
         self.masters = place.plan.layout.master_weights
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         experts = {id(parameter) for module in expert_modules(model, place) for parameter in module.parameters()}
         self._experts = dict.fromkeys(parameter for parameter in self.trained if id(parameter) in experts)
         self._divided = [parameter for parameter in self.trained if id(parameter) not in experts]
-        self._parts: dict[Tensor, Tensor] = {parameter: self._own(local(parameter.data)) for parameter in self._divided}
-        self._parts |= {parameter: local(parameter.data) for parameter in self._experts}
+        self._parts: dict[Tensor, Tensor] = {parameter: self._own(local_shard(parameter.data)) for parameter in self._divided}
+        self._parts |= {parameter: local_shard(parameter.data) for parameter in self._experts}
         self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, where weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}
         if self.masters:
@@ -57,12 +66,13 @@ class DividedUpdate:
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def rows(self, parameter: Tensor) -> tuple[int, int] | None:
-        part, whole = self._parts[parameter], local(parameter.data)
+        part = self._parts[parameter]
+        whole = local_shard(parameter.data)
         return None if part.shape == whole.shape else self._rows_of(whole)
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = local(parameter.grad)
+        gradient = local_shard(parameter.grad)
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
@@ -76,11 +86,11 @@ class DividedUpdate:
         """Return this rank's own gradient of the whole parameter."""
         if self.masters:
             if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(local(parameter.data), dtype=torch.float32)
+                self._sums[parameter] = torch.zeros_like(local_shard(parameter.data), dtype=torch.float32)
             return self._sums[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return local(parameter.grad)
+        return local_shard(parameter.grad)
 
     def reduce(self) -> None:
         """Reduce gradients bucket by bucket, and drop the whole ones."""
@@ -91,14 +101,14 @@ class DividedUpdate:
         experts = [wholes.pop(parameter) for parameter in self._experts]
         if self.place.experts is not None:
             group = self.place.experts.get_group("replicas")
-            sum_flat(experts, lambda flat: dist.all_reduce(flat, group=group))
+            sum_in_buckets(experts, lambda flat: dist.all_reduce(flat, group=group))
         self._reduced |= zip(self._experts, experts, strict=True)
-        for bucket in buckets(wholes.items()):
+        for bucket in make_buckets(wholes.items()):
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             CHUNK_CAT.get()([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
             received = collectives.wait_tensor(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
-            sum_over(received, self.place, ("replicas",))
+            all_reduce_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
                 part = self._parts[parameter]
                 self._reduced[parameter] = piece[: part.numel()].view_as(part)
@@ -106,17 +116,17 @@ class DividedUpdate:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return self._reduced.get(parameter)
 
-    def along(self, parameter: Tensor) -> Spread:
+    def along(self, parameter: Tensor) -> ShardedDimensions:
         assert self.place.mesh is not None
-        own = spread(parameter)
+        own = sharded_dimensions(parameter)
         return own if parameter in self._experts else (*own, (self.place.mesh["shard"], 0))
 
     def publish(self, parts: dict[Tensor, Tensor]) -> None:
         """Copy the updated parts into the weights of all ranks."""
         for parameter in self._experts:
             if self.masters:
-                local(parameter.data).copy_(parts[parameter])
-        for bucket in buckets((parameter, local(parameter.data)) for parameter in self._divided):
+                local_shard(parameter.data).copy_(parts[parameter])
+        for bucket in make_buckets((parameter, local_shard(parameter.data)) for parameter in self._divided):
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):

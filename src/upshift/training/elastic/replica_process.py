@@ -14,17 +14,20 @@ from upshift.training.elastic.replica import ReplicaGroup, ReplicaRequest, job_n
 from upshift.training.job.job import make_record
 from upshift.training.job.processes import run_from_folder
 from upshift.training.job.request import Job
-from upshift.training.loop.events import OnEvent, Told, told
+from upshift.training.loop.events import OnEvent, SentEvent, to_sent_event
 from upshift.training.loop.loop import train
 from upshift.training.loop.signals import StopRequest
 
 
-def main(path: Path, answer: Callable[[Told], None]) -> None:
-    life = ReplicaRequest.from_file(path)
-    copies = ReplicaGroup(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
+def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
+    life = Life.from_file(path)
+    copies = Copies(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
     run = partial(run_copy, copies=copies)
-    run_from_folder(
-        Path(life.folder), run, lambda event: answer(told(event)), names=(job_name(life.number), result_name(life.number))
+    run_in(
+        Path(life.folder),
+        run,
+        lambda event: answer(to_sent_event(event)),
+        names=(job_name(life.number), result_name(life.number)),
     )
 
 

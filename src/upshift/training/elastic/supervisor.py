@@ -19,7 +19,7 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.elastic.replica import ReplicaRequest, arrival_name, job_name, result_name
 from upshift.training.job.processes import job_folder, read_result
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Event, Finished, Healed, OnEvent, StepDone, Told, Waited
+from upshift.training.loop.events import Event, Finished, Healed, OnEvent, SentEvent, StepDone, Waited
 from upshift.training.loop.signals import StopRequest
 
 WORKER = "upshift.training.elastic.replica_process"
@@ -82,7 +82,7 @@ class Replica:
     def _listen(self, server: ForkServer, life: ReplicaRequest) -> None:
         self._ending = None
         with suppress(JobFailed):  # of the server, with which the copy is gone
-            for said in server.ask(life, Told, limit_seconds=ENDLESS_SECONDS):
+            for said in server.ask(life, SentEvent, limit_seconds=ENDLESS_SECONDS):
                 if isinstance(said, Ending):
                     self._ending = said
                 else:

@@ -41,7 +41,7 @@ from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRow
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.trials.trials import keep_runnable, known_proof, try_plans
+from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
 MAX_EXAMPLES = 512
@@ -226,7 +226,7 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
-    planning = keep_runnable(planning, request.reason_not)
+    planning = reject_plans(planning, request.reason_not)
     seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, fixed, path, seconds, on_trial) if seconds else None
@@ -288,7 +288,7 @@ def _prove(
     seconds: float,
     on_trial: Callable[[Tried], None],
 ) -> Proof:
-    known = known_proof(planning, path)
+    known = recall_earlier_proof(planning, path)
     if known is not None:
         return known
     with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name:

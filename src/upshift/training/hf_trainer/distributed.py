@@ -19,15 +19,20 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from upshift.internals.transformers_names import FSDP_MANAGED
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
-from upshift.training.distributed.fsdp import let_go, shard_weights, sharded_modules
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.parallelize import divide
-from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
-from upshift.training.hf_trainer.arguments import extract_fsdp, use_cpu_with_ranks
+from upshift.training.distributed.fsdp import reshard_weights, shard_weights, sharded_modules
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.parallelize import parallelize
+from upshift.training.distributed.weight_update import (
+    agree_on_overflow,
+    clip_all_gradients,
+    make_update_sharding,
+    sum_gradients_over_job,
+)
+from upshift.training.hf_trainer.arguments import join_ranks, take_fsdp
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.step import gather_objects, to_host
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.hf_trainer.step import gathered_objects, on_host
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
 class DistributedTraining(LibraryTrainer):
@@ -37,7 +42,7 @@ class DistributedTraining(LibraryTrainer):
     model: Any
     optimizer: Any
     accelerator: Any
-    _upshift_place: Place | None = None  # from the first training on, where there are several ranks
+    _upshift_place: Mesh | None = None  # from the first training on, where there are several ranks
     _upshift_requested_layout: Layout = ALONE  # by TrainingArguments
 
     if TYPE_CHECKING:
@@ -82,7 +87,7 @@ class DistributedTraining(LibraryTrainer):
     def _upshift_divide_model(self, plan: Plan) -> None:
         """Divide the model before layers recompute and are compiled. All ranks call it once, because there is no way back."""
         if self._upshift_place is not None and self._upshift_place.plan.layout == plan.layout:
-            self._upshift_place = Place(
+            self._upshift_place = Mesh(
                 plan,
                 self._upshift_place.rank,
                 self._upshift_place.mesh,
@@ -90,10 +95,10 @@ class DistributedTraining(LibraryTrainer):
                 self._upshift_place.experts,
             )
             return
-        self._upshift_place = find_place(plan)
+        self._upshift_place = init_mesh(plan)
         if plan.num_processes > 1:
             self._upshift_model_class = type(self.model)
-            divide(self.model, self._upshift_place)
+            parallelize(self.model, self._upshift_place)
 
     def _upshift_shard_model(self) -> None:
         """Shard the weights after layers recompute and are compiled."""
@@ -116,24 +121,24 @@ class DistributedTraining(LibraryTrainer):
 
     # The update
 
-    def _upshift_division(self) -> Division | None:
+    def _upshift_division(self) -> UpdateSharding | None:
         return (
-            division_of(self.model, self._upshift_place)
+            make_update_sharding(self.model, self._upshift_place)
             if self._upshift_place is not None and self._upshift_place.mesh is not None
             else None
         )
 
     def _upshift_optimizer_of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the same optimizer over this rank's parts, if the rank has only parts."""
-        division = None if isinstance(optimizer, OnParts) else self._upshift_division()
+        division = None if isinstance(optimizer, ShardedOptimizer) else self._upshift_division()
         if division is None:
             return optimizer
         kind: Any = type(optimizer)
-        return OnParts([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
+        return ShardedOptimizer([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
 
     def _upshift_sum_gradients(self, *, summed: bool) -> None:
         if self._upshift_place is not None and self._upshift_place.mesh is not None:
-            sum_up(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)
+            sum_gradients_over_job(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if not self._upshift_has_ranks:
@@ -148,12 +153,12 @@ class DistributedTraining(LibraryTrainer):
     def _upshift_clip_and_norm(self, most: float) -> float:
         assert self._upshift_place is not None
         optimizer, scaler = self._upshift_plain_optimizer(), getattr(self.accelerator, "scaler", None)
-        if self._upshift_steps_by_batch and isinstance(optimizer, OnParts):
+        if self._upshift_steps_by_batch and isinstance(optimizer, ShardedOptimizer):
             optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:
             agree_on_overflow(scaler, optimizer, self._upshift_place)
-        return clip_all(optimizer, self.model, self._upshift_place, most)
+        return clip_all_gradients(optimizer, self.model, self._upshift_place, most)
 
     # Evaluation
 
@@ -170,9 +175,9 @@ class DistributedTraining(LibraryTrainer):
         finally:
             if shares:
                 del self.prediction_step
-            let_go(self.model)
+            reshard_weights(self.model)
 
 
-def _predict_all_batches(own: Any, place: Place, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
-    answers = [own(model, one, *arguments, **named) for one in gather_objects(to_host(inputs), place)]
+def _predict_together(own: Any, place: Mesh, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+    answers = [own(model, one, *arguments, **named) for one in gathered_objects(on_host(inputs), place)]
     return answers[place.tensor_rank]

@@ -26,14 +26,14 @@ from upshift.training.hf_trainer.arguments import (
 )
 from upshift.training.hf_trainer.choose_plan import Choice
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.loop.monitor import RunSigns
+from upshift.training.loop.monitor import RunMonitor
 from upshift.units import gib
 
 
 class TimedBatches:
     """The Trainer's iterator over batches, which notes the wait for each batch."""
 
-    def __init__(self, batches: Iterator[Any], signs: RunSigns) -> None:
+    def __init__(self, batches: Iterator[Any], signs: RunMonitor) -> None:
         self.batches, self._signs = batches, signs
 
     def __iter__(self) -> TimedBatches:
@@ -49,8 +49,8 @@ class StepMonitor(LibraryTrainer):
 
     args: Any
     callback_handler: Any
-    _upshift_signs: RunSigns | None = None
-    _upshift_batch_iterator: TimedBatches | None = None  # one for each of the loader's iterators, which BatchRng tells apart
+    _upshift_signs: RunMonitor | None = None
+    _upshift_batch_iterator: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
     _upshift_timed_callbacks: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
 
     @contextmanager
@@ -58,7 +58,7 @@ class StepMonitor(LibraryTrainer):
         output, rank = Path(self.args.output_dir), self.args.process_index
         forget(output, rank)
         device = torch.device(self.args.device).type
-        self._upshift_signs = RunSigns(
+        self._upshift_signs = RunMonitor(
             output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_tell_finding
         )
         try:
@@ -83,7 +83,7 @@ class StepMonitor(LibraryTrainer):
             self._upshift_batch_iterator = TimedBatches(epoch_iterator, self._upshift_signs)
         return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)
 
-    def _upshift_time_callbacks(self, signs: RunSigns) -> None:
+    def _upshift_time_callbacks(self, signs: RunMonitor) -> None:
         self._upshift_timed_callbacks = tuple(self.callback_handler.callbacks)
         for callback in self._upshift_timed_callbacks:
             for event in (name for name in dir(type(callback)) if name.startswith("on_") and name not in vars(callback)):
@@ -97,7 +97,7 @@ class StepMonitor(LibraryTrainer):
         self._upshift_timed_callbacks = ()
 
 
-def _record_memory(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[..., Any]:
+def _noted(method: Callable[..., Any], signs: RunMonitor, name: str) -> Callable[..., Any]:
     def noted(*arguments: Any, **named: Any) -> Any:
         with signs.by(name):
             return method(*arguments, **named)

@@ -30,7 +30,7 @@ from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
 from upshift.training.data.corpus import IGNORED
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.held_memory import limited_memory
 from upshift.training.hf_trainer.arguments import (
     check_devices,
@@ -50,16 +50,16 @@ from upshift.training.hf_trainer.plan_mixin import PlanMixin
 from upshift.training.hf_trainer.planned_state import PlannedState
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
-from upshift.training.optimizers.sharded import OnParts
-from upshift.training.out_of_memory import Halving, Scene, as_lines, examine, read_scene
+from upshift.training.optimizers.sharded import ShardedOptimizer
+from upshift.training.out_of_memory import BatchHalving, MemoryReadings, format_autopsy, make_autopsy, read_memory
 from upshift.training.prepare import (
-    activations_on_host,
     autocast,
+    chunked_loss,
     compile_layers,
-    computing,
+    configure_process,
     convert_to_fp8,
     losses_in_fp32,
-    set_process,
+    offload_activations,
 )
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -103,7 +103,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         self._upshift_batch_step: BatchStep | None = None
         self._upshift_waiting_batches: list[Any] = []
         self._upshift_waiting_items: Any = None  # num_items_in_batch of the step that they are of
-        self._upshift_memory_scene: Scene | None = None  # as memory was when a step ran out
+        self._upshift_memory_scene: MemoryReadings | None = None  # as memory was when a step ran out
         self._upshift_backward_hooks: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
@@ -207,7 +207,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         optim, workers = self.args.optim, self.args.dataloader_num_workers
         attention = ATTENTION.of(base_of(self.model).config)
         plain = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
-        set_process(plan)
+        configure_process(plan)
         self._upshift_prepare_model(plan)
         library_optimizers: Any = type(optim)  # an enum
         if not was_set(self.args, "optim") and plan.optim in {*library_optimizers}:
@@ -266,10 +266,10 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         planned = choice.planning is not None or self._upshift_planned.plan is not None
         smoothing = self.args.label_smoothing_factor
         chunked = planned and not self._upshift_loss_is_of_script
-        head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
-        halve = partial(halve_item, plan=choice.plan)
-        place = self._upshift_place or Place(choice.plan)
-        ranks = StepExchange(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=smallest_item)
+        head = partial(chunked_loss, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
+        halve = partial(halve_part, plan=choice.plan)
+        place = self._upshift_place or Mesh(choice.plan)
+        ranks = StepOfRanks(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=fewest_rows)
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         halves = ranks.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
@@ -283,7 +283,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             computing=head,
             ranks=ranks,
             zero_gradients=partial(zero_gradients, self.model),
-            halvings=Halving(
+            halvings=BatchHalving(
                 halve=halve if halves else lambda pair: None,
                 size=lambda pair: pair[0].group.num_padded_tokens,
                 restart=self._upshift_drop_gradients,
@@ -299,7 +299,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         """
         inputs, model = self._prepare_inputs(inputs), self.model_wrapped
         assert self.upshift_choice is not None
-        offloading = activations_on_host(model) if self.upshift_choice.plan.activation_offload else contextlib.nullcontext()
+        offloading = offload_activations(model) if self.upshift_choice.plan.activation_offload else contextlib.nullcontext()
         with self.compute_loss_context_manager(), offloading:
             if (
                 self.label_smoother is not None
@@ -316,11 +316,11 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         return loss
 
     def _upshift_look_at_memory(self) -> None:
-        self._upshift_memory_scene = read_scene(torch.device(self.args.device).type)
+        self._upshift_memory_scene = read_memory(torch.device(self.args.device).type)
 
     def _upshift_forget_gradients(self) -> None:
         """Drop the gradients of this rank's parts, which the model does not know of."""
-        if isinstance(self._upshift_plain_optimizer(), OnParts):
+        if isinstance(self._upshift_plain_optimizer(), ShardedOptimizer):
             self._upshift_plain_optimizer().zero_grad()
         if self._upshift_batch_step is not None:
             self._upshift_batch_step.ranks.forget()
@@ -333,7 +333,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
 
     def _upshift_ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
         assert self.upshift_choice is not None and self._upshift_memory_scene is not None
-        autopsy = examine(
+        autopsy = make_autopsy(
             self._upshift_memory_scene, step=self.state.global_step + 1, plan=self.upshift_choice.plan, model=self.model,
             optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
             shape=largest, smaller=smaller, words=words,
@@ -343,7 +343,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             return
         path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
-        print_line(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
-        print_line(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
-        for line in as_lines(autopsy):
-            print_line(line)
+        tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
+        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
+        for line in format_autopsy(autopsy):
+            tell(line)

@@ -35,7 +35,7 @@ from upshift.training.checkpoint.directory import check_room, remove_leftovers, 
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
-from upshift.training.distributed.mesh import on_rank_0
+from upshift.training.distributed.mesh import rank_0_first
 from upshift.training.hf_trainer.checkpoint_files import (
     TRAINER_STATE_NAME,
     check_optimizer,
@@ -60,7 +60,7 @@ from upshift.training.hf_trainer.transformers_state import (
     write_optimizer,
     write_state,
 )
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 
 class BatchRng:
@@ -185,7 +185,9 @@ class CheckpointSaving(LibraryTrainer):
     def _upshift_has_parts(self: Any) -> bool:
         """Return whether this rank has less than the whole model and optimizer state."""
         place = getattr(self, "_upshift_place", None)
-        return place is not None and (place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), OnParts))
+        return place is not None and (
+            place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), ShardedOptimizer)
+        )
 
     def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
         """Save the parts of all ranks while training waits."""
@@ -309,7 +311,7 @@ class CheckpointSaving(LibraryTrainer):
             tokenizer=tokenizer,
             place=self._upshift_place,
         )
-        with on_rank_0(self._upshift_place.plan), writing_model(directory):
+        with rank_0_first(self._upshift_place.plan), writing_model(directory):
             if self.args.should_save:
                 self._upshift_write_extras(directory)
         if self.args.push_to_hub and not _internal_call:
@@ -359,7 +361,7 @@ class CheckpointSaving(LibraryTrainer):
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
         if not self.args.save_only_model:
-            if not isinstance(self._upshift_plain_optimizer(), OnParts):
+            if not isinstance(self._upshift_plain_optimizer(), ShardedOptimizer):
                 check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())
             check_plain(self.lr_scheduler)
 

@@ -23,11 +23,11 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.user_batches import Batch, CollatedRows, NotRows, cut_rows, halve_group
 from upshift.training.data.corpus import IGNORED
-from upshift.training.distributed.fsdp import KeepPace, can_keep_pace
-from upshift.training.distributed.gradients import Overlap, overlaps, sum_loss
-from upshift.training.distributed.mesh import Place, highest
+from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
+from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
+from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.hf_trainer.loss_split import Split, is_within
-from upshift.training.out_of_memory import Halving
+from upshift.training.out_of_memory import BatchHalving
 
 
 class StepExchange:
@@ -36,7 +36,7 @@ class StepExchange:
     def __init__(
         self,
         model: nn.Module,
-        place: Place,
+        place: Mesh,
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object],
@@ -48,11 +48,11 @@ class StepExchange:
         """
         self.place, self.plan = place, place.plan
         same: dict[str, Any] = {"on_failure": on_failure, "halve": halve}
-        self._together: KeepPace | Overlap | None = None
-        if can_keep_pace(self.plan.layout):
-            self._together = KeepPace(model, place, fewest=fewest, **same)
-        elif overlaps(self.plan):
-            self._together = Overlap(model, place, **same)
+        self._together: OomCatchUp | OverlappedSums | None = None
+        if can_catch_up(self.plan.layout):
+            self._together = OomCatchUp(model, place, fewest=fewest, **same)
+        elif can_overlap(self.plan):
+            self._together = OverlappedSums(model, place, **same)
 
     @property
     def can_halve(self) -> bool:
@@ -63,7 +63,7 @@ class StepExchange:
     @property
     def summed(self) -> bool:
         """Return whether gradients are summed over all ranks with the same weights when the last backward pass has ended."""
-        return self.plan.layout.gathers or (isinstance(self._together, Overlap) and self._together.summed)
+        return self.plan.layout.gathers or (isinstance(self._together, OverlappedSums) and self._together.summed)
 
     def union(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches of all ranks that compute the same."""
@@ -86,7 +86,7 @@ class StepExchange:
             return parts
         if not parts:
             raise JobFailed(f"the batches of rank {self.place.rank} have no label, and others wait for it; leave such rows out")
-        return parts + [stand_in(parts[-1])] * (highest(len(parts), self.plan) - len(parts))
+        return parts + [stand_in(parts[-1])] * (all_reduce_max(len(parts), self.plan) - len(parts))
 
     def run(self, part: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
         return compute(part) if self._together is None else self._together.run(part, compute, last=last)
@@ -94,7 +94,7 @@ class StepExchange:
     def run_nothing(self) -> Tensor:
         """Return a zero loss for a rank without parts, while others sum gradients with it."""
         none = torch.zeros((), device=self.plan.device)
-        return self._together.run(None, lambda part: none, last=True) if isinstance(self._together, Overlap) else none
+        return self._together.run(None, lambda part: none, last=True) if isinstance(self._together, OverlappedSums) else none
 
     def agree(self) -> None:
         """Agree on success after the last part. Raise Agreed on all ranks that wait for each other if one ran out of memory."""
@@ -102,7 +102,7 @@ class StepExchange:
             self._together.agree()
 
     def forget(self) -> None:
-        if isinstance(self._together, Overlap):
+        if isinstance(self._together, OverlappedSums):
             self._together.forget()
 
     def of_job(self, total: Tensor) -> float:
@@ -116,7 +116,7 @@ class StepExchange:
         return total * self.plan.data_parallel
 
 
-def gather_objects(own: Any, place: Place) -> list[Any]:
+def gathered_objects(own: Any, place: Mesh) -> list[Any]:
     """Return the objects of the ranks of tensor parallelism, in their order."""
     assert place.mesh is not None
     group = place.mesh.get_group("tensor")
@@ -159,8 +159,8 @@ class BatchStep:
     loss: LossFunction
     backward: Callable[[Tensor], None]
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: Halving[WorkItem]
-    ranks: StepExchange
+    halvings: BatchHalving[Pair]
+    ranks: StepOfRanks
     zero_gradients: Callable[[], None]  # instead of none
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:

@@ -23,12 +23,12 @@ from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.elastic.supervisor import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent
-from upshift.training.loop.loop import Outcome, train
+from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
@@ -82,7 +82,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     """Raise RequestError for all that can be known to be wrong before files are touched."""
     if job.plan.mup_base:
         check_random(from_config=job.from_config)
-    problem = cannot_run(job.plan)
+    problem = why_cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
     if job.heal:
@@ -92,7 +92,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     source = job.source()
     problem = why_not_isolated(isolation_of(source), job.plan)
     if problem is None and job.plan.layout != ALONE:
-        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
+        problem = why_cannot_run(job.plan, Tracer(source).whole(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
@@ -107,7 +107,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         )
 
 
-def make_record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+def record_of(job: Job, data: TrainingData, outcome: RunResult) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),
@@ -123,7 +123,7 @@ def make_record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     )
 
 
-def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
+def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     return {
         "arguments": job.arguments.model_dump(),
         "global_batch": job.global_batch,

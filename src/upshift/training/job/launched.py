@@ -34,7 +34,7 @@ from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import SHARED_NAME, open_run
-from upshift.training.process_group import joined, lost_another
+from upshift.training.process_group import join_group, lost_connection
 
 MAX_RUN_TIME = timedelta(days=365)  # a rank that has no part in the run waits for all of it
 LAUNCH_NAME = "launch.json"
@@ -157,14 +157,14 @@ def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: O
         with StopRequest(notice=ranks.rank == 0) as stop:
             if job.plan.num_processes == 1:
                 return run_rank(job, data, on_event, stop)
-            with joined(job.plan, ranks.rank, store=PrefixStore("group", store)):
+            with join_group(job.plan, ranks.rank, store=PrefixStore("group", store)):
                 return run_rank(job, data, on_event, stop)
     except Interrupted as error:
         raise Interrupted(str(error) if ranks.rank == 0 else "") from None
     except UpshiftError as error:
         raise type(error)(str(error) if ranks.rank == 0 else f"rank {ranks.rank}: {error}") from error
     except RuntimeError as error:
-        if not lost_another(error):
+        if not lost_connection(error):
             raise
         raise JobFailed(
             f"rank {ranks.rank} of {job.plan.num_processes} lost another one; {still_loadable(Path(job.output))}"

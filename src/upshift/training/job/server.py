@@ -20,7 +20,7 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.job.job import append_record, open_job, run_rank
 from upshift.training.job.processes import job_folder, read_result, run_from_folder
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Event, OnEvent, Told, told
+from upshift.training.loop.events import Event, OnEvent, SentEvent, to_sent_event
 from upshift.value import Value
 
 STOP_NAME = "stop"  # a file in the job's folder: its result is not wanted any more
@@ -34,8 +34,8 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
     folder = Path(Request.from_file(path).folder)
 
     def tell(event: Event) -> None:
-        answer(told(event))
-        if (folder / STOP_NAME).exists():
+        answer(to_sent_event(event))
+        if (folder / STOP).exists():
             os.killpg(0, signal.SIGKILL)  # this process and the ranks that it has forked
 
     run_from_folder(folder, run_rank, tell)
@@ -58,8 +58,8 @@ class JobServer:
             return self._run(open_job(job, data), data, on_event)
 
     def _run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-        with job_folder(job, data) as folder:
-            answers = self._server.ask(Request(folder=str(folder)), Told, limit_seconds=ENDLESS_SECONDS)
+        with written(job, data) as folder:
+            answers = self._server.ask(Request(folder=str(folder)), SentEvent, limit_seconds=ENDLESS_SECONDS)
             exit_code = 0
             try:
                 for answer in answers:

@@ -103,7 +103,7 @@ def event_from_json(line: str) -> Event:
     return event
 
 
-class Told(Value):
+class SentEvent(Value):
     """An event on its way from a child of a fork server."""
 
     line: str  # JSON
@@ -113,5 +113,5 @@ class Told(Value):
         return event_from_json(self.line)
 
 
-def told(event: Event) -> Told:
-    return Told(line=event_to_json(event))
+def to_sent_event(event: Event) -> SentEvent:
+    return SentEvent(line=event_to_json(event))

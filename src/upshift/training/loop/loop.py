@@ -14,14 +14,14 @@ from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
-from upshift.training.batches.layout import layout_for
+from upshift.training.batches.plan_layout import layout_for
 from upshift.training.batches.sampler import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import find_place, highest, on_rank_0
+from upshift.training.distributed.mesh import all_reduce_max, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import evaluate
@@ -40,24 +40,24 @@ from upshift.training.loop.events import (
     StepDone,
     Waited,
 )
-from upshift.training.loop.metrics import NUM_WARMUP, WATCHED_WITHIN, StepMeter
-from upshift.training.loop.monitor import RunSigns, death_reported, doubts, out_of_memory_in_words
-from upshift.training.loop.save import Saves
+from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMeter
+from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
+from upshift.training.loop.save import CheckpointSaver
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import Progress
-from upshift.training.out_of_memory import examine
-from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
+from upshift.training.out_of_memory import make_autopsy
+from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
-from upshift.training.step import Shape, Stepper
+from upshift.training.step import Shape, TrainStep
 from upshift.units import GIB, gib
 
 REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
-HELD_LIMIT = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
+HELD_LIMIT_FACTOR = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
 LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunResult:
     """The result of a run that ended as it should, on every rank. The numbers are the rank's own."""
 
     reason: str  # finished, tokens or seconds
@@ -71,15 +71,17 @@ class Outcome:
     cpu_seconds: float  # of this process in a steady step
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: ReplicaGroup | None = None) -> Outcome:
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> RunResult:
     """Run the job in this process, as one rank, or one of several ``copies``.
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
     """
-    (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
-    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
+    (rank, ranks) = rank_environment()
+    recorder = MemoryRecorder()
+    output = Path(job.output)
+    with explaining_out_of_memory(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
-        with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
+        with reporting_death(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
             return loop.run()
 
 
@@ -88,12 +90,19 @@ class TrainingLoop:
         self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
         copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
-        self.start, self.copies = time.perf_counter(), copies
-        self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
-        self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
+        self.start = time.perf_counter()
+        self.copies = copies
+        self.job = job
+        self.data = data
+        self.rank = rank
+        self.stop = stop
+        self.recorder = recorder
+        self.plan = job.plan
+        self.arguments = job.arguments
+        self.output = Path(job.output)
         self._on_event = on_event
-        set_process(self.plan)
-        self.place = find_place(self.plan)
+        configure_process(self.plan)
+        self.place = init_mesh(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
             sequences=data.training, global_batch=job.global_batch, layout=self.layout,
@@ -106,15 +115,16 @@ class TrainingLoop:
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
         held = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
-        self.held_memory = HeldMemory(HELD_LIMIT * held * GIB if held else None)
+        self.held_memory = HeldMemory(HELD_LIMIT_FACTOR * held * GIB if held else None)
         keep = self.arguments.save_total_limit
-        self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
-        self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
+        self.saves = CheckpointSaver(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
+        self.signs = RunMonitor(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
 
     def _new_meter(self) -> StepMeter:
         """Return a meter that watches the step with the longest micro-batch of the first few."""
-        done, left = self.progress.step, self.arguments.max_steps - self.progress.step
-        looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
+        done = self.progress.step
+        left = self.arguments.max_steps - self.progress.step
+        looked_at = min(left // 2, MAX_WATCHED_STEP) - NUM_WARMUP
         if looked_at < 1:
             return StepMeter(self.plan, planned_steps=left)
         ahead = look_ahead(self.source, first_step=done + NUM_WARMUP, num_steps=looked_at)
@@ -122,18 +132,19 @@ class TrainingLoop:
 
     def _load(self) -> None:
         seed = self.arguments.seed
-        source, from_config = self.job.source(), self.job.from_config
+        source = self.job.source()
+        from_config = self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
             in_one = not is_sharded(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
+        found = None if from_config else load_shards(source, self.plan, self.place, seed=seed)
         if found is None:
             whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
             count = sum(parameter.numel() for parameter in whole.parameters())
-            found = prepare(whole, self.plan, self.place), count
+            found = prepare_model(whole, self.plan, self.place), count
             del whole
         model, self.num_parameters = found
-        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
+        self.stepper = TrainStep(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
         if self.checkpoint is None:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
             return
@@ -153,13 +164,15 @@ class TrainingLoop:
         """Return whether this process reports and writes for all processes that do the same."""
         return self.rank == 0 if self.copies is None else self.copies.leads
 
-    def run(self) -> Outcome:
-        done, most, resumed = self.progress, self.arguments.max_steps, str(self.checkpoint) if self.checkpoint else None
+    def run(self) -> RunResult:
+        done = self.progress
+        most = self.arguments.max_steps
+        resumed = str(self.checkpoint) if self.checkpoint else None
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
         self._tell(Started(done.step, most, done.tokens[-1], self.num_parameters, self.plan.label(), resumed))
-        for words in doubts(self.stepper.model, self.plan):
+        for words in warnings_before_start(self.stepper.model, self.plan):
             self._tell(Doubted(words))
         with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
             reason = self._steps()
@@ -170,7 +183,7 @@ class TrainingLoop:
         self._save_model()
         seconds = time.perf_counter() - self.start
         self._tell(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
-        return Outcome(
+        return RunResult(
             reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step, seconds=seconds, waited_share=self.meter.waited_share,
@@ -224,7 +237,7 @@ class TrainingLoop:
         self._tell(done)
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
-        autopsy = examine(
+        autopsy = make_autopsy(
             self.stepper.scene, step=self.progress.step + 1, plan=self.plan, model=self.stepper.model,
             optimizer=self.stepper.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
             smaller=smaller, words=words,
@@ -244,7 +257,7 @@ class TrainingLoop:
             number = 3
         if self.saves.has_failed:
             number = 4
-        return REASONS[highest(number, self.plan) if self.copies is None else self.copies.highest(number)]
+        return REASONS[all_reduce_max(number, self.plan) if self.copies is None else self.copies.highest(number)]
 
     def _evaluate(self) -> None:
         done = self.progress
@@ -271,7 +284,7 @@ class TrainingLoop:
         if self.saved_step == self.progress.step or self._is_silent:
             return
         self.saves.finish()
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output)
         with self._phase("save"):
@@ -288,13 +301,14 @@ class TrainingLoop:
             return
         with self._phase("save"):
             self.saves.save_model(self.output, self.job.source(), self.data.tokenizer)
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output, finished=True)
                 self._tell(Saved(str(self.output), self.progress.step))
 
     def _numbers(self) -> Numbers:
-        speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
+        speed = self.meter.tokens_per_second
+        per_token = self.job.model_flops_per_token
         last = self.progress.losses[-LOSS_STEPS:]
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
@@ -307,7 +321,8 @@ class TrainingLoop:
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
-        before, self.recorder.phase = self.recorder.phase, phase
+        before = self.recorder.phase
+        self.recorder.phase = phase
         yield
         self.recorder.phase = before
 

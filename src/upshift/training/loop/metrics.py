@@ -15,12 +15,12 @@ from upshift.benchmarking.timing import between, read_moment
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.held_memory import begin_held_peak, give_back_free_memory, held_bytes, held_peak_bytes
+from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak, trim_heap
 from upshift.training.prepare import in_memory_bytes
-from upshift.training.step import StepOutcome, Stepper
+from upshift.training.step import StepResult, TrainStep
 
 NUM_WARMUP = 2  # steps that allocate, compile and tune
-WATCHED_WITHIN = 16  # steps, or the first half of fewer, one of which is watched: the one with the longest micro-batch
+MAX_WATCHED_STEP = 16  # steps, or the first half of fewer, one of which is watched: the one with the longest micro-batch
 WINDOW_STEPS = 20
 
 
@@ -42,13 +42,13 @@ class StepMeter:
         self._before = read_moment()
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         self._held_peak = 0
-        begin_held_peak(plan)
+        reset_held_peak(plan)
 
     def begin(self) -> None:
         """Read the clocks before a step's batch is made."""
         self._before = read_moment()
 
-    def step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
+    def step(self, stepper: TrainStep, batch: GlobalBatch) -> StepResult:
         if self.count + 1 == self.watched:
             return self._watched_step(stepper, batch)
         return stepper.step(batch)
@@ -68,7 +68,7 @@ class StepMeter:
             self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
 
-    def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
+    def _watched_step(self, stepper: TrainStep, batch: GlobalBatch) -> StepResult:
         """Run ``Stepper.step`` under the allocator's meter. Its events are kept in memory, so only a part is watched."""
         self._held_peak = held_peak_bytes(self.plan)
         seen: list[AllocatedPeak] = []
@@ -83,8 +83,8 @@ class StepMeter:
         self.peak_bytes = max(peak.bytes or 0 for peak in seen) or None
         if self.plan.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
-                give_back_free_memory()
-            begin_held_peak(self.plan)  # the memory of watching itself is not the run's
+                trim_heap()
+            reset_held_peak(self.plan)  # the memory of watching itself is not the run's
         return outcome
 
     @property
@@ -126,7 +126,7 @@ class StepMeter:
             if begins:
                 self._held_peak = self.held_peak()
             else:
-                begin_held_peak(self.plan)
+                reset_held_peak(self.plan)
 
     def held_now(self) -> int:
         return held_bytes(self.plan)

@@ -35,13 +35,13 @@ ATTRIBUTED_STEPS = 8  # in which memory is looked at before and after everyone w
 OnFinding = Callable[[Finding], None]
 
 
-def compiled_so_far() -> int:
+def count_compiled_frames() -> int:
     """Return the number of frames that torch.compile has compiled in this process, and 0 if it was not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
 
 
-def why_compiled() -> str | None:
+def recompile_reason() -> str | None:
     """Return torch's own reason for the newest recompilation, or None."""
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = utils.get_compilation_metrics() if utils is not None else []
@@ -49,11 +49,13 @@ def why_compiled() -> str | None:
     return " ".join(reasons[-1].split())[:160] if reasons else None
 
 
-class RunSigns:
+class RunMonitor:
     """The signs of one rank's run. ``fetching`` surrounds the wait for a batch. ``begin`` is called when a step begins."""
 
     def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
-        self._output, self._rank, self._tell = output, rank, tell
+        self._output = output
+        self._rank = rank
+        self._tell = tell
         self._on_device = device == "cuda"
         self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
         self._signs = Signs(data_fix=data_fix)
@@ -79,7 +81,8 @@ class RunSigns:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        start, before = time.perf_counter(), self.held() if self.attributes else 0
+        start = time.perf_counter()
+        before = self.held() if self.attributes else 0
         yield
         self._waited += time.perf_counter() - start
         if self.attributes:
@@ -95,12 +98,13 @@ class RunSigns:
         """Note that a step begins, and the one before it is over. Return the time now."""
         now = time.perf_counter()
         if self._start is not None:
-            step = Step(now - self._start, self._waited, compiled_so_far(), self.held())
+            step = Step(now - self._start, self._waited, count_compiled_frames(), self.held())
             for finding in self._signs.add(step):
-                why = why_compiled() if finding.subject == "recompiles" else None
+                why = recompile_reason() if finding.subject == "recompiles" else None
                 self._say(finding if why is None else finding.changed(evidence=f"{finding.evidence}; torch says: {why}"))
             self._look_for_leak()
-        self._start, self._waited = now, 0.0
+        self._start = now
+        self._waited = 0.0
         return now
 
     def _look_for_leak(self) -> None:
@@ -120,7 +124,7 @@ class RunSigns:
             leave_findings(self._output, self._rank, self._found)
 
 
-def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
+def warnings_before_start(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Yield warnings before the first step: what will probably go wrong, and what to do instead."""
     found = examine_fp16(model) if plan.precision == "fp16" else None
     if found is not None:
@@ -128,7 +132,7 @@ def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 @contextmanager
-def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
+def reporting_death(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
     """Leave a report for `upshift doctor` if the run dies. Remove the report of an earlier run first."""
     forget(output, rank)
     try:
@@ -144,7 +148,7 @@ def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: i
 
 
 @contextmanager
-def out_of_memory_in_words(output: Path, *, rank: int, ranks: int) -> Iterator[None]:
+def explaining_out_of_memory(output: Path, *, rank: int, ranks: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:

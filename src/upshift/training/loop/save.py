@@ -9,25 +9,29 @@ from typing import Any
 from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.by_ranks import Seal, export, has_shards, load_sharded_checkpoint, save_shards
 from upshift.training.checkpoint.checkpoint import TrainState, capture_rng, load_checkpoint, save_checkpoint, save_model
-from upshift.training.checkpoint.sharded import is_sharded
-from upshift.training.distributed.mesh import Place, gather, highest, on_rank_0, together
+from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.distributed.mesh import Mesh, all_gather_objects, all_reduce_max, gather_errors, rank_0_first
 from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.metrics import StepMeter
-from upshift.training.prepare import skeleton
-from upshift.training.step import Stepper
+from upshift.training.prepare import empty_whole_model
+from upshift.training.step import TrainStep
 
 
-class Saves:
+class CheckpointSaver:
     """The saves of a run, on every rank.
 
     If each rank has all, rank 0 writes. If ranks share, each writes its parts, and rank 0 seals them. A failure on one rank is
     raised on all.
     """
 
-    def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
-        self.place, self.plan, self.stepper = place, place.plan, stepper
-        self.keep, self.meter, self.on_saved = keep, meter, on_saved
-        self._shares = has_shards(stepper.optimizer, place)
+    def __init__(self, place: Mesh, stepper: TrainStep, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
+        self.place = place
+        self.plan = place.plan
+        self.stepper = stepper
+        self.keep = keep
+        self.meter = meter
+        self.on_saved = on_saved
+        self._shares = shares(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
         self._seal: Seal | None = None
@@ -42,14 +46,14 @@ class Saves:
         options: dict[str, Any] = dict(
             model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
             scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
-            rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
+            rngs=all_gather_objects(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:
             path, self._seal = save_shards(output, place=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.place.rank == 0:
                 self._under_way = Saved(str(save_checkpoint(output, **options)), state.step)
 
@@ -58,13 +62,14 @@ class Saves:
         if self._under_way is None:
             return
         waits = self._writer.is_working or self._writer.has_failed
-        if highest(waits, self.plan) if self._seal is not None else waits:
+        if all_reduce_max(waits, self.plan) if self._seal is not None else waits:
             return
         self._writer.wait()
-        seal, said = self._seal, self._under_way
+        seal = self._seal
+        said = self._under_way
         self._seal = self._under_way = None
         if seal is not None:
-            with on_rank_0(self.plan):
+            with rank_0_first(self.plan):
                 if self.place.rank == 0:
                     seal()
         self.meter.saving(begins=False)
@@ -72,7 +77,7 @@ class Saves:
 
     def finish(self) -> None:
         """Wait until no save is under way. Raise JobFailed if the checkpoint could not be written."""
-        with together(self.plan) if self._seal is not None else on_rank_0(self.plan):
+        with gather_errors(self.plan) if self._seal is not None else rank_0_first(self.plan):
             self._writer.wait()
         self.notice()
 
@@ -80,15 +85,15 @@ class Saves:
         """Save the final model. All ranks call it together."""
         model = self.stepper.model
         if self._shares:
-            bare = partial(skeleton, model, source, self.plan)
+            bare = partial(empty_whole_model, model, source, self.plan)
             export(output, model=model, tokenizer=tokenizer, skeleton=bare, place=self.place)
             return
-        with on_rank_0(self.plan):
+        with rank_0_first(self.plan):
             if self.place.rank == 0:
                 save_model(output, model, tokenizer)
 
 
-def load(checkpoint: Path, stepper: Stepper, place: Place) -> TrainState:
+def load_training_state(checkpoint: Path, stepper: TrainStep, place: Mesh) -> TrainState:
     """Load a checkpoint into the stepper. All ranks call it."""
     into: dict[str, Any] = {
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,

@@ -18,7 +18,8 @@ class StopRequest:
 
     def __init__(self, *, notice: bool = True, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
-        self._notice, self._on_request = notice, on_request
+        self._notice = notice
+        self._on_request = on_request
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:

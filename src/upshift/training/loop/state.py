@@ -21,21 +21,21 @@ from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.metrics import StepMeter
-from upshift.training.loop.save import load
+from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
-from upshift.training.step import StepOutcome, Stepper
+from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # folder of the data that the ranks of a launcher read, until the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-_WHAT_TO_DO = (
+_REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
-CHANGEABLE = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
+CHANGEABLE_ARGUMENTS = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
 
 
 class Run(Value):
@@ -60,10 +60,12 @@ class Run(Value):
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise RequestError(f"{path} cannot be read ({error.strerror}); {_WHAT_TO_DO}") from None
-        document = unseal(content)
+            raise RequestError(f"{path} cannot be read ({error.strerror}); {_REPAIR_ADVICE}") from None
+        document = unsealed(content)
         if document is None:
-            raise RequestError(f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_WHAT_TO_DO}")
+            raise RequestError(
+                f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_REPAIR_ADVICE}"
+            )
         return cls.from_json(document, origin=str(path))
 
     def cut(self, step: int) -> Run:
@@ -88,7 +90,8 @@ def open_run(job: Job, sequences: Sequences) -> Job:
 
     Return the job with the checkpoint that it goes on from: all processes take the same one.
     """
-    directory, run = Path(job.output), new_run(job, sequences)
+    directory = Path(job.output)
+    run = new_run(job, sequences)
     before = Run.read(directory) if (directory / RUN_NAME).exists() else None
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
@@ -100,7 +103,7 @@ def open_run(job: Job, sequences: Sequences) -> Job:
         run.write(directory)
         return job
     if before is None:
-        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_WHAT_TO_DO}")
+        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_REPAIR_ADVICE}")
     _check_same(before, run, directory)
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
@@ -126,7 +129,7 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
     """
     names = ("global_batch", "sequence_length", "model", "data")
     pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
-    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE]
+    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE_ARGUMENTS]
     for name, old, new in pairs:
         if old != new:
             raise RequestError(
@@ -147,21 +150,25 @@ class Progress:
     """The progress of a run. ``tokens`` has the tokens seen before each step, and until now."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.output = job, Path(job.output)
+        self.job = job
+        self.output = Path(job.output)
         self.run = Run.read(self.output)
-        self.step, self.position, self.tokens = 0, Position(), [0]
+        self.step = 0
+        self.position = Position()
+        self.tokens = [0]
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
 
-    def add(self, batch: GlobalBatch, outcome: StepOutcome) -> None:
+    def add(self, batch: GlobalBatch, outcome: StepResult) -> None:
         self.step += 1
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + outcome.num_tokens)
         self.losses.append(outcome.loss)
 
-    def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Place) -> None:
-        state = load(checkpoint, stepper, place)
-        self.step, self.position = state.step, state.position
+    def go_on_from(self, checkpoint: Path, stepper: TrainStep, place: Mesh) -> None:
+        state = load_training_state(checkpoint, stepper, place)
+        self.step = state.step
+        self.position = state.position
         self.tokens = [0, *self.run.tokens]
         self.losses = list(state.loss_curve)
 
@@ -171,7 +178,8 @@ class Progress:
 
     @property
     def evaluation_is_due(self) -> bool:
-        every, named = self.job.arguments.eval_steps, self.step in self.job.evaluate_at_steps
+        every = self.job.arguments.eval_steps
+        named = self.step in self.job.evaluate_at_steps
         crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
         return named or crossed or (every > 0 and self.step % every == 0)
 
@@ -199,7 +207,7 @@ class Progress:
         changed = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
         changed.write(folder)
 
-    def write_to(self, folder: Path, stepper: Stepper) -> None:
+    def write_to(self, folder: Path, stepper: TrainStep) -> None:
         """Write all that another process needs to go on from here."""
         save_checkpoint(
             folder, model=stepper.model, tokenizer=None, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
@@ -207,7 +215,7 @@ class Progress:
         )  # fmt: skip
         self.write_run(folder)
 
-    def read_from(self, folder: Path, stepper: Stepper, place: Place) -> None:
+    def read_from(self, folder: Path, stepper: TrainStep, place: Mesh) -> None:
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
         self.run = Run.read(folder)

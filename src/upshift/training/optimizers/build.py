@@ -20,16 +20,16 @@ from upshift.planning.optimizers import ALIASES, check_library, optimizers, read
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.mup import split_by_rate
-from upshift.training.optimizers.cpu_offload import OnHost
+from upshift.training.optimizers.cpu_offload import HostOptimizer
 from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 
 Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    model: nn.Module, plan: Plan, arguments: Arguments, *, division: Division | None = None
+    model: nn.Module, plan: Plan, arguments: Arguments, *, division: UpdateSharding | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer as transformers.Trainer builds the one of that name. muon, which it lacks, takes AdamW's learning
     rate.
@@ -40,11 +40,11 @@ def build_optimizer(
 
     def build(groups: Groups) -> torch.optim.Optimizer:
         if plan.optim_offload:
-            return OnHost(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
+            return HostOptimizer(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
         return _builder(plan, arguments, device=plan.device)(groups)
 
     groups = parameter_groups(model, plan, arguments)
-    return build(groups) if division is None else OnParts(groups, build, division)
+    return build(groups) if division is None else ShardedOptimizer(groups, build, division)
 
 
 def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Groups:
@@ -80,7 +80,7 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
         "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=lr, fused=device == "cpu", **options),  # its kernel is CPU's
         "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=lr, foreach=False, **options),
     }
-    return of_torch.get(plan.optim) or _of_library(plan, adam, options)
+    return of_torch.get(plan.optim) or _library_builder(plan, adam, options)
 
 
 def _adafactor(groups: Groups, lr: float) -> torch.optim.Optimizer:
@@ -89,7 +89,7 @@ def _adafactor(groups: Groups, lr: float) -> torch.optim.Optimizer:
     return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
 
 
-def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
+def _library_builder(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
     if ALIASES.get(plan.optim, plan.optim) == "adamw_bnb_8bit":
         check_library("bitsandbytes", purpose=f"optim={plan.optim}")
         if plan.device != "cuda":
@@ -112,13 +112,13 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle
     Groups and state stay those of one optimizer. A parameter must get its whole gradient in one backward pass.
     """
     return [
-        parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))
+        parameter.register_post_accumulate_grad_hook(_update_hook(optimizer, number))
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
 
 
-def _updater(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:
+def _update_hook(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:
     def update(parameter: Tensor) -> None:
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[number], "params": [parameter]}]

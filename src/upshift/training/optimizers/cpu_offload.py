@@ -16,7 +16,7 @@ from upshift.internals.torch_names import VERSION
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
-class OnHost(torch.optim.Optimizer):
+class HostOptimizer(torch.optim.Optimizer):
     """An optimizer on the host. ``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on
     the host."""
 
@@ -26,7 +26,8 @@ class OnHost(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}  # of the parameters when the copies were equal to them
         of_copies = [{**group, "params": [self._copy(p) for p in group["params"]]} for group in self.param_groups]
         self.inner = build(of_copies)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
     def _copy(self, parameter: Tensor) -> Tensor:
         pinned = parameter.device.type == "cuda"
@@ -38,7 +39,8 @@ class OnHost(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
-        self.inner.state, self.inner.param_groups = self.state, self.param_groups
+        self.inner.state = self.state
+        self.inner.param_groups = self.param_groups
         buffers = {copy: copy.grad for copy in self.copies}
         for copy, parameter in self.copies.items():
             if parameter.grad is None:
@@ -53,7 +55,8 @@ class OnHost(torch.optim.Optimizer):
         self.inner.step()
         for copy, parameter in self.copies.items():
             parameter.copy_(copy, non_blocking=True)
-            self._versions[copy], copy.grad = VERSION.of(parameter), buffers[copy]
+            self._versions[copy] = VERSION.of(parameter)
+            copy.grad = buffers[copy]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

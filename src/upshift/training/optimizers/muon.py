@@ -36,7 +36,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        adam, muon = self._groups(muon=False), self._groups(muon=True)
+        adam = self._groups(muon=False)
+        muon = self._groups(muon=True)
         # Each writes its own options into the groups that it shares with this one.
         self._parts: dict[bool, torch.optim.Optimizer] = {True: torch.optim.Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")}
         if adam:
@@ -49,6 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
         for muon, part in self._parts.items():
-            part.state, part.param_groups = self.state, self._groups(muon=muon)
+            part.state = self.state
+            part.param_groups = self._groups(muon=muon)
             part.step()
         return loss

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, LearningRateSchedule
 
-LAST_RATE = 1e-7  # of polynomial decay, whose power is 1
-USUAL_TIMESCALE = 10_000  # steps, of inverse_sqrt without warm-up
+FINAL_RATE = 1e-7  # of polynomial decay, whose power is 1
+DEFAULT_TIMESCALE = 10_000  # steps, of inverse_sqrt without warm-up
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> LambdaLR:
@@ -24,18 +24,18 @@ def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> La
     check_schedule(arguments)
     name = arguments.lr_scheduler_type
     # A partial's state is empty: what a checkpoint keeps of a schedule is its step.
-    return LambdaLR(optimizer, partial(factor, name=name, arguments=arguments))
+    return LambdaLR(optimizer, partial(learning_rate_factor, name=name, arguments=arguments))
 
 
 def check_schedule(arguments: Arguments) -> None:
     """Raise RequestError for a learning rate below the last one of its schedule."""
-    if arguments.lr_scheduler_type == "polynomial" and arguments.learning_rate <= LAST_RATE:
+    if arguments.lr_scheduler_type == "polynomial" and arguments.learning_rate <= FINAL_RATE:
         raise RequestError(
-            f"learning_rate={arguments.learning_rate:g} is not above {LAST_RATE:g}, where polynomial ends; use another schedule"
+            f"learning_rate={arguments.learning_rate:g} is not above {FINAL_RATE:g}, where polynomial ends; use another schedule"
         )
 
 
-def factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
+def learning_rate_factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
     """Return the factor of the learning rate at a step that is counted from 0."""
     warmup = 0 if name == "constant" else arguments.warmup_steps
     if step < warmup:
@@ -43,7 +43,7 @@ def factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> fl
     if name in ("constant", "constant_with_warmup"):
         return 1.0
     if name == "inverse_sqrt":
-        timescale = warmup or USUAL_TIMESCALE
+        timescale = warmup or DEFAULT_TIMESCALE
         return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
     steps = max(1, arguments.max_steps - warmup)
     if name == "linear":
@@ -64,4 +64,4 @@ def _cosine_with_restarts(done: float) -> float:
 
 
 def _polynomial(done: float, rate: float) -> float:
-    return LAST_RATE / rate if done > 1.0 else ((rate - LAST_RATE) * (1 - done) + LAST_RATE) / rate
+    return FINAL_RATE / rate if done > 1.0 else ((rate - FINAL_RATE) * (1 - done) + FINAL_RATE) / rate

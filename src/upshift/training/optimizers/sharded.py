@@ -16,7 +16,7 @@ from torch import Tensor
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
-class Division(Protocol):
+class UpdateSharding(Protocol):
     """A description of how parameters are divided."""
 
     def part(self, parameter: Tensor) -> Tensor:
@@ -39,18 +39,22 @@ class Division(Protocol):
         """Forget all gradients."""
 
 
-class OnParts(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of parts. ``groups`` hold the parameters; ``build`` makes the optimizer of their parts."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], division: Division
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        division: UpdateSharding,
     ) -> None:
         super().__init__(groups, {})
         self.division = division
         self.parts: dict[Tensor, Tensor] = {}  # part -> its parameter
         of_parts = [{**group, "params": [self._part(p) for p in group["params"]]} for group in self.param_groups]
         self.inner = build(of_parts)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
     def _part(self, parameter: Tensor) -> Tensor:
         part = self.division.part(parameter)
@@ -65,7 +69,8 @@ class OnParts(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
-        self.inner.state, self.inner.param_groups = self.state, self.param_groups
+        self.inner.state = self.state
+        self.inner.param_groups = self.param_groups
         self.inner.step()
         self.division.publish({parameter: part for part, parameter in self.parts.items()})
         return loss

@@ -46,7 +46,8 @@ class StochasticAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = 0  # a plain number: reading it must not wait for the device
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         tensors = [tensor.view(-1) for tensor in (parameter, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"])]
         if parameter.dtype != torch.bfloat16:

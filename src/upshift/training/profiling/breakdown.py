@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from upshift.planning.analysis.bottleneck import ATTENTION, COMMUNICATION, DATA, ELEMENTWISE, HEAD, IDLE, OPTIMIZER, PRODUCTS
 
-STEP_RANGE, DATA_RANGE, UPDATE_RANGE, HEAD_RANGE = "upshift.step", "upshift.data", "upshift.update", "upshift.head"
+STEP_RANGE = "upshift.step"
+DATA_RANGE = "upshift.data"
+UPDATE_RANGE = "upshift.update"
+HEAD_RANGE = "upshift.head"
 RECORDING_SECONDS = 1e-6  # of an operator at most: torch.profiler's own, on a 2-core Zen 4
 BACKWARD = "autograd::engine::evaluate_function"
 
@@ -161,8 +164,10 @@ class HostTime:
         """Give the time from ``now`` to ``end`` to the innermost span."""
         if not stack or stack[0].span.name != STEP_RANGE or end <= now:
             return max(end, now)
-        inner, start = stack[-1], max(now, stack[0].span.start)
-        kind, seconds = self._kind(inner), (end - start) * 1e-9
+        inner = stack[-1]
+        start = max(now, stack[0].span.start)
+        kind = self._kind(inner)
+        seconds = (end - start) * 1e-9
         if kind == IDLE or inner.span.name == UPDATE_RANGE:
             waited = self._exchanges.overlap(start, end) * 1e-9
             self._seconds[COMMUNICATION] += waited
@@ -235,8 +240,10 @@ def phases_of(events: list[Any]) -> dict[str, int]:
         found = [event for event in events if event.name().startswith(names)]
         return Collectives(Span(names, event.start_ns(), event.start_ns() + event.duration_ns()) for event in found)
 
-    backward, update = within(BACKWARD), within(UPDATE_RANGE)
-    live, highest = 0, dict.fromkeys(PHASES, 0)
+    backward = within(BACKWARD)
+    update = within(UPDATE_RANGE)
+    live = 0
+    highest = dict.fromkeys(PHASES, 0)
     for event in sorted((event for event in events if event.name() == MEMORY_EVENT), key=lambda event: event.start_ns()):
         live += event.nbytes()
         now = event.start_ns()

@@ -13,7 +13,8 @@ from upshift.planning.analysis.bottleneck import COMMUNICATION, DATA, IDLE, KIND
 from upshift.planning.plan import Plan
 from upshift.value import Value
 
-RANK_FILE, TRACE_FILE = "rank-{}.json", "trace-rank-{}.json.gz"
+RANK_FILE = "rank-{}.json"
+TRACE_FILE = "trace-rank-{}.json.gz"
 
 
 class Operator(Value):

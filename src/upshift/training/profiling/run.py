@@ -33,8 +33,8 @@ from upshift.training.profiling.report import (
     kinds_of,
     mean_kinds,
 )
-from upshift.training.run import Prepared, Watcher, prepare_run
-from upshift.training.trials.trials import runnable
+from upshift.training.run import PreparedRun, Watcher, prepare_run
+from upshift.training.trials.trials import reject_unrunnable_plans
 
 WORKER = "upshift.training.profiling.worker"
 
@@ -80,14 +80,16 @@ def _empty(output: Path) -> None:
             path.unlink()
 
 
-def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:
-    planning, plan = prepared.planning, prepared.plan
+def _report(prepared: PreparedRun, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:
+    planning = prepared.planning
+    plan = prepared.plan
     profile = planning.profile
     candidate = cost_plan(plan, host=planning.host, profile=profile, workload=planning.workload)
     if isinstance(candidate, Rejected):
         raise RequestError(f"the planner has no prediction for this plan: {candidate.reason}")
     bound = roofline(candidate, host=planning.host, profile=profile, workload=planning.workload)
-    kinds, step_ms = kinds_of(ranks, bound), sum(rank.step_ms for rank in ranks) / len(ranks)
+    kinds = kinds_of(ranks, bound)
+    step_ms = sum(rank.step_ms for rank in ranks) / len(ranks)
     memory = _memory(prepared, ranks)
     term, words = binding(kinds)
     predicted = prepared.predicted
@@ -101,7 +103,7 @@ def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fi
     )  # fmt: skip
 
 
-def _changes(prepared: Prepared, candidate: Candidate, ranks: tuple[RankProfile, ...], fixed: tuple[str, ...]) -> list[Change]:
+def _changes(prepared: PreparedRun, candidate: Candidate, ranks: tuple[RankProfile, ...], fixed: tuple[str, ...]) -> list[Change]:
     planning = prepared.planning
     seconds = {kind: ms / 1000 for kind, ms in mean_kinds(ranks).items() if kind != HEAD}
     for rank in ranks:  # the head's work is among the products where plans are costed
@@ -111,15 +113,15 @@ def _changes(prepared: Prepared, candidate: Candidate, ranks: tuple[RankProfile,
     return find_changes(measured, fixed=fixed, legal=lambda plan: _can_run(prepared, planning, candidate, plan))
 
 
-def _can_run(prepared: Prepared, planning: Planning, candidate: Candidate, plan: Plan) -> bool:
+def _can_run(prepared: PreparedRun, planning: Planning, candidate: Candidate, plan: Plan) -> bool:
     try:
-        runnable(replace(planning, ranking=Ranking(candidates=[replace(candidate, plan=plan)])), prepared.source)
+        reject_unrunnable_plans(replace(planning, ranking=Ranking(candidates=[replace(candidate, plan=plan)])), prepared.source)
     except RequestError:
         return False
     return True
 
 
-def _memory(prepared: Prepared, ranks: tuple[RankProfile, ...]) -> tuple[PhaseMemory, ...]:
+def _memory(prepared: PreparedRun, ranks: tuple[RankProfile, ...]) -> tuple[PhaseMemory, ...]:
     """Return the memory of the rank that holds most, as the prediction does."""
     predicted = {phase: sum(parts.values()) for phase, parts in prepared.predicted.memory.items()}
     predicted["step"] = max((predicted[phase] for phase in PHASES if phase in predicted), default=0.0)

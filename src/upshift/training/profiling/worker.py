@@ -20,13 +20,13 @@ from upshift.models.adapter import base_of
 from upshift.record import Record
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import slowest
+from upshift.training.distributed.mesh import largest_seconds
 from upshift.training.held_memory import held_peak_bytes
 from upshift.training.job.processes import main
 from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent, Started
 from upshift.training.loop.loop import TrainingLoop
-from upshift.training.loop.monitor import compiled_so_far, why_compiled
+from upshift.training.loop.monitor import count_compiled_frames, recompile_reason
 from upshift.training.loop.signals import StopRequest
 from upshift.training.prepare import in_memory_bytes
 from upshift.training.process_group import rank_environment
@@ -60,12 +60,13 @@ class ProfiledLoop(TrainingLoop):
         self._tell(Started(self.progress.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
         batches = self.source.batches(self.progress.position)
         plain: list[float] = []
-        compiled, on_device = 0, self.plan.device == "cuda"
+        compiled = 0
+        on_device = self.plan.device == "cuda"
         for number in range(max(self.arguments.max_steps, SETTLING + 1)):
             if number == SETTLING:
-                compiled = compiled_so_far()
+                compiled = count_compiled_frames()
             seconds = self._plain_step(batches)
-            plain.append(slowest(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
+            plain.append(largest_seconds(seconds, self.plan) if self.plan.num_processes > 1 else seconds)
         resident = held_peak_bytes(self.plan)
         with _marked_head(self.stepper.model, self._marks_head()):
             memory = self._memory(batches)
@@ -85,8 +86,8 @@ class ProfiledLoop(TrainingLoop):
             rank=self.rank, step_ms=1000 * step, recorded_ms=1000 * seconds / PROFILED, num_steps=PROFILED,
             kinds_ms={kind: 1000 * value / PROFILED for kind, value in kinds.items()}, head_ms=_head(account, kinds),
             operators=_operators(account, each, on_device=on_device), memory_gib=memory,
-            resident_gib=gib(resident), first_step_seconds=plain[0], compiled=compiled_so_far() - compiled,
-            why_compiled=why_compiled(), trace=trace.name,
+            resident_gib=gib(resident), first_step_seconds=plain[0], compiled=count_compiled_frames() - compiled,
+            why_compiled=recompile_reason(), trace=trace.name,
         )  # fmt: skip
 
     def _plain_step(self, batches: Iterator[GlobalBatch]) -> float:
@@ -151,7 +152,8 @@ def _span(event: Any) -> Span:
 
 def _head(account: Account, kinds: dict[str, float]) -> dict[str, float]:
     """Return the head's ms of a step by kind, in proportion to what was recorded."""
-    whole, corrected = sum(account.head.values()), kinds.get("head and loss", 0.0)
+    whole = sum(account.head.values())
+    corrected = kinds.get("head and loss", 0.0)
     return {kind: 1000 * seconds / whole * corrected / PROFILED for kind, seconds in account.head.items()} if whole else {}
 
 

@@ -25,7 +25,7 @@ from upshift.planning.search.space import parse_fixed
 from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.planning.trials.select import Proof, Tried, prove, remember_trials
 from upshift.planning.trials.store import recall_proof, store_proof
-from upshift.training.distributed.parallelize import Rehearsals, cannot_run
+from upshift.training.distributed.parallelize import Rehearsals, why_cannot_run
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 TIMED_SECONDS = 3.0  # of one trial, beyond its warm-up
@@ -72,7 +72,7 @@ def try_plans(
     return proof
 
 
-def known_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None] = lambda tried: None) -> Proof | None:
+def recall_earlier_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None] = lambda tried: None) -> Proof | None:
     """Return the proof of earlier trials of the same job, or None. Report each of its trials to ``tried`` again."""
     known = recall_proof(path, planning)
     for entry in known.tried if known is not None else ():
@@ -80,7 +80,7 @@ def known_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None
     return known
 
 
-def runnable(planning: Planning, source: ModelSource) -> Planning:
+def reject_unrunnable_plans(planning: Planning, source: ModelSource) -> Planning:
     """Return the planning with the plans that cannot run among the rejected.
 
     Raise RequestError if no plan can run, with the reason of the best.
@@ -93,10 +93,10 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
     rehearsals = Rehearsals(source)
-    return keep_runnable(planning, lambda plan: cannot_run(plan, model) or rehearsals.reason_not(plan))
+    return reject_plans(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.reason_not(plan))
 
 
-def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
+def reject_plans(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
     """Return the planning as ``runnable`` does, by ``reason_not``, which returns why a plan cannot run, or None."""
     ranking = planning.ranking
     reasons: dict[tuple[object, ...], str | None] = {}

@@ -31,35 +31,43 @@ from upshift.planning.trials.runner import TrialRequest, TrialResult, loosened, 
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
-from upshift.training.batches.layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import layout_for, objective_of
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored, read_rows
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.dataset import load_data
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.pipeline_stage import modules_of
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
-from upshift.training.held_memory import begin_held_peak, held_bytes, held_peak_bytes, limited_memory
+from upshift.training.held_memory import held_bytes, held_peak_bytes, limited_memory, reset_held_peak
 from upshift.training.job.processes import TOKENIZER
 from upshift.training.out_of_memory import is_out_of_memory
-from upshift.training.prepare import compile_layers, computing, in_memory_bytes, load_or_build, loss_of, prepare, set_process
+from upshift.training.prepare import (
+    chunked_loss,
+    compile_layers,
+    compute_loss,
+    configure_process,
+    in_memory_bytes,
+    load_or_build,
+    prepare_model,
+)
 from upshift.training.process_group import join_processes
-from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, Stepper
+from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, TrainStep
 
 CHECK_SEQUENCES = 4
 WARM_STEPS = 2  # a run's first steps allocate, compile and tune: as many as its own meter leaves out
 MIN_TIMED, MAX_TIMED = 2, 24  # steps or micro-batches
-WHOLE_STEPS_SHARE = 4.0  # times the timed seconds that warm and timed steps may take, else micro-batches stand for them
-EXPENSIVE = 2.0  # times the timed seconds: such a micro-batch is run once, and not under the meter
-BUSY_PATIENCE = 3.0  # times the timed seconds, while other programs compute
+WHOLE_STEPS_FACTOR = 4.0  # times the timed seconds that warm and timed steps may take, else micro-batches stand for them
+EXPENSIVE_FACTOR = 2.0  # times the timed seconds: such a micro-batch is run once, and not under the meter
+BUSY_FACTOR = 3.0  # times the timed seconds, while other programs compute
 COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger; of 1,000 labels
-Tell = Callable[[TrialResult], None]
-Item = TypeVar("Item")
+SendResult = Callable[[TrialResult], None]
+Measured = TypeVar("Item")
 
 
-def main(path: Path, answer: Tell) -> None:
+def main(path: Path, answer: SendResult) -> None:
     request = TrialRequest.from_file(path)
     start = time.perf_counter()
 
@@ -95,16 +103,16 @@ class Batches:
         return sum(micro_batch.num_label_tokens for batch in self.checked for micro_batch in batch.micro_batches)
 
 
-def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
+def run_trial(request: TrialRequest, tell: SendResult) -> TrialResult:
     """Run the plan and return the measurements. ``tell`` takes results before the end, on rank 0 alone."""
     plan = request.plan
-    set_process(plan)
-    place = find_place(plan)
+    configure_process(plan)
+    place = init_mesh(plan)
     base = held_bytes(plan) + bytes_left_with_parent()
-    begin_held_peak(plan)
+    reset_held_peak(plan)
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
-    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
+    model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, place)
     check_loss = evaluate(model, plan, batches.checked)
 
@@ -123,27 +131,28 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     seed_rng(request.seed, 0, place.rank // plan.layout.tensor_parallel)
     clips = request.clips_gradients and not plan.optimizer_in_backward
     arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
-    stepper = Stepper(model, place, arguments, on_halved=_does_not_fit)
-    begin_held_peak(plan)  # loading has a prediction of its own
+    stepper = TrainStep(model, place, arguments, on_halved=_raise_does_not_fit)
+    reset_held_peak(plan)  # loading has a prediction of its own
     return complete(Trial(stepper, batches, request, lambda rough: tell(complete(rough))).run())
 
 
-def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
+def _raise_does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
     """Raise MemoryError if the plan's micro-batches do not fit. A run would go on with smaller ones."""
     raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {words}")
 
 
-def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
+def _token_batches(request: TrialRequest, source: ModelSource, place: Mesh) -> Batches:
     """Return the run's own batches if there is data, else batches of random tokens, all of full length."""
     tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
-        sequences, objective = data.training, data.objective
+        sequences = data.training
+        objective = data.objective
         if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
             tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
     else:
         objective = objective_of(source)
-        sequences = _synthetic(request, num_sides(objective.kind), objective.vocab_size or 2)
+        sequences = _random_sequences(request, num_sides(objective.kind), objective.vocab_size or 2)
     layout = layout_for(request.plan, objective, data_rank=place.data_rank)
     run = BatchSource(
         sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
@@ -160,7 +169,7 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> 
     return Batches(run.batches(), ahead, longest, largest, list(checked), data_bytes, tokenizer)
 
 
-def _synthetic(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
+def _random_sequences(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
     length = request.plan.sequence_length * sides
     generator = np.random.default_rng(request.seed)
     count = max(request.global_batch, CHECK_SEQUENCES)
@@ -188,9 +197,12 @@ class Trial:
     """The steps of a plan and their measurement. ``tell`` takes a rough result before the steady ones are there."""
 
     def __init__(
-        self, stepper: Stepper, batches: Batches, request: TrialRequest, tell: Tell, *, meter: LoadMeter | None = None
+        self, stepper: TrainStep, batches: Batches, request: TrialRequest, tell: SendResult, *, meter: LoadMeter | None = None
     ) -> None:
-        self.stepper, self.batches, self.request, self.tell = stepper, batches, request, tell
+        self.stepper = stepper
+        self.batches = batches
+        self.request = request
+        self.tell = tell
         self.plan: Plan = stepper.plan
         self.meter = meter or LoadMeter()
         self.waits = self.plan.layout.exchanges  # ranks wait for each other within a micro-batch
@@ -199,11 +211,11 @@ class Trial:
         first_update = self._give_birth()
         update = self._timed(self._update)
         if self.plan.layout.pipeline_parallel > 1:  # its micro-batches overlap, so only whole steps tell their time
-            for module in modules_of(self.stepper.model):
+            for module in stage_modules(self.stepper.model):
                 compile_layers(module, self.plan)
             return self._whole_steps(update.calm_seconds, first_update.seconds - update.seconds)
         longest = self.batches.longest
-        with computing(self.stepper.model, self.plan):
+        with chunked_loss(self.stepper.model, self.plan):
             factor, compile_seconds = self._compile(longest)
             self._drop_gradients()
             looks = [self._look(micro_batch) for micro_batch in self._most_at_once()]
@@ -213,7 +225,7 @@ class Trial:
         expected = looks[0].calm_seconds * share + update.calm_seconds
         if self.stepper.place.rank == 0:
             self.tell(self._rough(expected, once).changed(check_loss=factor))
-        if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_SHARE * self.request.seconds:
+        if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_FACTOR * self.request.seconds:
             result = self._whole_steps(update.calm_seconds, once)
         else:
             result = self._micro_batches(looks[-1], once)
@@ -245,7 +257,7 @@ class Trial:
         timed: list[tuple[Timing, GlobalBatch]] = []
         while self._goes_on([timing for timing, _ in timed]):
             timed.append(self._step())
-        chosen = _calm(timed)
+        chosen = _undisturbed(timed)
         seconds = statistics.fmean(timing.calm_seconds for timing, _ in chosen)
         padded = self._agreed(statistics.fmean(_num_padded_tokens(batch) for _, batch in chosen))
         # The run's steps hold more or fewer tokens than these few, padding included; an update takes as long in all of them.
@@ -254,23 +266,23 @@ class Trial:
         once += sum(max(timing.seconds - seconds, 0.0) for timing, _ in warm)
         samples = [timing.calm_seconds * average / seconds for timing, _ in chosen]
         resident = self._held_bytes()
-        peak = self._allocated_peak() if seconds <= EXPENSIVE * self.request.seconds else None
+        peak = self._allocated_peak() if seconds <= EXPENSIVE_FACTOR * self.request.seconds else None
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
     def _micro_batches(self, look: Timing, once: float) -> TrialResult:
         """Measure some of a step's micro-batches, and an update. ``look``: the timing of the last of the longest ones."""
         batch = next(self.batches.upcoming)
         several = self.plan.num_processes > 1  # all of them time as many micro-batches
-        chosen = _spread(batch.micro_batches, with_stand_ins=several)
+        chosen = _sample_by_size(batch.micro_batches, with_stand_ins=several)
         timed: list[tuple[Timing, int]] = []
-        expensive = look.calm_seconds > EXPENSIVE * self.request.seconds
+        expensive = look.calm_seconds > EXPENSIVE_FACTOR * self.request.seconds
 
         def accumulate(micro_batch: MicroBatch) -> Timing:
             if self.plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
                 self._drop_gradients()
             return self._timed(lambda: self._accumulate(micro_batch, batch.num_label_tokens))
 
-        with computing(self.stepper.model, self.plan):
+        with chunked_loss(self.stepper.model, self.plan):
             if self.plan.torch_compile != "off" and not expensive:  # shapes that were not compiled yet
                 shapes = chosen if several else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
                 once += sum(accumulate(micro_batch).seconds for micro_batch in shapes)
@@ -280,7 +292,7 @@ class Trial:
                 micro_batch = chosen[len(timed) % len(chosen)]
                 timed.append((accumulate(micro_batch), micro_batch.num_padded_tokens))
             update = self._timed(self._update)
-        picked = _calm(timed)
+        picked = _undisturbed(timed)
         seconds = sum(timing.calm_seconds for timing, _ in picked)
         padded = self._agreed(sum(tokens for _, tokens in picked))
         scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0) * len(picked)
@@ -308,11 +320,12 @@ class Trial:
 
     def _goes_on(self, timed: list[Timing]) -> bool:
         """Return whether to time another step or micro-batch. If other programs compute, go on until some are undisturbed."""
-        seconds, calm = self.request.seconds, [timing for timing in timed if not timing.busy]
+        seconds = self.request.seconds
+        calm = [timing for timing in timed if not timing.busy]
         spent = sum(timing.seconds for timing in timed)
         if len(timed) < MIN_TIMED:
             return True
-        if len(timed) >= MAX_TIMED or spent >= BUSY_PATIENCE * seconds:
+        if len(timed) >= MAX_TIMED or spent >= BUSY_FACTOR * seconds:
             return False
         return len(calm) < MIN_TIMED or sum(timing.seconds for timing in calm) < seconds
 
@@ -343,7 +356,8 @@ class Trial:
         total = torch.tensor([timing.cpu_seconds], dtype=torch.float64, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        seconds, cpu = float(worst[0]), float(total[0])
+        seconds = float(worst[0])
+        cpu = float(total[0])
         others = timing.other_cores - (cpu - timing.cpu_seconds) / max(seconds, 1e-9)  # the other ranks are no strangers
         beside = torch.tensor([others], dtype=torch.float64, device=device)
         dist.all_reduce(beside, op=dist.ReduceOp.MAX)
@@ -377,13 +391,14 @@ class Trial:
 
     def _allocated_peak(self) -> int | None:
         """Run the longest micro-batches under the allocator's meter, whose own memory is not the plan's."""
-        plan, longest = self.plan, self.batches.longest
+        plan = self.plan
+        longest = self.batches.longest
         resident = in_memory_bytes(self.stepper.model, self.stepper.optimizer)
         if plan.layout.pipeline_parallel > 1:
             with allocated_peak(plan.device, resident_bytes=resident) as peak:
                 self.stepper.step(longest)
             return peak.bytes
-        with computing(self.stepper.model, plan), allocated_peak(plan.device, resident_bytes=resident) as peak:
+        with chunked_loss(self.stepper.model, plan), allocated_peak(plan.device, resident_bytes=resident) as peak:
             for micro_batch in self._most_at_once():
                 self._accumulate(micro_batch, longest.num_label_tokens)
             if plan.num_processes == 1:  # others need not come here, and an update waits for them
@@ -395,11 +410,13 @@ class Trial:
 
         The ratio is 1 if the losses agree as far as dropout lets them.
         """
-        stepper, plan, micro_batch = self.stepper, self.plan, batch.micro_batches[0]
+        stepper = self.stepper
+        plan = self.plan
+        micro_batch = batch.micro_batches[0]
         if plan.torch_compile == "off":
             return 1.0, 0.0
         with torch.no_grad():
-            eager = float(loss_of(stepper.model, plan, micro_batch))
+            eager = float(compute_loss(stepper.model, plan, micro_batch))
         start = time.perf_counter()
         compile_layers(stepper.model, plan)
         share = float(stepper.accumulate(micro_batch, batch.num_label_tokens, last=self.waits))
@@ -414,13 +431,13 @@ def _num_padded_tokens(batch: GlobalBatch) -> int:
     return sum(micro_batch.num_padded_tokens for micro_batch in batch.micro_batches)
 
 
-def _calm(timed: list[tuple[Timing, Item]]) -> list[tuple[Timing, Item]]:
+def _undisturbed(timed: list[tuple[Timing, Measured]]) -> list[tuple[Timing, Measured]]:
     """Return the timings that other programs did not disturb if they are enough, else all."""
     calm = [pair for pair in timed if not pair[0].busy]
     return calm if len(calm) >= MIN_TIMED else timed
 
 
-def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
+def _sample_by_size(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
     """Return at most four micro-batches: the largest first, then evenly through the sizes."""
     ordered = sorted((m for m in micro_batches if m.num_label_tokens or with_stand_ins), key=lambda m: -m.num_padded_tokens)
     if len(ordered) <= 4:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from upshift.training.optimizers.schedule import check_schedule, factor
+from upshift.training.optimizers.schedule import check_schedule, learning_rate_factor
 from upshift.xla.training.arguments import XlaArguments
 
 Scalars = dict[str, tf.Tensor]
@@ -68,4 +68,4 @@ def learning_rates(arguments: XlaArguments) -> list[float]:
     """Return the learning rate of every step, by the schedules that the torch backend has. Raises RequestError."""
     check_schedule(arguments)
     name, rate = arguments.lr_scheduler_type, arguments.learning_rate
-    return [rate * factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]
+    return [rate * learning_rate_factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]
