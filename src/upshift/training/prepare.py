@@ -44,7 +44,7 @@ from upshift.planning.plan import Plan
 from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import has_adapter, read_adapter
-from upshift.training.checkpoint.sharded import parts_of
+from upshift.training.checkpoint.sharded import stages_of
 from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
 from upshift.training.distributed.mesh import Mesh
@@ -274,7 +274,7 @@ def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.M
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
-    generation = next((own for part in parts_of(model) if (own := getattr(part, "generation_config", None))), None)
+    generation = next((own for part in stages_of(model) if (own := getattr(part, "generation_config", None))), None)
     if generation is not None:
         whole.generation_config = generation
     return whole

@@ -27,7 +27,7 @@ from upshift.training.distributed.weight_update import (
     make_update_sharding,
     sum_gradients_over_job,
 )
-from upshift.training.elastic.replica import Copies
+from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
@@ -52,7 +52,7 @@ class TrainStep:
 
     def __init__(
         self, model: nn.Module, place: Mesh, arguments: Arguments, *,
-        on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
+        on_halved: OnHalved = lambda old, new, why: None, copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
         plan = place.plan
         problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)

@@ -55,7 +55,7 @@ Seal = Callable[[], None]
 ALIGNMENT = 64
 
 
-def shares(optimizer: torch.optim.Optimizer, place: Mesh) -> bool:
+def has_shards(optimizer: torch.optim.Optimizer, place: Mesh) -> bool:
     """Return whether a rank has less than the whole model and optimizer state."""
     return isinstance(optimizer, ShardedOptimizer) or place.plan.layout.pipeline_parallel > 1
 
@@ -80,9 +80,11 @@ def save_shards(
     all ranks if one cannot write.
     """
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    own = own_parts(model, optimizer, place.plan, place.rank)
-    saved_optimizer = described(model, optimizer, place)
-    make_shared(temporary, sum(all_gather_objects(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
+    own = shards_to_write(model, optimizer, place.plan, place.rank)
+    saved_optimizer = describe_all_ranks(model, optimizer, place)
+    make_shared_directory(
+        temporary, sum(all_gather_objects(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place
+    )
     behind = all(all_gather_objects(has_room(own.num_bytes), place.plan))
     kept = own.copied() if behind else own
 
@@ -112,12 +114,12 @@ def save_shards(
     return final, seal
 
 
-def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Mesh) -> SavedOptimizer:
+def describe_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer, place: Mesh) -> SavedOptimizer:
     """Return the optimizers of all ranks as one, without the tensors of their states."""
-    return _merged(all_gather_objects(describe(optimizer, updated_names(model, optimizer)), place.plan))
+    return _merge(all_gather_objects(describe_optimizer(optimizer, updated_names(model, optimizer)), place.plan))
 
 
-def make_shared(temporary: Path, need: int, name: str, place: Mesh) -> None:
+def make_shared_directory(temporary: Path, need: int, name: str, place: Mesh) -> None:
     """Make the directory that all ranks write to, on rank 0."""
     directory = temporary.parent
     with rank_0_first(place.plan), writing(directory, name=name, temporary=temporary):
@@ -127,10 +129,10 @@ def make_shared(temporary: Path, need: int, name: str, place: Mesh) -> None:
             check_room(directory, name=name, need=need)
             temporary.mkdir()
     with gather_errors(place.plan):
-        _check_shared(temporary)
+        _check_directory_is_shared(temporary)
 
 
-def load_shared(
+def load_sharded_checkpoint(
     directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Mesh
 ) -> TrainState:
     """Load this rank's parts from a checkpoint that any number of ranks with any layout wrote.
@@ -189,7 +191,7 @@ def export_weights(
 ) -> None:
     """Collect the whole weights in a file that is mapped, and call ``save`` with them on rank 0."""
     parts = directory / PARTS_TEMPORARY
-    own = own_parts(model, None, place.plan, place.rank)
+    own = shards_to_write(model, None, place.plan, place.rank)
     size = sum(all_gather_objects(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
     with rank_0_first(place.plan):
         if place.rank == 0:
@@ -199,7 +201,7 @@ def export_weights(
                 check_room(directory, name="the final model", need=3 * size + extra_bytes(tokenizer))
                 parts.mkdir()
     with gather_errors(place.plan), writing(directory, name="the final model", temporary=None):
-        _check_shared(parts)
+        _check_directory_is_shared(parts)
         own.write(parts)
     with rank_0_first(place.plan):
         if place.rank == 0:

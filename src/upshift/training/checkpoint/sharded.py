@@ -241,7 +241,7 @@ def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, 
             yield part, parameter, piece_of(parameter, rows=_updated_rows(optimizer, parameter))
 
 
-def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
+def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
     return optimizer.division.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 

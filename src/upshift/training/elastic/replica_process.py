@@ -20,10 +20,10 @@ from upshift.training.loop.signals import StopRequest
 
 
 def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
-    life = Life.from_file(path)
-    copies = Copies(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
+    life = ReplicaRequest.from_file(path)
+    copies = ReplicaGroup(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
     run = partial(run_copy, copies=copies)
-    run_in(
+    run_from_folder(
         Path(life.folder),
         run,
         lambda event: answer(to_sent_event(event)),

@@ -60,7 +60,7 @@ from upshift.training.checkpoint.sharded import (
 )
 from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
 from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
-from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_OR, SCHEDULER_FILE, by_names
+from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_STATE_FIX, SCHEDULER_FILE, optimizer_by_names
 from upshift.value import first_problem
 
 logger = logging.getLogger(__name__)
@@ -323,9 +323,9 @@ def write_shards(
     Raise JobFailed on all ranks if one could not write.
     """
     plan, name = place.plan, temporary.stem
-    own = own_parts(model, optimizer, plan, place.rank)
-    saved = described(model, optimizer, place)
-    make_shared(temporary, sum(all_gather_objects(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
+    own = shards_to_write(model, optimizer, plan, place.rank)
+    saved = describe_all_ranks(model, optimizer, place)
+    make_shared_directory(temporary, sum(all_gather_objects(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
     with gather_errors(plan), writing(temporary.parent, name=name, temporary=None):
         own.write(temporary)
     rest()
@@ -379,7 +379,7 @@ def _read_shards(
     load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
 
 
-def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Mesh) -> None:
+def export_full_model(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Mesh) -> None:
     """Write the whole model from rank 0, as one process saves it. ``model_class`` is the class before fully_shard replaced it."""
 
     def save(weights: dict[str, Tensor]) -> None:

@@ -28,10 +28,10 @@ from upshift.training.distributed.weight_update import (
     make_update_sharding,
     sum_gradients_over_job,
 )
-from upshift.training.hf_trainer.arguments import join_ranks, take_fsdp
+from upshift.training.hf_trainer.arguments import extract_fsdp, use_cpu_with_ranks
 from upshift.training.hf_trainer.loss_split import has_batch_statistics
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.step import gathered_objects, on_host
+from upshift.training.hf_trainer.step import gather_objects, to_host
 from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
@@ -178,6 +178,6 @@ class DistributedTraining(LibraryTrainer):
             reshard_weights(self.model)
 
 
-def _predict_together(own: Any, place: Mesh, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
-    answers = [own(model, one, *arguments, **named) for one in gathered_objects(on_host(inputs), place)]
+def _predict_all_batches(own: Any, place: Mesh, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+    answers = [own(model, one, *arguments, **named) for one in gather_objects(to_host(inputs), place)]
     return answers[place.tensor_rank]

@@ -50,7 +50,7 @@ class StepMonitor(LibraryTrainer):
     args: Any
     callback_handler: Any
     _upshift_signs: RunMonitor | None = None
-    _upshift_batch_iterator: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
+    _upshift_batch_iterator: TimedBatches | None = None  # one for each of the loader's iterators, which BatchRng tells apart
     _upshift_timed_callbacks: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
 
     @contextmanager
@@ -97,7 +97,7 @@ class StepMonitor(LibraryTrainer):
         self._upshift_timed_callbacks = ()
 
 
-def _noted(method: Callable[..., Any], signs: RunMonitor, name: str) -> Callable[..., Any]:
+def _record_memory(method: Callable[..., Any], signs: RunMonitor, name: str) -> Callable[..., Any]:
     def noted(*arguments: Any, **named: Any) -> Any:
         with signs.by(name):
             return method(*arguments, **named)

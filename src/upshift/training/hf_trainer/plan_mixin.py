@@ -30,7 +30,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.batches.user_batches import CollatedRows, NotRows
-from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
@@ -316,7 +316,7 @@ class PlanMixin(LibraryTrainer):
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = not_in_trainer(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        problem = why_unsupported(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
         return problem if problem is not None or self._upshift_is_divided else why_cannot_run(plan, self.model)
 
     @property

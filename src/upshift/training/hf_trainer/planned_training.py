@@ -267,9 +267,9 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         smoothing = self.args.label_smoothing_factor
         chunked = planned and not self._upshift_loss_is_of_script
         head = partial(chunked_loss, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
-        halve = partial(halve_part, plan=choice.plan)
+        halve = partial(halve_item, plan=choice.plan)
         place = self._upshift_place or Mesh(choice.plan)
-        ranks = StepOfRanks(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=fewest_rows)
+        ranks = StepExchange(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=smallest_item)
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         halves = ranks.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
@@ -343,7 +343,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             return
         path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
-        tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
-        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
+        print_line(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
+        print_line(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
         for line in format_autopsy(autopsy):
-            tell(line)
+            print_line(line)

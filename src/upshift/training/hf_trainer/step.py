@@ -116,7 +116,7 @@ class StepExchange:
         return total * self.plan.data_parallel
 
 
-def gathered_objects(own: Any, place: Mesh) -> list[Any]:
+def gather_objects(own: Any, place: Mesh) -> list[Any]:
     """Return the objects of the ranks of tensor parallelism, in their order."""
     assert place.mesh is not None
     group = place.mesh.get_group("tensor")
@@ -159,8 +159,8 @@ class BatchStep:
     loss: LossFunction
     backward: Callable[[Tensor], None]
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: BatchHalving[Pair]
-    ranks: StepOfRanks
+    halvings: BatchHalving[WorkItem]
+    ranks: StepExchange
     zero_gradients: Callable[[], None]  # instead of none
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:

@@ -107,7 +107,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         )
 
 
-def record_of(job: Job, data: TrainingData, outcome: RunResult) -> Record:
+def make_record(job: Job, data: TrainingData, outcome: RunResult) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),

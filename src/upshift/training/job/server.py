@@ -35,7 +35,7 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
 
     def tell(event: Event) -> None:
         answer(to_sent_event(event))
-        if (folder / STOP).exists():
+        if (folder / STOP_NAME).exists():
             os.killpg(0, signal.SIGKILL)  # this process and the ranks that it has forked
 
     run_from_folder(folder, run_rank, tell)
@@ -58,7 +58,7 @@ class JobServer:
             return self._run(open_job(job, data), data, on_event)
 
     def _run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-        with written(job, data) as folder:
+        with job_folder(job, data) as folder:
             answers = self._server.ask(Request(folder=str(folder)), SentEvent, limit_seconds=ENDLESS_SECONDS)
             exit_code = 0
             try:

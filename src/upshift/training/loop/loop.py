@@ -71,7 +71,7 @@ class RunResult:
     cpu_seconds: float  # of this process in a steady step
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> RunResult:
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: ReplicaGroup | None = None) -> RunResult:
     """Run the job in this process, as one rank, or one of several ``copies``.
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.

@@ -9,7 +9,7 @@ from typing import Any
 from upshift.training.checkpoint.async_save import BackgroundWriter
 from upshift.training.checkpoint.by_ranks import Seal, export, has_shards, load_sharded_checkpoint, save_shards
 from upshift.training.checkpoint.checkpoint import TrainState, capture_rng, load_checkpoint, save_checkpoint, save_model
-from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.distributed.mesh import Mesh, all_gather_objects, all_reduce_max, gather_errors, rank_0_first
 from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.metrics import StepMeter
@@ -31,7 +31,7 @@ class CheckpointSaver:
         self.keep = keep
         self.meter = meter
         self.on_saved = on_saved
-        self._shares = shares(stepper.optimizer, place)
+        self._shares = has_shards(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
         self._seal: Seal | None = None

@@ -61,7 +61,7 @@ class Run(Value):
             content = path.read_bytes()
         except OSError as error:
             raise RequestError(f"{path} cannot be read ({error.strerror}); {_REPAIR_ADVICE}") from None
-        document = unsealed(content)
+        document = unseal(content)
         if document is None:
             raise RequestError(
                 f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_REPAIR_ADVICE}"
