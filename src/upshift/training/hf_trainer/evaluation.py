@@ -246,11 +246,11 @@ class StreamedEvaluation(LibraryTrainer):
             return OutputContainer(spool, concatenated=do_nested_concat, padding=padding_index)
 
         loop = with_global(Trainer.evaluation_loop, CONTAINER_NAME, container)
-        with self._upshift_predict_in_step():
+        with self._upshift_predicting_together():
             output: EvalLoopOutput = loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         return output
 
-    def _upshift_predict_in_step(self) -> AbstractContextManager[None]:
+    def _upshift_predicting_together(self) -> AbstractContextManager[None]:
         """Return a context that is open around a loop. A Trainer of several ranks overrides it."""
         return nullcontext()
 

@@ -69,9 +69,9 @@ class CheckpointResuming(CheckpointSaving):
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
         check_resumable(directory)
-        if self._upshift_is_divided_checkpoint(directory):
+        if self._upshift_uses_shards(directory):
             load_weights(directory, self._upshift_plain_model())
-        elif not self._upshift_is_saved_whole():
+        elif not self._upshift_saves_full_model():
             check_adapters(directory)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif is_upshift_checkpoint(directory):
@@ -90,7 +90,7 @@ class CheckpointResuming(CheckpointSaving):
             return
         if in_parts:
             read_shards(directory, model=model, optimizer=optimizer)
-        elif self._upshift_has_parts():
+        elif self._upshift_has_shards():
             read_into_shards(directory, model=model, optimizer=optimizer)
         else:
             read_optimizer(directory, optimizer, model)
@@ -118,27 +118,27 @@ class CheckpointResuming(CheckpointSaving):
 
     def _upshift_rng_rank(self: Any) -> int:
         """Return the rank whose random numbers this rank draws: ranks of tensor parallelism must drop out the same elements."""
-        place = getattr(self, "_upshift_place", None)
+        place = getattr(self, "_upshift_mesh", None)
         degree = place.plan.layout.tensor_parallel if place is not None else 1
         return int(self.args.process_index) // degree * degree
 
-    def _upshift_is_divided_checkpoint(self: Any, directory: Path) -> bool:
+    def _upshift_uses_shards(self: Any, directory: Path) -> bool:
         """Return whether a checkpoint, or this rank, has the model in parts."""
-        return is_sharded(directory) or self._upshift_has_parts()
+        return is_sharded(directory) or self._upshift_has_shards()
 
     def _load_best_model(self: Any) -> None:
         self._upshift_writer.wait()
         self.accelerator.wait_for_everyone()  # one process has written
         best = Path(self.state.best_model_checkpoint)
-        if best.is_dir() and self._upshift_is_divided_checkpoint(best):
+        if best.is_dir() and self._upshift_uses_shards(best):
             check_resumable(best)
             load_weights(best, self._upshift_plain_model())
             return
-        if best.is_dir() and self._upshift_is_saved_whole() and is_upshift_checkpoint(best):
+        if best.is_dir() and self._upshift_saves_full_model() and is_upshift_checkpoint(best):
             check_resumable(best)
             read_model(best, self._upshift_plain_model())
             return
-        if best.is_dir() and not self._upshift_is_saved_whole():
+        if best.is_dir() and not self._upshift_saves_full_model():
             check_adapters(best)
         super()._load_best_model()
 

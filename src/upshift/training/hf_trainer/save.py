@@ -161,8 +161,8 @@ class CheckpointSaving(LibraryTrainer):
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
         self._upshift_note_best(run_dir)
-        if self._upshift_has_parts():
-            self._upshift_save_together(run_dir, temporary, final)
+        if self._upshift_has_shards():
+            self._upshift_save_shards(run_dir, temporary, final)
             return
         finish = partial(
             finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
@@ -175,21 +175,21 @@ class CheckpointSaving(LibraryTrainer):
                 remove_leftovers(run_dir)
                 check_room(run_dir, name=final.name, need=need + extra_bytes(self._upshift_tokenizer()))
                 temporary.mkdir()
-            if self._upshift_files_are_read_at_once() or not has_room(need):
+            if self._upshift_must_wait_for_files() or not has_room(need):
                 self._upshift_save_now(temporary, finish)
             else:
-                self._upshift_save_behind(temporary, finish, run_dir)
+                self._upshift_save_in_background(temporary, finish, run_dir)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _upshift_has_parts(self: Any) -> bool:
+    def _upshift_has_shards(self: Any) -> bool:
         """Return whether this rank has less than the whole model and optimizer state."""
-        place = getattr(self, "_upshift_place", None)
+        place = getattr(self, "_upshift_mesh", None)
         return place is not None and (
             place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), ShardedOptimizer)
         )
 
-    def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
+    def _upshift_save_shards(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
         """Save the parts of all ranks while training waits."""
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
@@ -208,7 +208,7 @@ class CheckpointSaving(LibraryTrainer):
         write_shards(
             temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
             tokenizer=self._upshift_tokenizer(), rest=partial(self._save_rng_state, str(temporary)), seal=seal,
-            place=self._upshift_place,
+            place=self._upshift_mesh,
         )  # fmt: skip
 
     def _upshift_save_now(self: Any, temporary: Path, finish: Any) -> None:
@@ -223,12 +223,12 @@ class CheckpointSaving(LibraryTrainer):
             self._upshift_save_trainer_state(temporary)
             finish()
 
-    def _upshift_save_behind(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
+    def _upshift_save_in_background(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
         self._save_rng_state(str(temporary))
         if not self.args.should_save:
             return
         model = self._upshift_plain_model()
-        weights = copy_weights(model) if self._upshift_is_saved_whole() else None
+        weights = copy_weights(model) if self._upshift_saves_full_model() else None
         if weights is None:
             self._upshift_write_model(temporary, None, original_names=False)  # adapters are small
         optimizer = copy_optimizer(self._upshift_plain_optimizer(), model, to_host=True)
@@ -246,7 +246,7 @@ class CheckpointSaving(LibraryTrainer):
 
         self._upshift_writer.start(write)
 
-    def _upshift_files_are_read_at_once(self: Any) -> bool:
+    def _upshift_must_wait_for_files(self: Any) -> bool:
         callbacks = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
         foreign = any(getattr(type(self), name).__module__.split(".")[0] not in KNOWN_PACKAGES for name in SAVING_METHODS)
         asked = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
@@ -255,7 +255,7 @@ class CheckpointSaving(LibraryTrainer):
     def _upshift_checkpoint_bytes(self: Any) -> int:
         model = self._upshift_plain_model()
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        weights = model_bytes(model) if self._upshift_is_saved_whole() else sum(parameter.nbytes for parameter in trained)
+        weights = model_bytes(model) if self._upshift_saves_full_model() else sum(parameter.nbytes for parameter in trained)
         return weights if self.args.save_only_model else weights + optimizer_bytes(self._upshift_plain_optimizer())
 
     def _upshift_note_best(self: Any, run_dir: Path) -> None:
@@ -300,7 +300,7 @@ class CheckpointSaving(LibraryTrainer):
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers.Trainer.save_model does, after the checkpoint that is being written."""
         self._upshift_writer.wait()
-        if not self._upshift_has_parts():
+        if not self._upshift_has_shards():
             super().save_model(output_dir, _internal_call=_internal_call)
             return
         directory, tokenizer = Path(output_dir or self.args.output_dir), self._upshift_tokenizer()
@@ -309,9 +309,9 @@ class CheckpointSaving(LibraryTrainer):
             model=self._upshift_plain_model(),
             model_class=self._upshift_model_class,
             tokenizer=tokenizer,
-            place=self._upshift_place,
+            place=self._upshift_mesh,
         )
-        with rank_0_first(self._upshift_place.plan), writing_model(directory):
+        with rank_0_first(self._upshift_mesh.plan), writing_model(directory):
             if self.args.should_save:
                 self._upshift_write_extras(directory)
         if self.args.push_to_hub and not _internal_call:
@@ -334,7 +334,7 @@ class CheckpointSaving(LibraryTrainer):
 
     def _upshift_write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
         model = self._upshift_plain_model()
-        if self._upshift_is_saved_whole():
+        if self._upshift_saves_full_model():
             write_model_files(directory, model, weights, original_names=original_names)
         else:
             model.save_pretrained(directory, state_dict=weights)
@@ -385,7 +385,7 @@ class CheckpointSaving(LibraryTrainer):
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
-    def _upshift_is_saved_whole(self: Any) -> bool:
+    def _upshift_saves_full_model(self: Any) -> bool:
         """Return whether the whole model is saved. Of a model with adapters, only the adapters are saved."""
         model = self._upshift_plain_model()
         return not hasattr(model, "peft_config") and not ADAPTER_LOADED.read(model, False)
