@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_batches(concatenated: bool, tmp_path: Pat
 def test_views_do_not_keep_what_they_look_at(tmp_path: Path) -> None:
     column = spool.Spool(tmp_path, 2**40).column()
     column.add(torch.zeros(100, 1000)[:, :1])
-    assert column._held[0].untyped_storage().nbytes() == 400
+    assert column._buffer[0].untyped_storage().nbytes() == 400
 
 
 def test_files_are_gone_when_nobody_can_read_them(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_files_are_gone_when_nobody_can_read_them(tmp_path: Path) -> None:
     for _ in range(3):
         column.add(torch.ones(4, 5))
     assert list(tmp_path.iterdir()) == []
-    array = column.whole(-100)
+    array = column.concatenated(-100)
     del column
     gc.collect()
     assert array[2:].sum() == 50 and list(tmp_path.iterdir()) == []
