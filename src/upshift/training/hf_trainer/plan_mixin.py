@@ -262,18 +262,18 @@ class PlanMixin(LibraryTrainer):
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
             return cast("Tensor", loss)  # with outputs it is for return_outputs=True alone
 
-        is_known = self._upshift_uses_library_loss
-        elsewhere = {
+        is_library_loss = self._upshift_uses_library_loss
+        other_states = {
             f"at step {step}": loss_in_evaluation(self.model, partial(compute, step=step))
             for step in sorted({total_steps // 2, max(total_steps - 1, 0)} - {0})
         }
         probes = LossProbes(
             loss=loss_in_evaluation(self.model, compute),
             gradient=gradient_in_evaluation(self.model, compute),
-            larger_gradient=None if is_known else gradient_in_evaluation(self.model, compute, scale=LARGER_SCALE),
-            elsewhere={**elsewhere, "in training mode": loss_in_training(self.model, compute)},
+            larger_gradient=None if is_library_loss else gradient_in_evaluation(self.model, compute, scale=LARGER_SCALE),
+            other_states={**other_states, "in training mode": loss_in_training(self.model, compute)},
             counts_items=counts_items,
-            is_known=is_known,
+            is_library_loss=is_library_loss,
         )
         with self._upshift_without_logging() as logged, exact_matmuls():
             state = StateSnapshot(
@@ -283,7 +283,7 @@ class PlanMixin(LibraryTrainer):
             split = measure_split(rows, probes, model=self.model, num_first=len(first_batch))
             changed_name = state.changed()
             state.restore()
-        if changed_name is not None and split.unit is not None and not probes.is_known:
+        if changed_name is not None and split.unit is not None and not probes.is_library_loss:
             split = Split(None, reason=f"the loss keeps a state of its own ({changed_name}), which moves on with each call")
         if logged and split.unit is not None:
             split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")

@@ -232,7 +232,7 @@ class BatchStep:
             rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
         except NotRows:
             return None  # these batches are not like the sample
-        has_uneven_labels = self.split.even and len({*rows.num_labels}) > 1
+        has_uneven_labels = self.split.needs_equal_labels and len({*rows.num_labels}) > 1
         return rows if not has_uneven_labels and is_within(rows, self.split.ranges) else None
 
     def _cut(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[CollatedMicroBatch]:
