@@ -177,7 +177,7 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
         whole = skeleton()
         save_model(directory, whole, tokenizer, weights=drop_tied_names(weights, whole))
 
-    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, mesh=place)
 
 
 def drop_tied_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

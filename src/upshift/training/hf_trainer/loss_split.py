@@ -64,9 +64,8 @@ class LossProbes:
     loss: LossOf
     gradient: LossOf
     larger_gradient: LossOf | None = None  # with larger weights: a coupling of rows that is small now may grow
-    other_states: Mapping[str, LossOf] = field(
-        default_factory=dict
-    )  # the loss at other steps and in training mode, by a phrase for the message
+    # The loss at other steps and in training mode, by the words that name these in a message.
+    other_states: Mapping[str, LossOf] = field(default_factory=dict)
     counts_items: bool = False  # the loss takes num_items_in_batch
     is_library_loss: bool = True  # a mean over labels of equal weight
 

@@ -1,4 +1,4 @@
-"""Resume a Trainer from the newest whole checkpoint, to the bit, and from checkpoints of transformers.Trainer."""
+"""Resume a Trainer from the newest complete checkpoint, to the bit, and from checkpoints of transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointResuming(CheckpointSaving):
-    """A mix-in that resumes a subclass of transformers.Trainer. PlainSaving says how checkpoints are saved. Either library
-    goes on from the checkpoints of both.
+    """A mix-in of transformers' Trainer classes that saves and resumes checkpoints.
 
-    Resuming restores weights, optimizer state, schedule, scaler and random numbers bit for bit. It also restores what a data
-    collator drew for the batch that was made ahead. Data loader workers draw anew. `resume_from_checkpoint=True` takes the
-    newest whole checkpoint. Resuming raises RequestError for a checkpoint that is not whole, and for files that need code to
-    be unpickled.
+    Upshift and transformers can each resume from the checkpoints of the other. Resuming restores weights, optimizer state,
+    schedule, scaler and random numbers bit for bit, and also the random numbers of the batch that was made ahead. Workers of
+    the data loader draw new numbers. `resume_from_checkpoint=True` takes the newest complete checkpoint. Resuming raises
+    RequestError for a checkpoint that is not complete, and for files that need code to be unpickled.
     """
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -57,7 +56,7 @@ class CheckpointResuming(CheckpointSaving):
         return super().train(resume_from_checkpoint, *args, **options)
 
     def _tune_save_checkpoint(self: Any, checkpoint_dir: str) -> None:
-        """Write the checkpoint of a trial that Ray keeps. This trial or another one can go on from it."""
+        """Write the checkpoint of a trial of Ray. This trial or another one can resume from it."""
         run_dir = Path(checkpoint_dir)
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
@@ -83,12 +82,13 @@ class CheckpointResuming(CheckpointSaving):
         if checkpoint is None:
             return
         directory = Path(checkpoint)
-        model, optimizer = self._upshift_plain_model(), self._upshift_plain_optimizer()
-        in_parts = is_sharded(directory)
-        if not (directory / (SHARDED_OPTIMIZER_NAME if in_parts else OPTIMIZER_FILE)).is_file():
+        model = self._upshift_plain_model()
+        optimizer = self._upshift_plain_optimizer()
+        checkpoint_is_sharded = is_sharded(directory)
+        if not (directory / (SHARDED_OPTIMIZER_NAME if checkpoint_is_sharded else OPTIMIZER_FILE)).is_file():
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
-        if in_parts:
+        if checkpoint_is_sharded:
             read_shards(directory, model=model, optimizer=optimizer)
         elif self._upshift_has_shards():
             read_into_shards(directory, model=model, optimizer=optimizer)
@@ -110,25 +110,28 @@ class CheckpointResuming(CheckpointSaving):
         rng = self._upshift_saved_rng(Path(checkpoint))
         if rng is not None:
             rng.restore(self.args.device)
-        else:  # of fewer processes
+        else:  # the checkpoint was saved by fewer processes
             seed_rng(self.args.seed, self.state.global_step, self._upshift_rng_rank())
 
     def _upshift_saved_rng(self: Any, directory: Path) -> SavedRng | None:
         return read_rng(directory, rank=self._upshift_rng_rank(), world_size=self.args.world_size)
 
     def _upshift_rng_rank(self: Any) -> int:
-        """Return the rank whose random numbers this rank draws: ranks of tensor parallelism must drop out the same elements."""
-        place = getattr(self, "_upshift_mesh", None)
-        degree = place.plan.layout.tensor_parallel if place is not None else 1
+        """Return the rank whose random numbers this rank draws.
+
+        Ranks of tensor parallelism must drop out the same elements, so they share the numbers of their first rank.
+        """
+        mesh = getattr(self, "_upshift_mesh", None)
+        degree = mesh.plan.layout.tensor_parallel if mesh is not None else 1
         return int(self.args.process_index) // degree * degree
 
     def _upshift_uses_shards(self: Any, directory: Path) -> bool:
-        """Return whether a checkpoint, or this rank, has the model in parts."""
+        """Return whether the checkpoint is sharded, or this rank has shards of the model."""
         return is_sharded(directory) or self._upshift_has_shards()
 
     def _load_best_model(self: Any) -> None:
         self._upshift_writer.wait()
-        self.accelerator.wait_for_everyone()  # one process has written
+        self.accelerator.wait_for_everyone()  # only one process writes it
         best = Path(self.state.best_model_checkpoint)
         if best.is_dir() and self._upshift_uses_shards(best):
             check_resumable(best)
@@ -150,7 +153,7 @@ class CheckpointResuming(CheckpointSaving):
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the batches and their number of items as transformers.Trainer.get_batch_samples does."""
+        """Return batches and their number of items as transformers.Trainer.get_batch_samples does."""
         self._upshift_batch_rng.next_batches(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._upshift_batch_rng.handed_out(len(batches))
