@@ -88,7 +88,7 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, to_hos
 
 def _copy_tensors(value: Any, copies: HostCopies) -> Any:
     if isinstance(value, Tensor):
-        return copies.of(value)
+        return copies.copy(value)
     if type(value) in (dict, list, tuple):
         if isinstance(value, dict):
             return {key: _copy_tensors(item, copies) for key, item in value.items()}
