@@ -156,8 +156,8 @@ class LocalShards:
         return LocalShards(self.rank, copied)
 
     def write(self, directory: Path) -> None:
-        pieces = {}
-        files = []
+        pieces: dict[str, Piece] = {}
+        files: list[str] = []
         for kind, shards in self.shards.items():
             pieces |= {f"{kind}/{name}": piece for name, (piece, _) in shards.items()}
             if shards:

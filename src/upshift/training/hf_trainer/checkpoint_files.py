@@ -392,7 +392,7 @@ def _read_shards(
         )
     if saved.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
-    restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
+    restore_options(directory, saved, optimizer, updated_names(model, optimizer), allow_subset=True)
     load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
 
 

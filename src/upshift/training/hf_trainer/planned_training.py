@@ -328,7 +328,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                 return mean
             # LabelSmoother divides by num_items if it is given.
             labels = inputs["labels"][:, 1:] if self._upshift_shifts_labels else inputs["labels"]
-            return mean * ((labels != IGNORED).sum() / num_items)
+            return cast("Tensor", mean * ((labels != IGNORED).sum() / num_items))
 
     def _upshift_read_memory(self) -> None:
         self._upshift_memory_readings = read_memory(torch.device(self.args.device).type)

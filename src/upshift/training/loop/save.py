@@ -50,7 +50,7 @@ class CheckpointSaver:
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:
-            path, self._seal = save_shards(output, place=self.place, **options)
+            path, self._seal = save_shards(output, mesh=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
         with rank_0_first(self.plan):
@@ -86,7 +86,7 @@ class CheckpointSaver:
         model = self.stepper.model
         if self._shares:
             bare = partial(empty_whole_model, model, source, self.plan)
-            export(output, model=model, tokenizer=tokenizer, skeleton=bare, place=self.place)
+            export(output, model=model, tokenizer=tokenizer, skeleton=bare, mesh=self.place)
             return
         with rank_0_first(self.plan):
             if self.place.rank == 0:
@@ -99,5 +99,5 @@ def load_training_state(checkpoint: Path, stepper: TrainStep, place: Mesh) -> Tr
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,
     }  # fmt: skip
     if has_shards(stepper.optimizer, place) or is_sharded(checkpoint):
-        return load_sharded_checkpoint(checkpoint, place=place, **into)
+        return load_sharded_checkpoint(checkpoint, mesh=place, **into)
     return load_checkpoint(checkpoint, rank=place.rank, **into)
