@@ -170,7 +170,7 @@ class TrainStep:
 
     def update(self, total: torch.Tensor, num_tokens: int) -> StepResult:
         if self._copies is not None:
-            self._copies.sum_up(self.model.parameters(), total)
+            self._copies.sum_gradients(self.model.parameters(), total)
         overlapped = self._overlap is not None and self._overlap.summed
         sum_gradients_over_job(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
         sum_loss(total, self.place)

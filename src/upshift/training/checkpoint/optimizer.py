@@ -202,7 +202,8 @@ def _rebuild_subclass(saved: SavedSubclass, components: dict[str, Tensor]) -> Te
         tensor_class = getattr(importlib.import_module(module_name), name, None)
     if not (isinstance(tensor_class, type) and issubclass(tensor_class, Tensor)):
         raise RequestError(f"the checkpoint names tensor class {saved.tensor_class!r}; only those of torchao are known")
-    tensor: Tensor = tensor_class.__tensor_unflatten__(components, decode(saved.context), None, None)
+    rebuild: Any = tensor_class.__tensor_unflatten__  # type: ignore[attr-defined]
+    tensor: Tensor = rebuild(components, decode(saved.context), None, None)
     return tensor
 
 

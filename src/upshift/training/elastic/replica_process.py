@@ -1,4 +1,4 @@
-"""Run one life of a copy, in a child of its fork server."""
+"""Run a replica once, in a child of its fork server."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from upshift.training.loop.signals import StopRequest
 
 
 def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
-    life = ReplicaRequest.from_file(path)
-    copies = ReplicaGroup(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
-    run = partial(run_copy, copies=copies)
+    request = ReplicaRequest.from_file(path)
+    replicas = ReplicaGroup(request.number, lighthouse=request.lighthouse, folder=Path(request.folder), first=request.first)
     run_from_folder(
-        Path(life.folder),
-        run,
+        Path(request.folder),
+        partial(run_replica, replicas=replicas),
         lambda event: answer(to_sent_event(event)),
-        names=(job_name(life.number), result_name(life.number)),
+        names=(job_name(request.number), result_name(request.number)),
     )
 
 
-def run_copy(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, copies: ReplicaGroup) -> Record:
+def run_replica(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, replicas: ReplicaGroup) -> Record:
     if job.plan.device == "cuda":
-        torch.cuda.set_device(copies.number)
-    if copies.first:
-        copies.open(device=job.plan.device)
-    return make_record(job, data, train(job, data, on_event=on_event, stop=stop, copies=copies))
+        torch.cuda.set_device(replicas.number)
+    if replicas.first:
+        replicas.open(device=job.plan.device)
+    return make_record(job, data, train(job, data, on_event=on_event, stop=stop, copies=replicas))

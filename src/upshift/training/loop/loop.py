@@ -162,7 +162,7 @@ class TrainingLoop:
     @property
     def leads(self) -> bool:
         """Return whether this process reports and writes for all processes that do the same."""
-        return self.rank == 0 if self.copies is None else self.copies.leads
+        return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
         done = self.progress
@@ -214,11 +214,11 @@ class TrainingLoop:
         start = self.signs.begin()
         self.meter.begin()
         if self.copies is not None:
-            self.copies.meet()
+            self.copies.start_step()
         with self.signs.fetching():
             batch = next(self._batches)
         if self.copies is not None:
-            batch = self.copies.part(batch)
+            batch = self.copies.select_micro_batches(batch)
         try:
             with self._watched(self.progress.step + 1):
                 outcome = self.meter.step(self.stepper, batch)
@@ -257,7 +257,7 @@ class TrainingLoop:
             number = 3
         if self.saves.has_failed:
             number = 4
-        return REASONS[all_reduce_max(number, self.plan) if self.copies is None else self.copies.highest(number)]
+        return REASONS[all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)]
 
     def _evaluate(self) -> None:
         done = self.progress
