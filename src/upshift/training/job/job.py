@@ -1,4 +1,4 @@
-"""Run one training job, from checked request to Record, in this process or in several. The loop does the training."""
+"""Run one training job, from a checked request to a Record, in this process or in several. The training loop does the rest."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ def _ignore_event(event: Event) -> None:
 def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore_event, fresh_process: bool = False) -> Record:
     """Train, save the final model into ``job.output``, and return the measured Record.
 
-    ``fresh_process`` runs the job in a process of its own, so that its memory is the job's alone and this process keeps its
-    settings.
+    ``fresh_process`` runs the job in a new process, so that its memory is measured alone and this process keeps its settings.
 
-    Raise RequestError before anything is written, Interrupted after SIGINT or SIGTERM, and JobFailed with what is safe.
+    Raise RequestError before anything is written, Interrupted after SIGINT or SIGTERM, and JobFailed with what is saved.
     """
     with claimed(Path(job.output)):
         job = open_job(job, data)
@@ -68,7 +67,7 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore_event, 
 
 
 def open_job(job: Job, data: TrainingData) -> Job:
-    """Make the checks of a job, then of its output directory. Return the job as ``open_run`` does."""
+    """Check the job, and then its output directory. Return the job as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
     return open_run(job, data.training)
@@ -79,7 +78,7 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 
 def check_job(job: Job, data: TrainingData) -> None:
-    """Raise RequestError for all that can be known to be wrong before files are touched."""
+    """Raise RequestError for every problem that can be found before files are written."""
     if job.plan.mup_base:
         check_random(from_config=job.from_config)
     problem = why_cannot_run(job.plan)
@@ -97,12 +96,13 @@ def check_job(job: Job, data: TrainingData) -> None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
-    planned, prepared = job.plan.sequence_length, data.training.sequence_length // num_sides(data.objective.kind)
-    if planned != prepared:
-        raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")
+    planned_length = job.plan.sequence_length
+    data_length = data.training.sequence_length // num_sides(data.objective.kind)
+    if planned_length != data_length:
+        raise RequestError(f"the plan's sequence_length={planned_length} is not the data's {data_length}; use the same for both")
     if len(data.training) < job.global_batch:
         raise RequestError(
-            f"the data has {len(data.training)} sequences of up to {prepared} tokens, one global batch takes "
+            f"the data has {len(data.training)} sequences of up to {data_length} tokens, one global batch takes "
             f"{job.global_batch}; use a smaller global batch or more data"
         )
 
@@ -136,22 +136,20 @@ def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]
         "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
-        "memory_samples": [[s.seconds, s.phase, s.resident] for s in thin_samples(outcome.memory_samples)],
+        "memory_samples": [[sample.seconds, sample.phase, sample.resident] for sample in thin_samples(outcome.memory_samples)],
     }
 
 
 def thin_samples(samples: list[MemorySample]) -> list[MemorySample]:
-    """Return at most MAX_MEMORY_SAMPLES samples, the highest of each stretch, so that peaks stay."""
-    stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
-    return [
-        max(samples[start : start + stretch], key=lambda sample: sample.resident) for start in range(0, len(samples), stretch)
-    ]
+    """Return at most MAX_MEMORY_SAMPLES samples: the highest of each stretch, so that peaks stay."""
+    length = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
+    return [max(samples[start : start + length], key=lambda sample: sample.resident) for start in range(0, len(samples), length)]
 
 
 def append_record(record: Record) -> None:
-    """Append the record to the local calibration, which holds no path of the user's.
+    """Append the record, without paths of the user, to the records that calibrate the planner on this host.
 
-    A cache that cannot be written fails no job.
+    If the cache cannot be written, log a warning. The job does not fail.
     """
     path = read_settings().cache_dir / RECORDS_NAME
     try:

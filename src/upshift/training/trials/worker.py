@@ -42,7 +42,7 @@ from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import stage_modules
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import held_bytes, held_peak_bytes, limited_memory, reset_held_peak
-from upshift.training.job.processes import TOKENIZER
+from upshift.training.job.processes import TOKENIZER_NAME
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.prepare import (
     chunked_loss,
@@ -148,8 +148,8 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Mesh) -> B
         data = load_data(Path(request.data))
         sequences = data.training
         objective = data.objective
-        if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
-            tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
+        if place.rank == 0 and (Path(request.data) / TOKENIZER_NAME).exists():
+            tokenizer = load_tokenizer(Path(request.data) / TOKENIZER_NAME)
     else:
         objective = objective_of(source)
         sequences = _random_sequences(request, num_sides(objective.kind), objective.vocab_size or 2)
