@@ -188,7 +188,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     return whole
 
 
-def load_shards(source: ModelSource, plan: Plan, place: Mesh, *, seed: int) -> tuple[nn.Module, int] | None:
+def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tuple[nn.Module, int] | None:
     """Run ``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files.
 
     Return the model and the number of parameters of the whole, or None if the model is built whole.
@@ -202,7 +202,7 @@ def load_shards(source: ModelSource, plan: Plan, place: Mesh, *, seed: int) -> t
     if empty is None:
         return None
     count = sum(parameter.numel() for parameter in empty.model.parameters())
-    model = prepare_model(empty.model, plan, place)
+    model = prepare_model(empty.model, plan, mesh)
     fill_model(model, empty, plan)
     return model, count
 
@@ -239,11 +239,11 @@ def _quantization_arguments(source: ModelSource) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
-def prepare_model(model: nn.Module, plan: Plan, place: Mesh) -> nn.Module:
+def prepare_model(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move the rank's part to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model = parallelize(model, place)
+    model = parallelize(model, mesh)
     is_empty = any(parameter.is_meta for parameter in model.parameters())  # it is filled last (own_slices.py)
     if plan.weight_offload == "none" and not plan.layout.gathers and not is_empty:
         model.to(plan.device)
@@ -255,14 +255,14 @@ def prepare_model(model: nn.Module, plan: Plan, place: Mesh) -> nn.Module:
     for base in bases:
         if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
-    apply_context_parallel(bases, place)
+    apply_context_parallel(bases, mesh)
     recomputed_layers = layers_per_stage(plan.activation_checkpointing, modules)
     for module, recomputed in zip(modules, recomputed_layers, strict=True):
         recompute_layers(module, recomputed, plan.recompute_granularity)
         recompute_offloaded(module)
         compile_layers(module, plan)
         if plan.layout.gathers:
-            shard_weights(module, place)
+            shard_weights(module, mesh)
     return model
 
 

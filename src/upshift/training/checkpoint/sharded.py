@@ -224,7 +224,7 @@ def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that is updated here, with its parameter."""
     if isinstance(optimizer, ShardedOptimizer):
-        yield from optimizer.parts.items()
+        yield from optimizer.shards.items()
     elif isinstance(optimizer, HostOptimizer):
         yield from optimizer.copies.items()
     else:
@@ -239,7 +239,7 @@ def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor,
 
 
 def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
-    return optimizer.division.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
+    return optimizer.sharding.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

@@ -46,21 +46,21 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_reduce_over(tensor: torch.Tensor, place: Mesh, names: Iterable[str]) -> None:
+def all_reduce_over(tensor: torch.Tensor, mesh: Mesh, names: Iterable[str]) -> None:
     """Sum a tensor in place over dimensions of the mesh."""
-    if place.mesh is None:
+    if mesh.device_mesh is None:
         return
     for name in names:
-        if place.mesh[name].size() > 1:
-            dist.all_reduce(tensor, group=place.mesh.get_group(name))
+        if mesh.device_mesh[name].size() > 1:
+            dist.all_reduce(tensor, group=mesh.device_mesh.get_group(name))
 
 
-def sum_loss(total: torch.Tensor, place: Mesh) -> None:
+def sum_loss(total: torch.Tensor, mesh: Mesh) -> None:
     """Sum the loss of the whole job in place from each rank's share.
 
     Tensor-parallel ranks have the same share. Stages without a loss have zero.
     """
-    all_reduce_over(total, place, ("pipeline", *REPLICA_DIMENSIONS))
+    all_reduce_over(total, mesh, ("pipeline", *REPLICA_DIMENSIONS))
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -74,17 +74,17 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return found
 
 
-def sum_gradients(model: nn.Module, place: Mesh) -> None:
+def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Sum gradients over the ranks that have the same weights.
 
     An expert's gradient comes already from the tokens of all ranks that share experts.
     """
-    experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
+    experts = [parameter for module in expert_modules(model, mesh) for parameter in module.parameters()]
     apart = set(map(id, experts))
     shared = local_gradients(parameter for parameter in model.parameters() if id(parameter) not in apart)
-    sum_in_buckets(shared, lambda flat: all_reduce_over(flat, place, REPLICA_DIMENSIONS))
-    if place.experts is not None:
-        group = place.experts.get_group("replicas")
+    sum_in_buckets(shared, lambda flat: all_reduce_over(flat, mesh, REPLICA_DIMENSIONS))
+    if mesh.expert_mesh is not None:
+        group = mesh.expert_mesh.get_group("replicas")
         sum_in_buckets(local_gradients(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
@@ -118,19 +118,19 @@ def clip_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_no
     return float(norm)
 
 
-def total_norm(gradients: Iterable[tuple[torch.Tensor, ShardedDimensions]], place: Mesh) -> torch.Tensor:
+def total_norm(gradients: Iterable[tuple[torch.Tensor, ShardedDimensions]], mesh: Mesh) -> torch.Tensor:
     """Return the norm of all gradients. Parts are summed over the ranks that divide a tensor; a tensor that all ranks have
     counts once."""
     parts: dict[ShardedDimensions, list[torch.Tensor]] = defaultdict(list)
     for gradient, along in gradients:
         parts[along].append(gradient)
-    total = torch.zeros((), device=place.plan.device)
+    total = torch.zeros((), device=mesh.plan.device)
     for along, found in parts.items():
         squares = torch.stack([norm.float().square() for norm in norms(found)]).sum()
-        for mesh, dimension in along:
-            dist.all_reduce(squares, group=mesh.get_group(dimension))
+        for device_mesh, dimension in along:
+            dist.all_reduce(squares, group=device_mesh.get_group(dimension))
         total += squares
-    all_reduce_over(total, place, ("pipeline",))
+    all_reduce_over(total, mesh, ("pipeline",))
     return total.sqrt()
 
 
@@ -140,8 +140,8 @@ def sharded_dimensions(tensor: torch.Tensor) -> ShardedDimensions:
         return ()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"every rank has a summand, none a part: {tensor.placements}")
-    mesh = tensor.device_mesh
-    return tuple((mesh, number) for number, one in enumerate(tensor.placements) if not isinstance(one, Replicate))
+    device_mesh = tensor.device_mesh
+    return tuple((device_mesh, number) for number, one in enumerate(tensor.placements) if not isinstance(one, Replicate))
 
 
 OVERLAPPED_BUCKET_ELEMENTS = 25 * 2**18  # 25 MiB in fp32, as torch's DistributedDataParallel has them
@@ -160,12 +160,12 @@ class OverlappedSums:
     """
 
     def __init__(
-        self, model: nn.Module, place: Mesh, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
+        self, model: nn.Module, mesh: Mesh, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
     ) -> None:
-        assert place.mesh is not None
-        self.place = place
-        self.group = place.mesh.get_group("replicas")
-        self.agreement = OomAgreement(place, on_failure=on_failure, halve=halve)
+        assert mesh.device_mesh is not None
+        self.mesh = mesh
+        self.group = mesh.device_mesh.get_group("replicas")
+        self.agreement = OomAgreement(mesh, on_failure=on_failure, halve=halve)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         found = make_buckets(((parameter, parameter) for parameter in reversed(trained)), elements=OVERLAPPED_BUCKET_ELEMENTS)
         self._buckets = [[parameter for parameter, _ in bucket] for bucket in found]
@@ -183,13 +183,13 @@ class OverlappedSums:
         if not last:
             return compute(micro_batch)
         self._missing = [len(bucket) for bucket in self._buckets]
-        share = torch.zeros((), device=self.place.plan.device)
+        share = torch.zeros((), device=self.mesh.plan.device)
         try:
             share = compute(micro_batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.agreement.ran_out(error, micro_batch)
+            self.agreement.record_out_of_memory(error, micro_batch)
         self._missing = [0] * len(self._buckets)  # a weight without a gradient counts as zero
         self._send()
         for work in self._works:

@@ -115,15 +115,15 @@ def why_not_fully_shard(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def parallelize(model: nn.Module, place: Mesh) -> nn.Module:
+def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Return this rank's part of ``model``, which every rank built alike. Raise RequestError if it cannot be shared so."""
-    problem = why_cannot_run(place.plan, model)
+    problem = why_cannot_run(mesh.plan, model)
     if problem is not None:
         raise RequestError(problem)
-    model = cut_stage(model, place)
+    model = cut_stage(model, mesh)
     for module in stage_modules(model):
-        shard_tensors(module, place)
-        shard_experts(module, place)
+        shard_tensors(module, mesh)
+        shard_experts(module, mesh)
     return model
 
 
@@ -164,13 +164,13 @@ def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
     config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
     with _fake_world(plan.num_processes), _real_meshes(), _without_traceback():
-        place = init_mesh(plan)
+        mesh = init_mesh(plan)
         fake = FAKE_TENSOR_MODE.get()()
         try:
             with fake_masks(masked=False), fake, torch.no_grad():
                 model = build_model(config, model_class, dtype=torch.float32)
                 cut_stacks(model)
-                shard_tensors(model, place)
+                shard_tensors(model, mesh)
                 width = min(plan.sequence_length, WIDTH)
                 inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
                 extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

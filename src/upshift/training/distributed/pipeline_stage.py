@@ -312,21 +312,21 @@ class Stages(nn.ModuleList):
     """The stages of a rank that has several. Names of weights are the whole model's, after the number of the stage."""
 
 
-def cut_stage(model: nn.Module, place: Mesh) -> nn.Module:
+def cut_stage(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Return the rank's stage of ``model``, cut out in place, or its ``Stages``, or the whole model if there is no pipeline.
 
     Each has its ``Stage`` as ``pipeline_stage``. Raise RequestError for a model that does not come apart.
     """
-    layout = place.plan.layout
+    layout = mesh.plan.layout
     ranks = layout.pipeline_parallel
-    if place.mesh is None or ranks == 1:
+    if mesh.device_mesh is None or ranks == 1:
         return model
     parts = find_split(_runnable_model(model))
-    group = place.mesh.get_group("pipeline")
+    group = mesh.device_mesh.get_group("pipeline")
     count = ranks * layout.virtual_stages
-    own = range(place.stage, count, ranks)
+    own = range(mesh.stage, count, ranks)
     if len(own) == 1:
-        return bind_stage(model, Stage(model, parts, place.stage, count, group))
+        return bind_stage(model, Stage(model, parts, mesh.stage, count, group))
     alike = [_copy_path(model, parts.stack) for _ in own]
     return Stages([bind_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
 

@@ -76,7 +76,7 @@ def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[
         PARAMETERS.of(module).update(whole)
 
 
-def colwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def colwise_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass with rows of the weight: it gives this rank's part of the output."""
     run = module.forward
 
@@ -88,13 +88,13 @@ def colwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> F
     return forward
 
 
-def rowwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def rowwise_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass with columns of the weight: it gives a term of the sum over ranks.
 
     Each rank then has all of the sum or, if ranks share tokens, its own tokens of it.
     """
     run = module.forward
-    group = mesh.get_group()
+    group = tensor_mesh.get_group()
     there, back = (reduce_scatter_tokens, all_gather_tokens) if sequence else (all_reduce, identity)
     if sequence:
         mark_partial(module, ["bias"])
@@ -111,16 +111,16 @@ def rowwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> F
     return forward
 
 
-def standalone_colwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def standalone_colwise_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass for columns in a part that is not entered as one (layer_parts.py)."""
-    run = colwise_forward(module, mesh, sequence=sequence)
-    group = mesh.get_group()
+    run = colwise_forward(module, tensor_mesh, sequence=sequence)
+    group = tensor_mesh.get_group()
     return lambda hidden: run(Exchange.apply(hidden, group, identity, all_reduce))  # type: ignore[no-untyped-call]
 
 
-def gathered_colwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    run = standalone_colwise_forward(module, mesh, sequence=sequence)
-    group = mesh.get_group()
+def gathered_colwise_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    run = standalone_colwise_forward(module, tensor_mesh, sequence=sequence)
+    group = tensor_mesh.get_group()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = Exchange.apply(run(hidden), group, all_gather_features, local_features)  # type: ignore[no-untyped-call]
@@ -129,13 +129,13 @@ def gathered_colwise_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: b
     return forward
 
 
-def embedding_forward(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def embedding_forward(module: nn.Module, tensor_mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """Return a forward pass of an embedding: rows of zeros for the words of other ranks, then the sum."""
     embedding: Any = module  # an nn.Embedding, or a class of the model's with the same attributes
     run = module.forward
-    group = mesh.get_group()
+    group = tensor_mesh.get_group()
     count = len(embedding.weight.to_local())
-    first = mesh.get_local_rank() * count
+    first = tensor_mesh.get_local_rank() * count
     if embedding.padding_idx is not None:
         inside = first <= embedding.padding_idx < first + count
         embedding.padding_idx = embedding.padding_idx - first if inside else None
@@ -425,30 +425,30 @@ def _why_not_vocabulary_parallel(model: PreTrainedModel, degree: int) -> str | N
     return None
 
 
-def shard_tensors(model: nn.Module, place: Mesh) -> None:
+def shard_tensors(model: nn.Module, mesh: Mesh) -> None:
     """Divide the model in place: keep this rank's part of every divided weight, and exchange tensors around them."""
-    if place.mesh is None or place.plan.layout.tensor_parallel == 1:
+    if mesh.device_mesh is None or mesh.plan.layout.tensor_parallel == 1:
         return
     base = base_of(model)
-    mesh = place.mesh["tensor"]
-    sequence = place.plan.layout.sequence_parallel
-    styles = parallel_styles(base, place.plan)
+    tensor_mesh = mesh.device_mesh["tensor"]
+    sequence = mesh.plan.layout.sequence_parallel
+    styles = parallel_styles(base, mesh.plan)
     parts = find_regions(base, styles)
-    _shard_weights(base, styles, mesh)
+    _shard_weights(base, styles, tensor_mesh)
     modules = dict(base.named_modules())
     for name, style in styles.items():
         if name in modules and not isinstance(modules[name], FirstStagePlaceholder):
-            _install_style(name, modules[name], style, base, parts, mesh, sequence=sequence)
+            _install_style(name, modules[name], style, base, parts, tensor_mesh, sequence=sequence)
     for part in parts.values():
-        if part.plain and place.plan.layout.gather_again:
-            regather_region_input(base.get_submodule(part.layer), part.module, mesh.get_group())
+        if part.plain and mesh.plan.layout.gather_again:
+            regather_region_input(base.get_submodule(part.layer), part.module, tensor_mesh.get_group())
         else:
-            exchange_region_input(part.module, mesh.get_group(), plain=part.plain, sequence=sequence)
+            exchange_region_input(part.module, tensor_mesh.get_group(), plain=part.plain, sequence=sequence)
     if sequence:
-        apply_sequence_parallel(base, parts, mesh.get_group())
+        apply_sequence_parallel(base, parts, tensor_mesh.get_group())
 
 
-def _shard_weights(model: PreTrainedModel, styles: dict[str, str], mesh: DeviceMesh) -> None:
+def _shard_weights(model: PreTrainedModel, styles: dict[str, str], tensor_mesh: DeviceMesh) -> None:
     divided: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         style = styles.get(name)
@@ -458,7 +458,7 @@ def _shard_weights(model: PreTrainedModel, styles: dict[str, str], mesh: DeviceM
             continue
         module = model.get_submodule(path)
         if id(parameter) not in divided:
-            PARALLEL_STYLES.get()[style].shard_param(module, own, mesh)
+            PARALLEL_STYLES.get()[style].shard_param(module, own, tensor_mesh)
             divided[id(parameter)] = trim_storage(PARAMETERS.of(module)[own])
         PARAMETERS.of(module)[own] = divided[id(parameter)]
 
@@ -469,7 +469,7 @@ def _install_style(
     style: str,
     model: PreTrainedModel,
     parts: dict[str, TPRegion],
-    mesh: DeviceMesh,
+    tensor_mesh: DeviceMesh,
     *,
     sequence: bool,
 ) -> None:
@@ -479,8 +479,8 @@ def _install_style(
     elif style in STYLES:
         plain = part is None or part.plain
         styles = STYLES if plain else STANDALONE_STYLES
-        module.forward = styles[style](module, mesh, sequence=sequence and plain)
+        module.forward = styles[style](module, tensor_mesh, sequence=sequence and plain)
     else:
         if style == "mla_kv_a_proj":
             module.config = model.config.get_text_config()  # type: ignore[assignment]
-        PARALLEL_STYLES.get()[style].install_forward(module, mesh)
+        PARALLEL_STYLES.get()[style].install_forward(module, tensor_mesh)

@@ -90,9 +90,9 @@ class SharedTraining(LibraryTrainer):
             self._upshift_place = Mesh(
                 plan,
                 self._upshift_place.rank,
-                self._upshift_place.mesh,
-                self._upshift_place.contexts,
-                self._upshift_place.experts,
+                self._upshift_place.device_mesh,
+                self._upshift_place.context_mesh,
+                self._upshift_place.expert_mesh,
             )
             return
         self._upshift_place = init_mesh(plan)
@@ -124,7 +124,7 @@ class SharedTraining(LibraryTrainer):
     def _upshift_division(self) -> UpdateSharding | None:
         return (
             make_update_sharding(self.model, self._upshift_place)
-            if self._upshift_place is not None and self._upshift_place.mesh is not None
+            if self._upshift_place is not None and self._upshift_place.device_mesh is not None
             else None
         )
 
@@ -137,7 +137,7 @@ class SharedTraining(LibraryTrainer):
         return ShardedOptimizer([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
 
     def _upshift_sum_gradients(self, *, summed: bool) -> None:
-        if self._upshift_place is not None and self._upshift_place.mesh is not None:
+        if self._upshift_place is not None and self._upshift_place.device_mesh is not None:
             sum_gradients_over_job(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

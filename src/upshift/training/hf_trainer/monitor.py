@@ -40,7 +40,7 @@ class Fetched:
         return self
 
     def __next__(self) -> Any:
-        with self._signs.fetching():
+        with self._signs.fetching_batch():
             return next(self.batches)
 
 
@@ -59,7 +59,7 @@ class NotedSteps(LibraryTrainer):
         forget(output, rank)
         device = torch.device(self.args.device).type
         self._upshift_signs = RunMonitor(
-            output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_tell_finding
+            output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, on_finding=self._upshift_tell_finding
         )
         try:
             yield
@@ -74,10 +74,10 @@ class NotedSteps(LibraryTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._upshift_signs is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._upshift_signs.begin()
-        if self._upshift_signs.attributes and not self._upshift_timed_callbacks:
+        self._upshift_signs.begin_step()
+        if self._upshift_signs.attributes_memory and not self._upshift_timed_callbacks:
             self._upshift_time_callbacks(self._upshift_signs)
-        elif self._upshift_timed_callbacks and not self._upshift_signs.attributes:
+        elif self._upshift_timed_callbacks and not self._upshift_signs.attributes_memory:
             self._upshift_untime_callbacks()
         if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
             self._upshift_batch_iterator = Fetched(epoch_iterator, self._upshift_signs)
@@ -99,7 +99,7 @@ class NotedSteps(LibraryTrainer):
 
 def _noted(method: Callable[..., Any], signs: RunMonitor, name: str) -> Callable[..., Any]:
     def noted(*arguments: Any, **named: Any) -> Any:
-        with signs.by(name):
+        with signs.attributing_to(name):
             return method(*arguments, **named)
 
     noted.notes_memory = True  # type: ignore[attr-defined]

@@ -237,7 +237,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         own = plan is not None and (plan.optim not in {*library_optimizers} or rounds_stochastically(plan) or plan.optim_offload)
         if self.optimizer is None and plan is not None and own:
             kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
-            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), division=self._upshift_division())
+            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), sharding=self._upshift_division())
         if self.optimizer is None:
             super().create_optimizer(model)
         self.optimizer = self._upshift_optimizer_of_parts(self.optimizer)
@@ -336,7 +336,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         autopsy = make_autopsy(
             self._upshift_memory_scene, step=self.state.global_step + 1, plan=self.upshift_choice.plan, model=self.model,
             optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
-            shape=largest, smaller=smaller, words=words,
+            shape=largest, smaller=smaller, message=words,
         )  # fmt: skip
         self.upshift_choice = correct(self.upshift_choice, rows=max(smaller[0], 1))
         if not self.args.should_log:

@@ -50,7 +50,7 @@ class StepOfRanks:
         same: dict[str, Any] = {"on_failure": on_failure, "halve": halve}
         self._together: OomCatchUp | OverlappedSums | None = None
         if can_catch_up(self.plan.layout):
-            self._together = OomCatchUp(model, place, fewest=fewest, **same)
+            self._together = OomCatchUp(model, place, shrink=fewest, **same)
         elif can_overlap(self.plan):
             self._together = OverlappedSums(model, place, **same)
 
@@ -118,8 +118,8 @@ class StepOfRanks:
 
 def gathered_objects(own: Any, place: Mesh) -> list[Any]:
     """Return the objects of the ranks of tensor parallelism, in their order."""
-    assert place.mesh is not None
-    group = place.mesh.get_group("tensor")
+    assert place.device_mesh is not None
+    group = place.device_mesh.get_group("tensor")
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found

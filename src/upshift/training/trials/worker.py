@@ -64,7 +64,7 @@ EXPENSIVE_FACTOR = 2.0  # times the timed seconds: such a micro-batch is run onc
 BUSY_FACTOR = 3.0  # times the timed seconds, while other programs compute
 COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger; of 1,000 labels
 SendResult = Callable[[TrialResult], None]
-Measured = TypeVar("Item")
+Measured = TypeVar("Measured")
 
 
 def main(path: Path, answer: SendResult) -> None:
@@ -107,13 +107,13 @@ def run_trial(request: TrialRequest, tell: SendResult) -> TrialResult:
     """Run the plan and return the measurements. ``tell`` takes results before the end, on rank 0 alone."""
     plan = request.plan
     configure_process(plan)
-    place = init_mesh(plan)
+    mesh = init_mesh(plan)
     base = held_bytes(plan) + bytes_left_with_parent()
     reset_held_peak(plan)
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
-    model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
-    batches = _stored_batches(request) if request.rows else _token_batches(request, source, place)
+    model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, mesh)
+    batches = _stored_batches(request) if request.rows else _token_batches(request, source, mesh)
     check_loss = evaluate(model, plan, batches.checked)
 
     def complete(result: TrialResult) -> TrialResult:
@@ -126,12 +126,12 @@ def run_trial(request: TrialRequest, tell: SendResult) -> TrialResult:
             check_labels=max(batches.num_check_labels, 1),
         )  # fmt: skip
 
-    if place.rank == 0:
+    if mesh.rank == 0:
         tell(complete(unfinished()))
-    seed_rng(request.seed, 0, place.rank // plan.layout.tensor_parallel)
+    seed_rng(request.seed, 0, mesh.rank // plan.layout.tensor_parallel)
     clips = request.clips_gradients and not plan.optimizer_in_backward
     arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
-    stepper = TrainStep(model, place, arguments, on_halved=_raise_does_not_fit)
+    stepper = TrainStep(model, mesh, arguments, on_halved=_raise_does_not_fit)
     reset_held_peak(plan)  # loading has a prediction of its own
     return complete(Trial(stepper, batches, request, lambda rough: tell(complete(rough))).run())
 
@@ -141,19 +141,19 @@ def _raise_does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
     raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {words}")
 
 
-def _token_batches(request: TrialRequest, source: ModelSource, place: Mesh) -> Batches:
+def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Batches:
     """Return the run's own batches if there is data, else batches of random tokens, all of full length."""
     tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
         sequences = data.training
         objective = data.objective
-        if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
+        if mesh.rank == 0 and (Path(request.data) / TOKENIZER).exists():
             tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
     else:
         objective = objective_of(source)
         sequences = _random_sequences(request, num_sides(objective.kind), objective.vocab_size or 2)
-    layout = layout_for(request.plan, objective, data_rank=place.data_rank)
+    layout = layout_for(request.plan, objective, data_rank=mesh.data_rank)
     run = BatchSource(
         sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
     )
@@ -223,7 +223,7 @@ class Trial:
         once = compile_seconds + first_update.seconds - update.seconds
         share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
         expected = looks[0].calm_seconds * share + update.calm_seconds
-        if self.stepper.place.rank == 0:
+        if self.train_step.mesh.rank == 0:
             self.tell(self._rough(expected, once).changed(check_loss=factor))
         if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_FACTOR * self.request.seconds:
             result = self._whole_steps(update.calm_seconds, once)
