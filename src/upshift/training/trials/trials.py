@@ -93,7 +93,7 @@ def reject_unrunnable_plans(planning: Planning, source: ModelSource) -> Planning
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
     rehearsals = Rehearsals(source)
-    return reject_plans(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.reason_not(plan))
+    return reject_plans(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.why_not(plan))
 
 
 def reject_plans(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
