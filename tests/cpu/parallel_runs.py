@@ -196,9 +196,9 @@ def train(case: Case) -> Result:
     elements = sum(parameter.numel() for parameter in built.parameters())
     model = prepare_model(built, plan, place)
     if case.overlapped:
-        step_module.overlaps = lambda plan: True
+        step_module.can_overlap = lambda plan: True
     stepper = TrainStep(model, place, Arguments(**(OPTIONS | case.options)))
-    step_module.overlaps = can_overlap
+    step_module.can_overlap = can_overlap
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(

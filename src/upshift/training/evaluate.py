@@ -18,16 +18,16 @@ from upshift.training.prepare import chunked_loss, compute_loss
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
     """Return the mean loss over all label tokens of all ranks, with dropout off. The model is left in training mode.
 
-    Each rank adds its loss sum and its label count, and both are summed over ranks. Ranks of one replica count the same
-    labels, or each its own. Ranks that share sequences have their share of the mean. Of pipeline stages only the last one
-    counts.
+    Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
+    labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
     """
     total = 0.0
     num_labels = 0
     model.train(False)
     try:
         with torch.no_grad():
-            total, num_labels = (_by_stages if plan.layout.pipeline_parallel > 1 else _whole)(model, plan, batches)
+            add_losses = _add_pipeline_losses if plan.layout.pipeline_parallel > 1 else _add_losses
+            total, num_labels = add_losses(model, plan, batches)
     finally:
         model.train()
         reshard_weights(model)
@@ -39,11 +39,11 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> fl
     return total / max(num_labels, 1)
 
 
-def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+def _add_losses(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
     total = 0.0
     num_labels = 0
     with chunked_loss(model, plan):
-        for micro_batch in (m for batch in batches for m in batch.micro_batches):
+        for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
             if micro_batch.num_label_tokens or plan.layout.exchanges:
                 mean = float(compute_loss(model, plan, micro_batch)) * plan.layout.context_parallel
                 total += mean * micro_batch.num_label_tokens
@@ -51,11 +51,11 @@ def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tupl
     return total, num_labels
 
 
-def _by_stages(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+def _add_pipeline_losses(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
     pipeline = Pipeline(model, plan)
     total = 0.0
     num_labels = 0
     for batch in batches:
         total += float(pipeline.losses(batch.micro_batches)) * plan.layout.context_parallel
-        num_labels += sum(m.num_label_tokens for m in batch.micro_batches) * pipeline.has_loss
+        num_labels += sum(micro_batch.num_label_tokens for micro_batch in batch.micro_batches) * pipeline.has_loss
     return total, num_labels

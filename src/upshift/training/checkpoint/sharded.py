@@ -240,7 +240,7 @@ def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor that the optimizer of this rank updates, with its parameter."""
     if isinstance(optimizer, ShardedOptimizer):
-        yield from optimizer.parts.items()
+        yield from optimizer.shards.items()
     elif isinstance(optimizer, HostOptimizer):
         yield from optimizer.copies.items()
     else:

@@ -1,4 +1,4 @@
-"""Write a run's checkpoints while it goes on, and note when one is under way, whole, or failed."""
+"""Write a run's checkpoints while training goes on. Report when a checkpoint is complete, and raise if it failed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from upshift.training.step import TrainStep
 
 
 class CheckpointSaver:
-    """The saves of a run, on every rank.
+    """Save the checkpoints and the final model of a run. Every rank has a saver.
 
-    If each rank has all, rank 0 writes. If ranks share, each writes its parts, and rank 0 seals them. A failure on one rank is
-    raised on all.
+    If each rank has the whole state, rank 0 writes it. If ranks share the state, each writes its parts, and rank 0 seals them.
+    A failure on one rank is raised on all.
     """
 
-    def __init__(self, place: Mesh, stepper: TrainStep, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
-        self.place = place
-        self.plan = place.plan
-        self.stepper = stepper
+    def __init__(self, mesh: Mesh, train_step: TrainStep, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
+        self.mesh = mesh
+        self.plan = mesh.plan
+        self.train_step = train_step
         self.keep = keep
         self.meter = meter
         self.on_saved = on_saved
         self._shares = has_shards(stepper.optimizer, place)
         self._writer = BackgroundWriter()
-        self._under_way: Saved | None = None
+        self._pending_event: Saved | None = None
         self._seal: Seal | None = None
 
     @property
@@ -41,55 +41,58 @@ class CheckpointSaver:
         return self._writer.has_failed
 
     def save(self, output: Path, state: TrainState, tokenizer: Any | None) -> None:
-        """Start a save, and return when training may go on. All ranks call it together, after ``finish``."""
-        stepper = self.stepper
+        """Start to save a checkpoint, and return when training may go on. All ranks call it together, after ``finish``."""
+        train_step = self.train_step
+        device = next(train_step.model.parameters()).device
         options: dict[str, Any] = dict(
-            model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
-            scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
-            rngs=all_gather_objects(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
+            model=train_step.model, tokenizer=tokenizer, optimizer=train_step.optimizer, state=state,
+            scheduler_state=train_step.schedule_state(),
+            scaler_state=train_step.scaler.state_dict() if train_step.scaler.is_enabled() else None,
+            rngs=all_gather_objects(capture_rng(device), self.plan), writer=self._writer, keep=self.keep,
         )  # fmt: skip
-        self.meter.saving(begins=True)
+        self.meter.exclude_save(begins=True)
         if self._shares:
             path, self._seal = save_shards(output, mesh=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
         with rank_0_first(self.plan):
-            if self.place.rank == 0:
-                self._under_way = Saved(str(save_checkpoint(output, **options)), state.step)
+            if self.mesh.rank == 0:
+                self._pending_event = Saved(str(save_checkpoint(output, **options)), state.step)
 
-    def notice(self) -> None:
-        """Send the event of a checkpoint when it is whole. If ranks share, all call it together."""
-        if self._under_way is None:
+    def report_if_written(self) -> None:
+        """Send the event of a checkpoint once it is completely written. If ranks share the state, all call this together."""
+        if self._pending_event is None:
             return
-        waits = self._writer.is_working or self._writer.has_failed
-        if all_reduce_max(waits, self.plan) if self._seal is not None else waits:
+        must_wait = self._writer.is_working or self._writer.has_failed
+        if all_reduce_max(must_wait, self.plan) if self._seal is not None else must_wait:
             return
         self._writer.wait()
         seal = self._seal
-        said = self._under_way
-        self._seal = self._under_way = None
+        event = self._pending_event
+        self._seal = None
+        self._pending_event = None
         if seal is not None:
             with rank_0_first(self.plan):
-                if self.place.rank == 0:
+                if self.mesh.rank == 0:
                     seal()
-        self.meter.saving(begins=False)
-        self.on_saved(said)
+        self.meter.exclude_save(begins=False)
+        self.on_saved(event)
 
     def finish(self) -> None:
-        """Wait until no save is under way. Raise JobFailed if the checkpoint could not be written."""
+        """Wait until the last checkpoint is written. Raise JobFailed if it could not be written."""
         with gather_errors(self.plan) if self._seal is not None else rank_0_first(self.plan):
             self._writer.wait()
-        self.notice()
+        self.report_if_written()
 
     def save_model(self, output: Path, source: Any, tokenizer: Any | None) -> None:
         """Save the final model. All ranks call it together."""
-        model = self.stepper.model
+        model = self.train_step.model
         if self._shares:
             bare = partial(empty_whole_model, model, source, self.plan)
             export(output, model=model, tokenizer=tokenizer, skeleton=bare, mesh=self.place)
             return
         with rank_0_first(self.plan):
-            if self.place.rank == 0:
+            if self.mesh.rank == 0:
                 save_model(output, model, tokenizer)
 
 
