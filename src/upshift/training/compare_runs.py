@@ -266,7 +266,7 @@ def _read_whole(name: str, parts: list[StoredPart]) -> Tensor:
             return tensor
         whole = torch.zeros(piece.shape, dtype=tensor.dtype) if whole is None else whole
         copy_overlap(whole, Piece(shape=piece.shape), tensor, piece)
-    assert whole is not None, "a tensor is there because a file has it"
+    assert whole is not None, "a tensor has at least one part"
     return whole
 
 

@@ -278,9 +278,11 @@ def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.M
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
-    generation = next((own for part in stages_of(model) if (own := getattr(part, "generation_config", None))), None)
-    if generation is not None:
-        whole.generation_config = generation
+    for part in stages_of(model):
+        generation_config = getattr(part, "generation_config", None)
+        if generation_config:
+            whole.generation_config = generation_config
+            break
     return whole
 
 

@@ -225,7 +225,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
         request = request.changed(overwrite=False, resume=True)
     if request.heal:
         request = request.changed(fixed=fixed_for_healing(request.fixed, launched=ranks is not None))
-    with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
+    with ExitStack() as output_lock:  # of several ranks, the first makes the job and holds the lock
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
         job, prepared = _prepare_job(request, watcher, output_lock)

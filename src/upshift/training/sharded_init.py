@@ -92,12 +92,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def fill_model(model: nn.Module, empty: EmptyModel, plan: Plan) -> None:
-    """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
+    """Fill ``model``, the rank's part of ``empty.model``, with weights from the files."""
     for part in stages_of(model):
         APPLY.of(part)(_materialize_on(plan.device))
     tied = dict(empty.model.all_tied_weights_keys)
     targets = dict[str, list[Tensor]]()
-    for part in stages_of(model):  # a stage may have one of the names of a tied weight alone
+    for part in stages_of(model):  # a stage may have only one of the names of a tied weight
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:

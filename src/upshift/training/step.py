@@ -51,8 +51,8 @@ class TrainStep:
     """Run optimizer steps. It holds everything that a step changes: weights, optimizer, schedule and loss scale."""
 
     def __init__(
-        self, model: nn.Module, place: Mesh, arguments: Arguments, *,
-        on_halved: OnHalved = lambda old, new, why: None, copies: ReplicaGroup | None = None,
+        self, model: nn.Module, mesh: Mesh, arguments: Arguments, *,
+        on_halved: OnHalved = lambda old, new, message: None, copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
         plan = mesh.plan
         conflict_message = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
@@ -176,10 +176,10 @@ class TrainStep:
         ``loss_share`` is this rank's share of the global batch's mean loss.
         """
         if self._copies is not None:
-            self._copies.sum_gradients(self.model.parameters(), total)
-        overlapped = self._overlap is not None and self._overlap.summed
-        sum_gradients_over_job(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
-        sum_loss(total, self.place)
+            self._copies.sum_gradients(self.model.parameters(), loss_share)
+        overlapped = self._overlapped_sums is not None and self._overlapped_sums.summed
+        sum_gradients_over_job(self.optimizer, self.model, self.mesh, summed=overlapped or self.plan.layout.gathers)
+        sum_loss(loss_share, self.mesh)
         self.scaler.unscale_(self.optimizer)
         agree_on_overflow(self.scaler, self.optimizer, self.mesh)
         norm = None

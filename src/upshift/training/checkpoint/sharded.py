@@ -255,7 +255,7 @@ def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, 
 
 
 def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
-    return optimizer.division.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
+    return optimizer.sharding.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:

@@ -124,7 +124,7 @@ class DistributedTraining(LibraryTrainer):
 
     def _upshift_update_sharding(self) -> UpdateSharding | None:
         """Return which shards of the weights this rank's optimizer updates, or None with one process."""
-        if self._upshift_mesh is None or self._upshift_mesh.mesh is None:
+        if self._upshift_mesh is None or self._upshift_mesh.device_mesh is None:
             return None
         return make_update_sharding(self.model, self._upshift_mesh)
 
@@ -139,7 +139,7 @@ class DistributedTraining(LibraryTrainer):
         )
 
     def _upshift_sum_gradients(self, *, summed: bool) -> None:
-        if self._upshift_mesh is not None and self._upshift_mesh.mesh is not None:
+        if self._upshift_mesh is not None and self._upshift_mesh.device_mesh is not None:
             sum_gradients_over_job(self._upshift_plain_optimizer(), self.model, self._upshift_mesh, summed=summed)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -41,7 +41,7 @@ class TimedBatches:
         return self
 
     def __next__(self) -> Any:
-        with self._monitor.fetching():
+        with self._monitor.fetching_batch():
             return next(self.batches)
 
 
@@ -61,7 +61,7 @@ class StepMonitor(LibraryTrainer):
         forget(output_dir, rank)
         device = torch.device(self.args.device).type
         self._upshift_monitor = RunMonitor(
-            output_dir, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_print_finding
+            output_dir, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, on_finding=self._upshift_print_finding
         )
         try:
             yield
@@ -76,10 +76,10 @@ class StepMonitor(LibraryTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._upshift_monitor is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._upshift_monitor.begin()
-        if self._upshift_monitor.attributes and not self._upshift_wrapped_callbacks:
+        self._upshift_monitor.begin_step()
+        if self._upshift_monitor.attributes_memory and not self._upshift_wrapped_callbacks:
             self._upshift_wrap_callbacks(self._upshift_monitor)
-        elif self._upshift_wrapped_callbacks and not self._upshift_monitor.attributes:
+        elif self._upshift_wrapped_callbacks and not self._upshift_monitor.attributes_memory:
             self._upshift_unwrap_callbacks()
         if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
             self._upshift_batch_iterator = TimedBatches(epoch_iterator, self._upshift_monitor)
@@ -105,7 +105,7 @@ def _record_memory(method: Callable[..., Any], monitor: RunMonitor, name: str) -
     """Return the method with its use of memory recorded under ``name``."""
 
     def recorded(*arguments: Any, **named: Any) -> Any:
-        with monitor.by(name):
+        with monitor.attributing_to(name):
             return method(*arguments, **named)
 
     recorded.notes_memory = True  # type: ignore[attr-defined]

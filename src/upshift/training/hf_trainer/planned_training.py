@@ -244,7 +244,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
         if self.optimizer is None and plan is not None and self._upshift_builds_optimizer(plan):
             arguments = Arguments(max_steps=1, **{name: getattr(self.args, name) for name in SHARED_ARGUMENTS})
-            self.optimizer = build_optimizer(self.model, plan, arguments, division=self._upshift_update_sharding())
+            self.optimizer = build_optimizer(self.model, plan, arguments, sharding=self._upshift_update_sharding())
         if self.optimizer is None:
             super().create_optimizer(model)
         self.optimizer = self._upshift_shard_optimizer(self.optimizer)
@@ -285,7 +285,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             loss_context = partial(chunked_loss, self.model, choice.plan, label_smoothing=smoothing)
         halve = partial(halve_item, plan=choice.plan)
         mesh = self._upshift_mesh or Mesh(choice.plan)
-        exchange = StepExchange(self.model, mesh, on_failure=self._upshift_read_memory, halve=halve, fewest=smallest_item)
+        exchange = StepExchange(self.model, mesh, on_failure=self._upshift_read_memory, halve=halve, shrink=smallest_item)
         # If the optimizer runs in the backward pass, some weights have moved, and the step cannot be repeated.
         can_halve = exchange.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
@@ -351,7 +351,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         autopsy = make_autopsy(
             self._upshift_memory_readings, step=self.state.global_step + 1, plan=self.upshift_choice.plan, model=self.model,
             optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
-            shape=largest, smaller=smaller, words=message,
+            shape=largest, smaller=smaller, message=message,
         )  # fmt: skip
         self.upshift_choice = shrink_micro_batch(self.upshift_choice, rows=max(smaller[0], 1))
         if not self.args.should_log:

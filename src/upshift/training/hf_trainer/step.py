@@ -38,18 +38,18 @@ class StepExchange:
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object],
-        fewest: Callable[[Any], Any],
+        shrink: Callable[[Any], Any],
     ) -> None:
         """Prepare the exchange of a step.
 
-        ``halve`` and ``fewest`` make a micro-batch smaller. ``on_failure`` is called when memory has run out, before anything
+        ``halve`` and ``shrink`` make a micro-batch smaller. ``on_failure`` is called when memory has run out, before anything
         is freed.
         """
         self.mesh = mesh
         self.plan = mesh.plan
         self._exchange: OomCatchUp | OverlappedSums | None = None
         if can_catch_up(self.plan.layout):
-            self._exchange = OomCatchUp(model, mesh, on_failure=on_failure, halve=halve, fewest=fewest)
+            self._exchange = OomCatchUp(model, mesh, on_failure=on_failure, halve=halve, shrink=shrink)
         elif can_overlap(self.plan):
             self._exchange = OverlappedSums(model, mesh, on_failure=on_failure, halve=halve)
 
@@ -124,8 +124,8 @@ class StepExchange:
 
 def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
     """Return the values of all ranks of tensor parallelism, in the order of the ranks."""
-    assert mesh.mesh is not None
-    group = mesh.mesh.get_group("tensor")
+    assert mesh.device_mesh is not None
+    group = mesh.device_mesh.get_group("tensor")
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -145,10 +145,13 @@ class TrainingLoop:
         source = self.job.source()
         from_config = self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
-            in_one = not is_sharded(self.checkpoint)
-            source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        found = None if from_config else load_shards(source, self.plan, self.place, seed=seed)
-        if found is None:
+            if is_sharded(self.checkpoint):
+                from_config = True
+            else:
+                source = find_model(str(self.checkpoint))
+                from_config = False
+        loaded = None if from_config else load_shards(source, self.plan, self.mesh, seed=seed)
+        if loaded is None:
             whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
             count = sum(parameter.numel() for parameter in whole.parameters())
             loaded = prepare_model(whole, self.plan, self.mesh), count
@@ -174,7 +177,7 @@ class TrainingLoop:
 
     @property
     def leads(self) -> bool:
-        """Return whether this process reports and writes for all processes that do the same."""
+        """Return whether this process reports and writes for all processes that do the same work."""
         return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
@@ -218,9 +221,9 @@ class TrainingLoop:
             if reason:
                 return reason
             try:
-                self._one_step()
+                self._run_step()
             except RetryStep:
-                self.stepper.forget_gradients()
+                self.train_step.forget_gradients()
                 self._batches = self.source.batches(self.progress.position)
                 continue
             self.recorder.phase = "steady"
@@ -235,7 +238,7 @@ class TrainingLoop:
         self.meter.begin()
         if self.copies is not None:
             self.copies.start_step()
-        with self.signs.fetching():
+        with self.monitor.fetching_batch():
             batch = next(self._batches)
         if self.copies is not None:
             batch = self.copies.select_micro_batches(batch)
@@ -278,7 +281,8 @@ class TrainingLoop:
             number = 3
         if self.saver.has_failed:
             number = 4
-        return REASONS[all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)]
+        decision = all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)
+        return REASONS[decision]
 
     def _evaluate(self) -> None:
         """Compute the held-out loss, unless this step is evaluated already."""

@@ -31,7 +31,7 @@ class CheckpointSaver:
         self.keep = keep
         self.meter = meter
         self.on_saved = on_saved
-        self._shares = has_shards(stepper.optimizer, place)
+        self._shares = has_shards(train_step.optimizer, mesh)
         self._writer = BackgroundWriter()
         self._pending_event: Saved | None = None
         self._seal: Seal | None = None
@@ -52,8 +52,8 @@ class CheckpointSaver:
         )  # fmt: skip
         self.meter.exclude_save(begins=True)
         if self._shares:
-            path, self._seal = save_shards(output, mesh=self.place, **options)
-            self._under_way = Saved(str(path), state.step)
+            path, self._seal = save_shards(output, mesh=self.mesh, **options)
+            self._pending_event = Saved(str(path), state.step)
             return
         with rank_0_first(self.plan):
             if self.mesh.rank == 0:
@@ -88,19 +88,22 @@ class CheckpointSaver:
         """Save the final model. All ranks call it together."""
         model = self.train_step.model
         if self._shares:
-            bare = partial(empty_whole_model, model, source, self.plan)
-            export(output, model=model, tokenizer=tokenizer, skeleton=bare, mesh=self.place)
+            make_skeleton = partial(empty_whole_model, model, source, self.plan)
+            export(output, model=model, tokenizer=tokenizer, skeleton=make_skeleton, mesh=self.mesh)
             return
         with rank_0_first(self.plan):
             if self.mesh.rank == 0:
                 save_model(output, model, tokenizer)
 
 
-def load_training_state(checkpoint: Path, stepper: TrainStep, place: Mesh) -> TrainState:
-    """Load a checkpoint into the stepper. All ranks call it."""
-    into: dict[str, Any] = {
-        "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,
-    }  # fmt: skip
-    if has_shards(stepper.optimizer, place) or is_sharded(checkpoint):
-        return load_sharded_checkpoint(checkpoint, mesh=place, **into)
-    return load_checkpoint(checkpoint, rank=place.rank, **into)
+def load_training_state(checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> TrainState:
+    """Load a checkpoint into the model, optimizer, schedule and loss scaler of ``train_step``. All ranks call it."""
+    targets: dict[str, Any] = {
+        "model": train_step.model,
+        "optimizer": train_step.optimizer,
+        "scheduler": train_step.schedule,
+        "scaler": train_step.scaler,
+    }
+    if has_shards(train_step.optimizer, mesh) or is_sharded(checkpoint):
+        return load_sharded_checkpoint(checkpoint, mesh=mesh, **targets)
+    return load_checkpoint(checkpoint, rank=mesh.rank, **targets)

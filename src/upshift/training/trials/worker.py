@@ -152,7 +152,7 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
         data = load_data(Path(request.data))
         sequences = data.training
         objective = data.objective
-        if place.rank == 0 and (Path(request.data) / TOKENIZER_NAME).exists():
+        if mesh.rank == 0 and (Path(request.data) / TOKENIZER_NAME).exists():
             tokenizer = load_tokenizer(Path(request.data) / TOKENIZER_NAME)
     else:
         objective = objective_of(source)
