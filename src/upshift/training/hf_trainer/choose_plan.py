@@ -46,7 +46,7 @@ from upshift.units import GIB
 
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
-MAX_DRAWING_SECONDS = 10.0  # of drawing
+MAX_DRAWING_SECONDS = 10.0
 WIDTH_MULTIPLE = 8
 
 

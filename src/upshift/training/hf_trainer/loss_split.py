@@ -137,7 +137,7 @@ def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Sp
         return Split(None, reason="the loss of two rows is not made of the losses of each")
     has_equal_labels = len(matching_units) > 1 and len({*rows.num_labels}) == 1
     if not is_library_loss and (probe.are_alike(pairs) or len(matching_units) > 1 and not has_equal_labels):
-        return Split(None, reason="the losses of all rows are alike: how they are put loss_of_batch cannot be seen")
+        return Split(None, reason="the losses of all rows are alike: how they are put together cannot be seen")
     unit = matching_units[0]
     _check_gradient(rows, probes, first_pair, unit)
     if not is_library_loss:

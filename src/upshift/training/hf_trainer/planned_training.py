@@ -266,7 +266,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
         self._upshift_divide_model(plan)
         attention = ATTENTION.of(base.config)
-        # The user chose an attention that plans do not know, so it stays.
+        # An attention that plans do not know was chosen by the user, and stays.
         if attention in get_args(Attention) and plan.attention != attention:
             set_attention(base, plan.attention)
         if not recomputes_activations(self.args):
