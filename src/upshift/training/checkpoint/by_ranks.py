@@ -55,9 +55,9 @@ Seal = Callable[[], None]
 ALIGNMENT = 64
 
 
-def has_shards(optimizer: torch.optim.Optimizer, place: Mesh) -> bool:
+def has_shards(optimizer: torch.optim.Optimizer, mesh: Mesh) -> bool:
     """Return whether a rank has only shards of the model or of the optimizer state."""
-    return isinstance(optimizer, ShardedOptimizer) or place.plan.layout.pipeline_parallel > 1
+    return isinstance(optimizer, ShardedOptimizer) or mesh.plan.layout.pipeline_parallel > 1
 
 
 def save_shards(
@@ -121,7 +121,7 @@ def describe_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer, mesh:
 
 
 def make_shared_directory(temporary: Path, num_bytes: int, name: str, mesh: Mesh) -> None:
-    """Make the directory to which all ranks write, on rank 0. ``need`` is the number of bytes that must be free."""
+    """Make the directory to which all ranks write, on rank 0. It needs ``num_bytes`` of free space."""
     directory = temporary.parent
     with rank_0_first(mesh.plan), writing(directory, name=name, temporary=temporary):
         if mesh.rank == 0:

@@ -260,7 +260,7 @@ class PlanMixin(LibraryTrainer):
             with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
                 loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
-            return cast("Tensor", loss)  # with outputs it is for return_outputs=True alone
+            return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
 
         is_library_loss = self._upshift_uses_library_loss
         other_states = {
@@ -287,7 +287,7 @@ class PlanMixin(LibraryTrainer):
             split = Split(None, reason=f"the loss keeps a state of its own ({changed_name}), which moves on with each call")
         if logged and split.unit is not None:
             split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
-        # The two rows measured are short ones: time goes with tokens.
+        # The measured rows are short, and the time is proportional to the tokens.
         widths = [anatomy.width for anatomy in first_batch.anatomies]
         shortest = sorted(first_batch.lengths)[:2]
         tokens_ratio = sum(widths) / len(widths) / (sum(shortest) / len(shortest))

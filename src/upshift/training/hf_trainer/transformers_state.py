@@ -42,18 +42,16 @@ OPTIMIZER_NAMES_FILE = "optimizer_parameters.json"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
 BEFORE_BATCH_KEY = "upshift_before_next_batch"  # the generators before the batch was made that is not yet trained on
-PARAMETER_SHAPED_STATES = (
+PARAMETER_SHAPED_STATES = (  # these have the shape of their parameter
     "exp_avg",
     "exp_avg_sq",
     "max_exp_avg_sq",
     "momentum_buffer",
     "square_avg",
     "sum",
-)  # these have the shape of their parameter
+)
 PLAIN_STATE_FIX = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
 RESUME_SAME_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
-
-
 TYPE_KEY = "is"  # marks a type that JSON does not have
 CONTAINER_TYPES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPING_TYPES: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
