@@ -258,9 +258,9 @@ def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Rename a checkpoint and then delete it, so that a half-deleted directory never counts as a checkpoint."""
     if path.exists():
-        doomed = path.with_name(f"{path.name}.removed.tmp")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        removed = path.with_name(f"{path.name}.removed.tmp")
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def write_latest(directory: Path, name: str) -> None:
