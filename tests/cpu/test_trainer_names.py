@@ -93,7 +93,7 @@ def test_names_of_an_instance(kind: Any, library: Any, tmp_path: Path) -> None:
 def test_a_subclass_may_use_any_name_without_the_prefix(tmp_path: Path) -> None:
     """Those that were ours once, and all that the mix-ins would have without the prefix."""
     plain = {name.removeprefix("_upshift").removeprefix("upshift_") for name in added(*KINDS[0]) if name.startswith(PREFIX)}
-    assert {"_tokenizer", "_place"} <= plain
+    assert {"_tokenizer", "_mesh"} <= plain
     theirs = set(dir(transformers.Trainer)) | _attributes_of(transformers.Trainer)
     taken = {name: f"the script's {name}" for name in plain - theirs}
     trainer = made(type("Own", (upshift.Trainer,), taken), tmp_path)
