@@ -35,7 +35,7 @@ from upshift.training.data.records import (
     read_csv,
     read_json,
     read_parquet,
-    rows_of,
+    rows_of_batches,
 )
 from upshift.value import Value
 
@@ -44,7 +44,7 @@ TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
-OF_TOKENIZER = "special_tokens_mask"  # marks the special tokens, which the tokenizer itself knows
+SPECIAL_TOKENS_MASK = "special_tokens_mask"  # marks the special tokens, which the tokenizer itself knows
 SEGMENTS = "token_type_ids"  # all zero: one segment, as here
 CHAT_COLUMNS = frozenset((
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
@@ -79,7 +79,7 @@ def choose_column(columns: Collection[str], *, asked: str | None, empty: Collect
     if asked is not None:
         if asked in columns:
             return asked
-        raise RequestError(f"{origin} has no column {asked!r}; {_named(columns)}; name one that holds text")
+        raise RequestError(f"{origin} has no column {asked!r}; {_list_columns(columns)}; name one that holds text")
     if TOKEN_COLUMN in columns and not (TOKEN_COLUMN in empty and TEXT_COLUMN in columns):
         return TOKEN_COLUMN
     if TEXT_COLUMN in columns:
@@ -87,31 +87,31 @@ def choose_column(columns: Collection[str], *, asked: str | None, empty: Collect
     chat = [name for name in columns if name in CHAT_COLUMNS]
     if chat:
         raise RequestError(
-            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_named(columns)}; write each as "
+            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_list_columns(columns)}; write each as "
             "one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a column of "
             "plain text with --text-column"
         )
     raise RequestError(
-        f"{origin} has no column 'text'; {_named(columns)}; name the one that holds the text with --text-column "
+        f"{origin} has no column 'text'; {_list_columns(columns)}; name the one that holds the text with --text-column "
         "(text_column in Python)"
     )
 
 
-def columns_of(columns: Collection[str], name: str) -> Columns:
+def find_columns(columns: Collection[str], name: str) -> Columns:
     return Columns(name=name, labels=LABELS in columns, mask=MASK in columns)
 
 
-def document_of(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
+def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
     """Return a row's text or token ids, or None if it is empty. Raise RequestError over anything else, naming its place."""
     if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {_named(record)}; give it, or leave the row out")
+        raise RequestError(f"{place} has no column {columns.name!r}; {_list_columns(record)}; give it, or leave the row out")
     value = record[columns.name]
     if isinstance(value, str) and columns.name == TOKEN_COLUMN:
-        raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shown(value)}; it must be a list of token ids")
+        raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
     if value is None or isinstance(value, str):
         return _checked_text(value, place)
     if not isinstance(value, np.ndarray) and not _is_token_list(value):
-        raise RequestError(f"{place}: column {columns.name!r} holds {_shown(value)}; it must be text or a list of token ids")
+        raise RequestError(f"{place}: column {columns.name!r} holds {_shorten(value)}; it must be text or a list of token ids")
     return _token_row(_integers(value, columns.name, place), record, columns, place)
 
 
@@ -126,21 +126,21 @@ def _checked_text(text: str | None, place: str) -> str | None:
 
 def _token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Columns, place: str) -> TokenRow | None:
     for name, value in record.items():
-        if name not in (columns.name, LABELS, MASK, OF_TOKENIZER):
-            _refuse_numbers_of_tokens(name, value, place)
-    labels = _companion(record, LABELS, columns.labels, ids, place)
-    mask = _companion(record, MASK, columns.mask, ids, place)
+        if name not in (columns.name, LABELS, MASK, SPECIAL_TOKENS_MASK):
+            _refuse_token_numbers(name, value, place)
+    labels = _token_column(record, LABELS, columns.labels, ids, place)
+    mask = _token_column(record, MASK, columns.mask, ids, place)
     _refuse_negative(ids, columns.name, place)
     if labels is not None:
         _refuse_negative(labels[labels != IGNORED], LABELS, place)
     if mask is not None:
-        kept = _unmasked(mask, place)
+        kept = _unmasked_range(mask, place)
         ids = ids[kept]
         labels = None if labels is None else labels[kept]
     return TokenRow(ids, labels) if len(ids) else None
 
 
-def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
+def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
     """Return a column with a number for each token. Raise RequestError if its length differs, or only some rows have it."""
     if (name in record) != expected:
         there = "no" if expected else "a"
@@ -151,7 +151,7 @@ def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArra
     value = record[name]
     if not isinstance(value, np.ndarray) and not _is_token_list(value):
         raise RequestError(
-            f"{place}: column {name!r} holds {_shown(value)}; it must be a list of as many integers as the token ids"
+            f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of as many integers as the token ids"
         )
     numbers = _integers(value, name, place)
     if len(numbers) != len(ids):
@@ -159,7 +159,7 @@ def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArra
     return numbers
 
 
-def _unmasked(mask: NDArray[Any], place: str) -> slice:
+def _unmasked_range(mask: NDArray[Any], place: str) -> slice:
     """Return the range where the mask is 1. Padding before and behind is left out; a gap within a text is refused."""
     if ((mask != 0) & (mask != 1)).any():
         raise RequestError(f"{place}: attention_mask holds {int(mask[(mask != 0) & (mask != 1)][0])}; it must be 0 or 1")
@@ -176,7 +176,7 @@ def _unmasked(mask: NDArray[Any], place: str) -> slice:
     return slice(first, last + 1)
 
 
-def _refuse_numbers_of_tokens(name: str, value: Any, place: str) -> None:
+def _refuse_token_numbers(name: str, value: Any, place: str) -> None:
     is_numbers = isinstance(value, np.ndarray) or (
         isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value)
     )
@@ -208,16 +208,16 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in (int, bool) and abs(item) < 2**63 for item in value)
 
 
-def _named(columns: Collection[str]) -> str:
+def _list_columns(columns: Collection[str]) -> str:
     return f"its columns are {', '.join(map(str, columns)) or 'none'}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
 
 PIECE_CHARACTERS = 2**18  # of a longer text file that are in memory at once
-DAMAGED = (EOFError, zlib.error, lzma.LZMAError)  # by readers of compressed files, beside OSError
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)  # by readers of compressed files, beside OSError
 
 
 class CorpusSummary(Value):
@@ -235,7 +235,7 @@ class TextFile:
     path: Path
 
     def pieces(self) -> Iterator[str]:
-        with _opened_text(self.path) as text:
+        with _open_text(self.path) as text:
             while piece := text.read(PIECE_CHARACTERS):
                 yield piece
 
@@ -274,7 +274,7 @@ class Documents:
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
-        except DAMAGED as error:
+        except DECOMPRESSION_ERRORS as error:
             raise RequestError(f"{self.origin} is not a complete compressed file ({error}); copy or write it again") from None
         self._say_left_out()
 
@@ -325,7 +325,7 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
             f"{path} does not exist; give a text file, a folder of texts, .jsonl, .csv, .parquet, or a datasets directory"
         )
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    documents, evaluation = (_saved if is_saved else _in_files)(path, text_column, pattern)
+    documents, evaluation = (_open_saved_dataset if is_saved else _open_files)(path, text_column, pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -341,7 +341,7 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
     return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
 
 
-def _in_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
     try:
         found = find_data_files(path, pattern=pattern)
     except OSError as error:
@@ -355,8 +355,8 @@ def _in_files(path: Path, text_column: str | None, pattern: str | None) -> tuple
     def of_files(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if found.kind == "text":
-                return _texts(files, documents, is_alone=path.is_file())
-            return _rows(files, found.kind, text_column)
+                return _read_texts(files, documents, is_alone=path.is_file())
+            return _read_tables(files, found.kind, text_column)
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -364,19 +364,19 @@ def _in_files(path: Path, text_column: str | None, pattern: str | None) -> tuple
     return of_files(found.training, str(path)), evaluation
 
 
-def _texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
+def _read_texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
     for file in files:
         try:
-            yield str(file), _text_of(file)
+            yield str(file), _read_text(file)
         except UnicodeDecodeError:
             if is_alone:
                 raise RequestError(f"{file} is not UTF-8 text; convert it, or give .jsonl, .csv or .parquet") from None
             documents.binary.append(file.name)
 
 
-def _text_of(file: Path) -> str | TextFile | None:
+def _read_text(file: Path) -> str | TextFile | None:
     """Return the text, a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError over other bytes."""
-    with _opened_text(file) as text:
+    with _open_text(file) as text:
         start = text.read(PIECE_CHARACTERS)
         piece = start
         num_pieces = 0
@@ -392,11 +392,11 @@ def _text_of(file: Path) -> str | TextFile | None:
     return start if num_pieces == 1 else TextFile(file)
 
 
-def _opened_text(file: Path) -> io.TextIOWrapper:
+def _open_text(file: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_data(file), encoding="utf-8-sig", newline="")
 
 
-class _Chooser:
+class _ColumnChooser:
     """A chooser of the columns that are read: chosen at the first row or schema, the same for all files."""
 
     def __init__(self, text_column: str | None) -> None:
@@ -406,7 +406,7 @@ class _Chooser:
     def of(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         if self.columns is None:
             name = choose_column(names, asked=self._text_column, empty=empty, origin=origin)
-            self.columns = columns_of(names, name)
+            self.columns = find_columns(names, name)
         return self.columns
 
     def wanted(self, schema: Any, origin: str) -> list[str]:
@@ -419,12 +419,12 @@ class _Chooser:
             choose_column(schema.names, asked=columns.name, origin=origin)
         if not is_number_list(schema.field(columns.name).type):
             return [columns.name]
-        others = [name for name in schema.names if name not in (columns.name, OF_TOKENIZER)]
+        others = [name for name in schema.names if name not in (columns.name, SPECIAL_TOKENS_MASK)]
         return [columns.name, *(name for name in others if name in (LABELS, MASK) or is_number_list(schema.field(name).type))]
 
 
-def _rows(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
-    chooser = _Chooser(text_column)
+def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
+    chooser = _ColumnChooser(text_column)
     for file in files:
         if kind == "parquet":
             rows = read_parquet(file, chooser.wanted)
@@ -432,16 +432,16 @@ def _rows(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Itera
             rows = read_arrow(file, chooser.wanted)
         else:
             rows = (read_csv if kind == "csv" else read_json)(file)
-        yield from _documents_of(rows, chooser)
+        yield from _read_documents(rows, chooser)
 
 
-def _documents_of(rows: Iterator[Row], chooser: _Chooser) -> Iterator[tuple[str, Document | None]]:
+def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     for place, row in rows:
         columns = chooser.of(row, [name for name, value in row.items() if value is None], place)
-        yield place, document_of(row, columns, place)
+        yield place, read_document(row, columns, place)
 
 
-def _saved(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return train and, if it is present, validation of a directory written by `save_to_disk`."""
     try:
         import datasets
@@ -465,9 +465,9 @@ def _saved(path: Path, text_column: str | None, pattern: str | None) -> tuple[Do
 
 def _saved_split(dataset: Any, text_column: str | None, origin: str) -> Documents:
     def read(_: Documents) -> Iterator[tuple[str, Document | None]]:
-        chooser = _Chooser(text_column)
+        chooser = _ColumnChooser(text_column)
         columns = chooser.wanted(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
-        yield from _documents_of(rows_of(tables, origin), chooser)
+        yield from _read_documents(rows_of_batches(tables, origin), chooser)
 
     return Documents(read, origin, dataset.dataset_size or 0)

@@ -36,7 +36,7 @@ UNREADABLE = {  # suffix -> what to do with such a file
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".wav", ".mp3", ".mp4"), "give text"),
     **dict.fromkeys((".pkl", ".pickle", ".npy", ".npz", ".pt", ".bin", ".h5", ".hdf5", ".tfrecord"), "write .jsonl or .parquet"),
 }  # fmt: skip
-NO_DATA = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
+METADATA_FILES = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -69,37 +69,37 @@ def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
     ``pattern`` is a glob that selects the files of a folder; they are read as texts.
     """
     if path.is_file():
-        kind = kind_of(path)
+        kind = file_kind(path)
         refuse_unreadable(path)
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
     if pattern is not None:
         return DataFiles(kind="text", training=tuple(files))
     declared = _declared_splits(path, files)
-    counts = Counter(suffix_of(file) for file in files if kind_of(file) != "text" and file.name not in NO_DATA)
+    counts = Counter(data_suffix(file) for file in files if file_kind(file) != "text" and file.name not in METADATA_FILES)
     if not counts:
         return _text_files(path, files, declared)
     chosen = RECORD_KINDS[max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))]
-    members = [file for file in files if kind_of(file) == chosen and file.name not in NO_DATA]
+    members = [file for file in files if file_kind(file) == chosen and file.name not in METADATA_FILES]
     splits = declared or split_files(path, members)
-    return _chosen_splits(path, files, splits, chosen)
+    return _make_data_files(path, files, splits, chosen)
 
 
-def kind_of(path: Path) -> Kind:
-    return RECORD_KINDS.get(suffix_of(path), "text")
+def file_kind(path: Path) -> Kind:
+    return RECORD_KINDS.get(data_suffix(path), "text")
 
 
-def suffix_of(path: Path) -> str:
+def data_suffix(path: Path) -> str:
     """Return the lower-case suffix that says what a file holds, without the suffix of a compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def refuse_unreadable(path: Path) -> None:
-    advice = UNREADABLE.get(suffix_of(path)) or UNREADABLE.get(path.suffix.lower())
+    advice = UNREADABLE.get(data_suffix(path)) or UNREADABLE.get(path.suffix.lower())
     if advice is not None:
         raise RequestError(
-            f"{path} is a {suffix_of(path)} file, which holds no text that can be trained on as it is; {advice}, "
+            f"{path} is a {data_suffix(path)} file, which holds no text that can be trained on as it is; {advice}, "
             "or give .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow"
         )
 
@@ -172,16 +172,16 @@ def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Pa
 
     A folder of .txt files has splits. In a folder of other texts, such as code, each file is a document.
     """
-    suffixes = {file: {suffix_of(file), file.suffix.lower()} for file in files}
-    readable = [file for file in files if kind_of(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
-    data = [file for file in readable if file.name not in NO_DATA]
-    if data and all(suffix_of(file) == ".txt" for file in data):
-        return _chosen_splits(folder, files, declared or split_files(folder, data), "text")
+    suffixes = {file: {data_suffix(file), file.suffix.lower()} for file in files}
+    readable = [file for file in files if file_kind(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
+    data = [file for file in readable if file.name not in METADATA_FILES]
+    if data and all(data_suffix(file) == ".txt" for file in data):
+        return _make_data_files(folder, files, declared or split_files(folder, data), "text")
     _say_left_out(folder, [file for file in files if file not in set(readable)], "no text")
     return DataFiles(kind="text", training=tuple(readable))
 
 
-def _chosen_splits(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
+def _make_data_files(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
     if "train" not in splits:
         raise RequestError(
             f"{folder} has no split 'train'; its files are of {', '.join(splits)}; name the files to train on train*, "
@@ -225,9 +225,9 @@ def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path
         config = _default_config(readme, configs)
         if "data_files" not in config:
             return None
-        patterns = _patterns_of(config["data_files"])
+        patterns = _split_patterns(config["data_files"])
         base = folder / config.get("data_dir", "")
-        matches = {split: _matches(base, wanted) for split, wanted in patterns.items()}
+        matches = {split: _find_matches(base, wanted) for split, wanted in patterns.items()}
     except (TypeError, KeyError, AttributeError):
         raise RequestError(f"`configs` in {readme} is not as the Hub writes it; mend it, or remove the file") from None
     splits = {split: [file for file in files if file in members] for split, members in matches.items()}
@@ -247,7 +247,7 @@ def _default_config(readme: Path, configs: list[dict[str, Any]]) -> dict[str, An
     raise RequestError(f"{readme} names several data sets ({names}); give the files or the folder of one")
 
 
-def _patterns_of(data_files: Any) -> dict[str, list[str]]:
+def _split_patterns(data_files: Any) -> dict[str, list[str]]:
     def listed(value: Any) -> list[str]:
         return [value] if isinstance(value, str) else list(value)
 
@@ -258,7 +258,7 @@ def _patterns_of(data_files: Any) -> dict[str, list[str]]:
     return {"train": listed(data_files)}
 
 
-def _matches(base: Path, patterns: Sequence[str]) -> set[Path]:
+def _find_matches(base: Path, patterns: Sequence[str]) -> set[Path]:
     """Return the files that one of the globs matches. A last ``**`` stands for files at any depth."""
     globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
     return {file for pattern in globs for file in base.glob(pattern)}

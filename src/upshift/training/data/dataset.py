@@ -20,7 +20,7 @@ from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
-from upshift.training.batches.plan_layout import objective_of
+from upshift.training.batches.plan_layout import find_objective
 from upshift.training.data.corpus import CorpusSummary, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
@@ -45,7 +45,7 @@ class TrainingData:
     def folder(self) -> Path:
         """Return a folder with the saved data. The trials and the run share the folder, and it is removed with the data."""
         folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
-        weakref.finalize(self, _remove, folder, os.getpid())
+        weakref.finalize(self, _remove_in_process, folder, os.getpid())
         save_data(self, folder)
         return folder
 
@@ -65,8 +65,8 @@ def prepare_data(
     """
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = read_corpus(data_path, text_column=text_column)
-    tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
-    objective = _objective(source, tokenizer)
+    tokenizer = tokenizer or _load_own_tokenizer(source, needed=not corpus.is_tokenized)
+    objective = _find_objective(source, tokenizer)
     if not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
@@ -81,10 +81,10 @@ def prepare_data(
             f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
             "it trains on the first and the second half of a text; leave labels out, or use another model"
         )
-    training = _with_labels(cut_sequences(tokenized, length), objective, corpus.origin)
+    training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
     if not len(training):
         raise RequestError(f"{data_path} has no sequence of two or more tokens with something to learn; give more text")
-    evaluation = None if held_out is None else _with_labels(cut_sequences(held_out, length), objective, "the held-out data")
+    evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
     return TrainingData(
         training=training,
         evaluation=evaluation if evaluation is not None and len(evaluation) else None,
@@ -95,7 +95,7 @@ def prepare_data(
     )
 
 
-def _with_labels(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
+def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
     """Return the sequences that have a label to learn. A batch of the others would have no mean."""
     if sequences.labels is None:
         return sequences
@@ -105,7 +105,7 @@ def _with_labels(sequences: Sequences, objective: Objective, origin: str) -> Seq
     return sequences.chosen(np.flatnonzero(has_labels))
 
 
-def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
+def _load_own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
     on_disk = Path(source.reference).exists()
     if on_disk and source.directory is None:
         if needed:
@@ -122,8 +122,8 @@ def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
         return None
 
 
-def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
-    objective = objective_of(source, tokenizer=tokenizer)
+def _find_objective(source: ModelSource, tokenizer: Any | None) -> Objective:
+    objective = find_objective(source, tokenizer=tokenizer)
     if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
         seen = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
         objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**seen)
@@ -149,7 +149,7 @@ def save_data(data: TrainingData, folder: Path) -> None:
         data.tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def _remove(folder: Path, process: int) -> None:
+def _remove_in_process(folder: Path, process: int) -> None:
     if os.getpid() == process:  # a fork ends with the same data, and must not remove it
         shutil.rmtree(folder, ignore_errors=True)
 

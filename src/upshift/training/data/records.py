@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.training.data.data_files import open_data, suffix_of
+from upshift.training.data.data_files import data_suffix, open_data
 
 if TYPE_CHECKING:
     import pyarrow
 
 Row = tuple[str, dict[str, Any]]
-Wanted = Callable[["pyarrow.Schema", str], list[str]]
+ChooseColumns = Callable[["pyarrow.Schema", str], list[str]]
 READ_CHARACTERS = 2**20
 ARROW_ROWS = 1024  # at once in memory
 
@@ -33,7 +33,7 @@ ARROW_ROWS = 1024  # at once in memory
 def read_json(file: Path) -> Iterator[Row]:
     """Yield an object for each line, or, from a .json file, the objects of one array."""
     with open_data(file) as handle:
-        may_be_array = suffix_of(file) == ".json"
+        may_be_array = data_suffix(file) == ".json"
         for number, line in enumerate(handle, start=1):
             if not line.removeprefix(BOM_UTF8).strip():
                 continue
@@ -41,23 +41,23 @@ def read_json(file: Path) -> Iterator[Row]:
                 break
             may_be_array = False
             place = f"{file}:{number}"
-            yield place, _object(_parse(line, place), place)
+            yield place, _check_object(_parse(line, place), place)
         else:
             return
     with open_data(file) as handle:
-        for number, record in enumerate(_array(handle, file), start=1):
+        for number, record in enumerate(_read_array(handle, file), start=1):
             place = f"{file} (record {number})"
-            yield place, _object(record, place)
+            yield place, _check_object(record, place)
 
 
-def _object(record: Any, place: str) -> dict[str, Any]:
+def _check_object(record: Any, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         shown = json.dumps(record)[:60]
         raise RequestError(f'{place} is not a JSON object: {shown}; write one object per line, as {{"text": ".."}}')
     return record
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [name for name, _ in pairs]
@@ -67,12 +67,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: bytes, place: str) -> Any:
-    with _refusing_json(place, "write one JSON object per line"):
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+    with _checking_json(place, "write one JSON object per line"):
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
 
 
 @contextmanager
-def _refusing_json(place: str, instead: str) -> Iterator[None]:
+def _checking_json(place: str, instead: str) -> Iterator[None]:
     """Raise RequestError for bytes that are not UTF-8 text, and for text that is not JSON."""
     try:
         yield
@@ -84,15 +84,15 @@ def _refusing_json(place: str, instead: str) -> Iterator[None]:
         raise RequestError(f"{place} is nested too deeply for JSON; write flat objects") from None
 
 
-def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
+def _read_array(handle: BinaryIO, file: Path) -> Iterator[Any]:
     """Yield the values of one JSON array. Only the part that is being decoded is in memory."""
-    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
     buffer = ""
     wanted = READ_CHARACTERS
     at_end = False
     previous = ""  # the last part of the array that was read: "[", "," or "value"
-    with _refusing_json(str(file), "write an array of objects, or one object per line"):
+    with _checking_json(str(file), "write an array of objects, or one object per line"):
         while True:
             buffer = buffer.lstrip(" \t\r\n")
             if len(buffer) < wanted and not at_end:
@@ -131,7 +131,7 @@ def read_csv(file: Path) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with open_data(file) as handle:
         text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
-        rows = csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        rows = csv.reader(text, delimiter="\t" if data_suffix(file) == ".tsv" else ",", strict=True)
         header: list[str] | None = None
         try:
             for row in rows:
@@ -171,20 +171,20 @@ def need_pyarrow(purpose: str) -> Any:
     return pyarrow
 
 
-def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
+def read_parquet(file: Path, wanted: ChooseColumns) -> Iterator[Row]:
     arrow = need_pyarrow("reading parquet")
     try:
         with open_data(file) as opened:
-            source = opened if suffix_of(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
+            source = opened if data_suffix(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
             handle = arrow.parquet.ParquetFile(source, pre_buffer=False)
             columns = wanted(handle.schema_arrow, str(file))
             batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS, use_threads=False)
-            yield from rows_of(batches, str(file))
+            yield from rows_of_batches(batches, str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "parquet", error) from None
 
 
-def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
+def read_arrow(file: Path, wanted: ChooseColumns) -> Iterator[Row]:
     """Yield the rows of a file in Arrow's stream format, as datasets writes it, or in its file format."""
     arrow = need_pyarrow("reading .arrow files")
     try:
@@ -197,7 +197,7 @@ def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
                 reader = arrow.ipc.open_stream(opened)
                 batches = iter(reader)
             columns = wanted(reader.schema, str(file))
-            yield from rows_of((batch.select(columns) for batch in batches), str(file))
+            yield from rows_of_batches((batch.select(columns) for batch in batches), str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "arrow", error) from None
 
@@ -207,19 +207,21 @@ def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
     return RequestError(f"{file} is not a complete {kind} file ({reason}); copy or write it again")
 
 
-def rows_of(batches: Iterator[Any], origin: str) -> Iterator[Row]:
+def rows_of_batches(batches: Iterator[Any], origin: str) -> Iterator[Row]:
     """Yield the rows of Arrow batches, with texts as str and lists of numbers as arrays."""
     number = 0
     for batch in batches:
         for start in range(0, batch.num_rows, ARROW_ROWS):
             part = batch.slice(start, ARROW_ROWS)
-            values = [_values(part.column(name), name, f"{origin} row {number + 1} or later") for name in part.schema.names]
+            values = [
+                _column_values(part.column(name), name, f"{origin} row {number + 1} or later") for name in part.schema.names
+            ]
             for row in zip(*values, strict=True):
                 number += 1
                 yield f"{origin} row {number}", dict(zip(part.schema.names, row, strict=True))
 
 
-def _values(column: Any, name: str, place: str) -> list[Any]:
+def _column_values(column: Any, name: str, place: str) -> list[Any]:
     import pyarrow
     import pyarrow.types as kinds
 

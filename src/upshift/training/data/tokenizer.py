@@ -64,10 +64,10 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
     except Exception as error:  # the loaders of transformers and tokenizers raise many types, bare Exception among them
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]
-        raise _no_tokenizer(model_dir, reason) from None
+        raise _missing_tokenizer(model_dir, reason) from None
     # Without vocabulary files transformers builds an empty tokenizer instead of failing.
     if not tokenizer or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise _no_tokenizer(model_dir, "it has no vocabulary")
+        raise _missing_tokenizer(model_dir, "it has no vocabulary")
     return tokenizer
 
 
@@ -78,9 +78,9 @@ def tokenize(
     ids = TokenFile(np.uint16)
     labels: TokenFile | None = None
     offsets = array("q", [0])
-    pieces: list[_Piece] = []
+    pieces: list[_TextPiece] = []
     batch_bytes = 0
-    meter = _Meter(documents, progress)
+    meter = _ByteProgress(documents, progress)
     around: tuple[list[int], list[int]] | None = None
     for document in documents:
         if isinstance(document, TokenRow):
@@ -93,8 +93,8 @@ def tokenize(
             continue
         if tokenizer is None:
             raise RequestError("the data is text and there is no tokenizer; give one, or data with a column input_ids")
-        around = around or _around(tokenizer)
-        for piece in _pieces(document):
+        around = around or _ids_around_document(tokenizer)
+        for piece in _cut_text(document):
             pieces.append(piece)
             batch_bytes += len(piece.text)
             if batch_bytes >= BATCH_BYTES:
@@ -111,7 +111,7 @@ def tokenize(
 
 
 def _encode(
-    pieces: list[_Piece], tokenizer: Any, around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
+    pieces: list[_TextPiece], tokenizer: Any, around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
 ) -> None:
     texts = [piece.text for piece in pieces]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -148,14 +148,14 @@ def tokenize_corpus(
     return training, evaluation
 
 
-def _no_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
+def _missing_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
     return RequestError(
         f"{model_dir} has no tokenizer that loads ({reason}); save one there with tokenizer.save_pretrained, "
         "name another directory, or give data with a column input_ids"
     )
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _ids_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the ids before and after a document, found by encoding a letter with and without them."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
@@ -169,13 +169,13 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TextPiece:
     text: str
     is_first: bool
     is_last: bool
 
 
-def _pieces(document: str | TextFile) -> Iterator[_Piece]:
+def _cut_text(document: str | TextFile) -> Iterator[_TextPiece]:
     """Yield a document in pieces that are cut after line breaks, without holding the text of a file in memory."""
     parts = iter([document]) if isinstance(document, str) else document.pieces()
     rest = ""
@@ -185,14 +185,14 @@ def _pieces(document: str | TextFile) -> Iterator[_Piece]:
         start = 0
         while len(text) - start > PIECE_CHARACTERS:
             end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-            yield _Piece(text[start:end], is_first, False)
+            yield _TextPiece(text[start:end], is_first, False)
             start = end
             is_first = False
         rest = text[start:]
-    yield _Piece(rest, is_first, True)
+    yield _TextPiece(rest, is_first, True)
 
 
-class _Meter:
+class _ByteProgress:
     """A meter of how many bytes are done: of texts in memory, or, of files, of about as many as the files have."""
 
     def __init__(self, documents: Iterable[Document], progress: Progress | None) -> None:

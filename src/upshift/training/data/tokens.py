@@ -97,7 +97,7 @@ class Sequences:
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
     if sequence_length < 2:
         raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2")
-    pieces = _num_pieces(tokenized, sequence_length)
+    pieces = _count_pieces(tokenized, sequence_length)
     document = np.repeat(np.arange(tokenized.num_documents), pieces)
     piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = tokenized.offsets[document] + piece_in_document * sequence_length
@@ -113,7 +113,7 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
     Hold out whole documents if they fit in that number, else the tail of the last document. Return None in place of the
     second part if there are fewer than two sequences.
     """
-    pieces = _num_pieces(tokenized, sequence_length)
+    pieces = _count_pieces(tokenized, sequence_length)
     total = int(pieces.sum())
     if total < 2:
         return tokenized, None
@@ -122,11 +122,11 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
     whole_documents = int(np.searchsorted(from_the_end, wanted, side="right"))
     if whole_documents and from_the_end[whole_documents - 1] > 0:
         document = tokenized.num_documents - whole_documents
-        return _documents(tokenized, 0, document), _documents(tokenized, document, tokenized.num_documents)
+        return _slice_documents(tokenized, 0, document), _slice_documents(tokenized, document, tokenized.num_documents)
     last = int(np.flatnonzero(pieces)[-1])
     cut = int(tokenized.offsets[last] + (pieces[last] - wanted) * sequence_length)
-    train = _part(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
-    evaluation = _part(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
+    train = _slice_corpus(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
+    evaluation = _slice_corpus(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
     return train, evaluation
 
 
@@ -154,26 +154,26 @@ def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHist
     )
 
 
-def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
+def _count_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
     """Return the number of pieces of two or more tokens in each document. Only a last piece can be a single token."""
     lengths = np.diff(tokenized.offsets)
     whole, rest = np.divmod(lengths, sequence_length)
     return np.asarray(whole + (rest >= 2), np.int64)
 
 
-def _documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
+def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
     start = int(tokenized.offsets[first])
     stop = int(tokenized.offsets[end])
-    return _part(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
+    return _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
 
 
-def _part(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
+def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
     labels = None if tokenized.labels is None else tokenized.labels[start:stop]
     return TokenizedCorpus(tokens=tokenized.tokens[start:stop], offsets=offsets, labels=labels)
 
 
 IN_MEMORY_BYTES = 8 * MIB
-CHUNK = 2**18  # numbers that are written at once
+CHUNK_SIZE = 2**18  # numbers that are written at once
 
 
 class TokenFile:
@@ -191,7 +191,7 @@ class TokenFile:
             self._pending.append(np.asarray(numbers, np.int32))
             self._num_pending += len(numbers)
             self.length += len(numbers)
-            if self._num_pending >= CHUNK:
+            if self._num_pending >= CHUNK_SIZE:
                 self._flush()
 
     def finish(self) -> NDArray[Any]:
@@ -218,7 +218,7 @@ class TokenFile:
         self._file = self._new_file()
         self._dtype = np.dtype(np.int32)
         narrow.seek(0)
-        while chunk := narrow.read(CHUNK * 2):
+        while chunk := narrow.read(CHUNK_SIZE * 2):
             self._guarded(self._file.write, np.frombuffer(chunk, np.uint16).astype(np.int32).tobytes())
         narrow.close()
 

@@ -37,7 +37,7 @@ from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import forget_plan, proof_path
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
-from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
+from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import undisturbed_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.loss_split import Split
@@ -55,9 +55,9 @@ class Sample:
     batches: list[Batch]  # as the collator gives them, each of the user's per-device size
     seconds_per_batch: float
 
-    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
+    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> RowBatch:
         """Return the rows of the first ``num_batches`` batches. Raise NotRows if they are not made of rows."""
-        return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
+        return RowBatch(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
 
 
 class NoSample(ValueError):
@@ -107,7 +107,7 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
     return islice(examples, count)
 
 
-def histogram(rows: CollatedRows) -> LengthHistogram:
+def histogram(rows: RowBatch) -> LengthHistogram:
     """Return the lengths of the longer side of each row. The sequence length is the longest, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
     return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))
@@ -129,7 +129,7 @@ class Request:
     model: nn.Module
     sample: Sample
     split: Split
-    rows: CollatedRows  # of the whole sample
+    rows: RowBatch  # of the whole sample
     global_batch: int  # rows per optimizer step
     accumulation: int  # of the collator's batches
     total_steps: int
@@ -295,7 +295,7 @@ def _prove(
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
-        rows = write_rows(folder, request.sample.batches, _stored(request))
+        rows = write_stored_rows(folder, request.sample.batches, _stored(request))
         trial = TrialRequest(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
             seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
@@ -310,9 +310,9 @@ def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) ->
     return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
 
 
-def _stored(request: Request) -> StoredRows:
+def _stored(request: Request) -> CutSettings:
     rows = request.rows
-    return StoredRows(
+    return CutSettings(
         encoder_decoder=rows.encoder_decoder,
         shifts_labels=rows.shifts_labels,
         unit=request.split.unit or "rows",

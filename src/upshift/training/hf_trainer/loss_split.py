@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import CollatedRows
+from upshift.training.batches.user_batches import RowBatch
 from upshift.training.checkpoint.rng import HostRng, host_rng, undisturbed_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_of_library
@@ -95,7 +95,7 @@ def has_batch_statistics(model: nn.Module) -> str | None:
     return None
 
 
-def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
+def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
     """Return how the loss splits. ``num_first`` is the number of rows of the first global batch."""
     statistics = has_batch_statistics(model)
     if statistics:
@@ -116,12 +116,12 @@ def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, n
         return Split(None, reason=f"the loss could not be measured on two rows: {words}")
 
 
-def _have_one_label(rows: CollatedRows) -> bool:
+def _have_one_label(rows: RowBatch) -> bool:
     labels = set().union(*rows.label_values)
     return 0 < len(labels) == len({name for name, _ in labels})
 
 
-def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Split:
+def _measure(rows: RowBatch, probes: LossProbes, pairs: list[Members]) -> Split:
     is_known = probes.is_known
     probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_known else OWN_TOLERANCE)
     first = pairs[0]
@@ -146,7 +146,7 @@ def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Sp
     return Split(unit, trims, drops, flattens, even=even and not is_known, ranges=ranges)
 
 
-def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, unit: Unit) -> None:
+def _check_gradient(rows: RowBatch, probes: LossProbes, members: Members, unit: Unit) -> None:
     """Raise Unsplittable if the gradient does not split: a part of the loss that is detached, or small, shows in the gradient
     alone."""
     for gradient_of_rows in filter(None, (probes.gradient, probes.larger_gradient)):
@@ -157,9 +157,9 @@ def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, un
             raise Unsplittable(f"the gradient of {len(members)} rows is not made of the gradients of each")
 
 
-def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
+def _check_own(rows: RowBatch, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
     """Check everything that a loss of the script's own may look at. Raise Unsplittable."""
-    whole = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MOST_TOGETHER]
+    whole = tuple(row for row, (number, _) in enumerate(rows.locations) if number == 0)[:MOST_TOGETHER]
     if not probe.agrees(probe.together(whole), probe.apart(whole, unit)):
         raise Unsplittable(f"the loss of {len(whole)} rows is not made of the losses of each")
     _check_gradient(rows, probes, whole, unit)
@@ -171,7 +171,7 @@ def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: lis
     _check_labels(rows, probe, pairs[0], unit)
 
 
-def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) -> None:
+def _check_labels(rows: RowBatch, probe: _Probe, pair: Members, unit: Unit) -> None:
     """Check every label between the lowest and the highest, put into rows in place of their own. Raise Unsplittable."""
     labels = rows.batches[0].get("labels")
     if labels is None or labels.is_floating_point():
@@ -195,18 +195,18 @@ def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) 
             )
 
 
-def _may_pair(rows: CollatedRows, row: int, other: int) -> bool:
-    return rows.can_mix or rows.places[row][0] == rows.places[other][0]
+def _may_pair(rows: RowBatch, row: int, other: int) -> bool:
+    return rows.can_mix or rows.locations[row][0] == rows.locations[other][0]
 
 
-def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list[Members]:
+def _choose_pairs(rows: RowBatch, num_first: int, *, is_known: bool) -> list[Members]:
     """Return pairs of rows to compare.
 
     The first pair is two short rows of the first global batch, of different length and with labels if there are such. The
     other pairs have its first row beside others of the sample: with another number of labels, without labels, with other
     labels, and with the lowest and highest of every other entry.
     """
-    mixing = [row for row, (number, _) in enumerate(rows.places) if number == 0 or rows.can_mix]
+    mixing = [row for row, (number, _) in enumerate(rows.locations) if number == 0 or rows.can_mix]
     mixing.sort(key=lambda row: rows.lengths[row])
     labelled = [row for row in mixing if rows.num_labels[row]]
     near = [row for row in labelled if row < min(num_first, PAIR_CANDIDATES)]
@@ -229,7 +229,7 @@ def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list
     return [(first, other) for other in dict.fromkeys(others) if other != first]
 
 
-def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
+def entry_values(rows: RowBatch) -> dict[str, list[float]]:
     """Return one number a row for each entry that may weigh it: the number itself, or the sum of a row of several.
 
     Entries that a model reads as text are left out, as are labels with a class for each token or row.
@@ -243,7 +243,7 @@ def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
     return found
 
 
-def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
+def entry_ranges(rows: RowBatch) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest of ``entry_values``, and of labels that count."""
     found = {name: (min(values), max(values)) for name, values in entry_values(rows).items()}
     labels = [batch["labels"] for batch in rows.batches if "labels" in batch]
@@ -254,7 +254,7 @@ def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
     return found
 
 
-def is_within(rows: CollatedRows, ranges: Ranges) -> bool:
+def is_within(rows: RowBatch, ranges: Ranges) -> bool:
     """Return whether all entries of a batch lie within the measured ranges."""
     if not ranges:
         return True
@@ -263,7 +263,7 @@ def is_within(rows: CollatedRows, ranges: Ranges) -> bool:
 
 
 class _Probe:
-    def __init__(self, rows: CollatedRows, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
+    def __init__(self, rows: RowBatch, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
         self.rows, self.loss_of, self.counts_items, self.tolerance = rows, loss_of, counts_items, tolerance
         self._measured: dict[tuple[Any, ...], Measured] = {}
 
@@ -329,7 +329,7 @@ class _Probe:
         return sum(self.rows.num_labels[row] for row in members) if self.counts_items else None
 
     def _width(self, members: Members) -> int:
-        return max(self.rows.anatomies[self.rows.places[row][0]].width for row in members)
+        return max(self.rows.schemas[self.rows.locations[row][0]].width for row in members)
 
     def _loss(self, members: Members, width: int, items: int | None, drop_mask: bool = False, labels: Members = ()) -> Measured:
         key = members, width, items, drop_mask, labels

@@ -29,7 +29,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
-from upshift.training.batches.user_batches import CollatedRows, NotRows
+from upshift.training.batches.user_batches import InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import undisturbed_rng
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
@@ -167,7 +167,7 @@ class Choosing(LibraryTrainer):
             rows = self._upshift_collated_rows(sample, len(sample.batches))
             steps = self._upshift_total_steps(loader)
             split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
-        except (NoSample, NotRows) as error:
+        except (NoSample, InseparableRows) as error:
             return self._upshift_without_plan(plain, str(error), demanded), whole
         split = isolated(split, self.model)
         if asked.plan is not None:
@@ -198,11 +198,11 @@ class Choosing(LibraryTrainer):
             raise RequestError(f"no plan can be made here ({reason}); leave out plan, fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
-    def _upshift_collated_rows(self, sample: Sample, num_batches: int) -> CollatedRows:
+    def _upshift_collated_rows(self, sample: Sample, num_batches: int) -> RowBatch:
         decoder, shifts = self._upshift_is_encoder_decoder, self._upshift_shifts_labels
         return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
 
-    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
+    def _upshift_measure_split(self, sample: Sample, rows: RowBatch, total_steps: int) -> tuple[Split, float]:
         """Return how the loss splits, and the seconds of one row's forward pass. ``rows`` are those of the whole sample."""
         first = self._upshift_collated_rows(sample, self.args.gradient_accumulation_steps)
         counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
@@ -242,7 +242,7 @@ class Choosing(LibraryTrainer):
         if logged and split.unit is not None:
             split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
         # The two rows measured are short ones: time goes with tokens.
-        widths = [anatomy.width for anatomy in first.anatomies]
+        widths = [anatomy.width for anatomy in first.schemas]
         shortest = sorted(first.lengths)[:2]
         scale = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
         return split, (min(times) if times else math.inf) * scale

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, CollatedRows, NotRows, cut_rows, halve_group
+from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch, cut_rows, halve_group
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
@@ -146,7 +146,7 @@ class Part:
         return len(self.group.rows), self.group.width
 
 
-Pair = tuple[Part, CollatedRows | None]
+Pair = tuple[Part, RowBatch | None]
 
 
 @dataclass(frozen=True)
@@ -206,39 +206,39 @@ class BatchStep:
         check_finite(self.ranks.of_job(total))
         return self.ranks.told(total)
 
-    def _rows(self, batches: list[Batch]) -> CollatedRows | None:
+    def _rows(self, batches: list[Batch]) -> RowBatch | None:
         if self.split.unit is None:
             return None
         try:
-            rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
-        except NotRows:
+            rows = RowBatch(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+        except InseparableRows:
             return None  # this one is not like the sample: it stays as the user's collator made it
         unlike = self.split.even and len({*rows.num_labels}) > 1 or not is_within(rows, self.split.ranges)
         return None if unlike else rows
 
-    def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
+    def _parts(self, batches: list[Batch], rows: RowBatch | None, weights: list[tuple[float, int]]) -> list[Part]:
         if rows is None:
             return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
         if not any(rows.num_labels) and self.plan.num_processes == 1:  # other ranks may wait in it
             return []
         if not self.cuts:
-            firsts = [rows.places.index((number, 0)) for number in range(len(batches))]
+            firsts = [rows.locations.index((number, 0)) for number in range(len(batches))]
             return [
                 Part(number, RowGroup(tuple((first + row,) for row in range(anatomy.num_rows)), anatomy.width))
-                for number, (first, anatomy) in enumerate(zip(firsts, rows.anatomies, strict=True))
+                for number, (first, anatomy) in enumerate(zip(firsts, rows.schemas, strict=True))
             ]
         groups = cut_rows(rows, self.plan, classes=self._classes(rows, weights), trims=self.split.trims)
         return [Part(None, group) for group in groups if self._counts(group, rows)]
 
-    def _classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
+    def _classes(self, rows: RowBatch, weights: list[tuple[float, int]]) -> list[list[int]]:
         """Return groups of rows that may share a part: rows whose labels weigh the same in the loss of the global batch."""
         found: dict[Any, list[int]] = {}
-        for row, (number, _) in enumerate(rows.places):
+        for row, (number, _) in enumerate(rows.locations):
             weight = 0 if self.split.unit == "items" else weights[row][1]
             found.setdefault(weight if rows.can_mix else (number, weight), []).append(row)
         return list(found.values())
 
-    def _counts(self, group: RowGroup, rows: CollatedRows) -> bool:
+    def _counts(self, group: RowGroup, rows: RowBatch) -> bool:
         """Return whether the group has a label: a mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
@@ -249,7 +249,7 @@ class BatchStep:
         row = slice(_labelled_row(inputs.get("labels")), None)
         return {name: value[row][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
 
-    def _inputs(self, part: Part, rows: CollatedRows) -> dict[str, Any]:
+    def _inputs(self, part: Part, rows: RowBatch) -> dict[str, Any]:
         drop_mask = self.split.drops_mask and self.cuts
         return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
