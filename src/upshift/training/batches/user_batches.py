@@ -249,10 +249,9 @@ def cut_rows(rows: RowBatch, plan: Plan, *, classes: Sequence[Sequence[int]], tr
     groups = []
     for members in filter(None, classes):
         lengths = [rows.lengths[row] if trims else widths[row] for row in members]
+        max_width = widest if trims else lengths[0]
         if plan.packing:
             max_width = max(plan.sequence_length, *lengths)
-        else:
-            max_width = widest if trims else lengths[0]
         for group in lay_out(lengths, layout, sequence_length=max_width)[0]:
             row_members = tuple(tuple(members[index] for index in row) for row in group.rows)
             groups.append(RowGroup(row_members, group.width))
