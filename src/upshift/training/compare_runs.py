@@ -65,7 +65,7 @@ class Comparison(Value):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says about it."""
+    """The contents of a run's folder."""
 
     folder: Path
     request: Mapping[str, Any]
@@ -275,11 +275,11 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def relative_distance(one: float, other: float) -> float:
+def relative_distance(loss: float, other_loss: float) -> float:
     """Return the relative distance of two losses. The distance of NaN from NaN is 0."""
-    if one != one and other != other:
+    if loss != loss and other_loss != other_loss:
         return 0.0
-    return _finite(abs(one - other) / max(abs(one), abs(other), 1e-30))
+    return _finite(abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-30))
 
 
 def _finite(value: float) -> float:

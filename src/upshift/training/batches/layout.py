@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Layout(Value):
-    """What the plan decides about batches. It may change between two runs without changing what is learned."""
+    """The plan's decisions about batches. They may change between two runs without changing what is learned."""
 
     micro_batch: Count  # rows per micro-batch
     packing: bool = False

@@ -290,7 +290,7 @@ FILE_NAME = "rows.safetensors"
 
 
 class CutSettings(Value):
-    """How the rows of a file may be cut."""
+    """The ways in which the rows of a file may be cut."""
 
     encoder_decoder: bool
     shifts_labels: bool
