@@ -130,7 +130,7 @@ class PreparedRun:
     plan: Plan
     predicted: Numbers
 
-    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
+    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **extra: Any) -> Job:
         default_trial = self.proof.default if self.proof else None
         baseline = default_trial.numbers() if default_trial and default_trial.ok else None
         return Job(
@@ -146,7 +146,7 @@ class PreparedRun:
             predicted=self.predicted,
             baseline=baseline,
             baseline_name="plain default (trial)" if default_trial else None,
-            **more,
+            **extra,
         )
 
 
