@@ -221,6 +221,7 @@ class Trial:
         self.exchanges = self.plan.layout.exchanges  # whether ranks wait for each other within a micro-batch
 
     def run(self) -> TrialResult:
+        """Measure the longest micro-batches, then whole steps, or micro-batches if steps take too long."""
         first_update = self._time_first_update()
         update = self._time(self._update)
         if self.plan.layout.pipeline_parallel > 1:  # its micro-batches overlap, so only whole steps can be timed
