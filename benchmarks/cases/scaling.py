@@ -122,7 +122,7 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     import torch.distributed as dist
 
     from upshift.training.arguments import Arguments
-    from upshift.training.batches.plan_layout import layout_for, objective_of
+    from upshift.training.batches.plan_layout import find_objective, layout_for
     from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
     from upshift.training.distributed.mesh import init_mesh
@@ -135,7 +135,7 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     generator = np.random.default_rng(0)
     words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
     documents = [generator.integers(0, words, size=SEQUENCE).astype(np.int32) for _ in range(BATCH * steps)]
-    objective = objective_of(source)
+    objective = find_objective(source)
     batches = BatchSource(
         sequences=cut_sequences(TokenizedCorpus.from_documents(documents), SEQUENCE), global_batch=plan.global_batch,
         objective=objective,

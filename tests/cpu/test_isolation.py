@@ -28,7 +28,7 @@ from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.batches.plan_layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
 from upshift.training.hf_trainer.choose_plan import check_plan, restrict_to_isolation
@@ -84,7 +84,7 @@ def texts() -> Sequences:
 
 
 def batch_of(source: ModelSource, plan: Plan) -> GlobalBatch:
-    objective = objective_of(source)
+    objective = find_objective(source)
     data = BatchSource(sequences=texts(), global_batch=len(LENGTHS), layout=layout_for(plan, objective), objective=objective)
     return next(data.batches())
 
@@ -226,7 +226,7 @@ def test_rows_that_padding_would_change_are_as_wide_as_their_texts(tmp_path):
     arguments = {name: value for name, value in SMALL.items() if name != "num_attention_heads"} | {"intermediate_size": 48}
     source = source_of(tmp_path, "FNetConfig", "FNetForMaskedLM", arguments)
     assert isolation_of(source).padding == "none"
-    objective = objective_of(source)
+    objective = find_objective(source)
     assert objective.padding == "none"
     layout = layout_for(plan_of(per_device_train_batch_size=4), objective)
     assert not layout.pads
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_of_next_tokens_is_refused(tmp_path):
     source = source_of(tmp_path / "own", "XLNetConfig", "XLNetLMHeadModel", small)
     assert not isolation_of(source).loss_shifts
     with pytest.raises(RequestError, match="XLNetLMHeadModel compares a label with the output of the label's own place"):
-        objective_of(source)
+        find_objective(source)
     assert isolation_of(source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)).loss_shifts
 
 

@@ -425,7 +425,7 @@ def test_optimizer_in_backward_goes_back_on_nothing(
     """Out of memory when some weights have moved is no smaller micro-batch but the end; a NaN stops before any has."""
     events: list[Event] = []
     plan = a_plan(**WHOLE, optimizer_in_backward=True)
-    accumulate, loss_of = TrainStep.accumulate, step_module.loss_of
+    accumulate, loss_of = TrainStep.accumulate, step_module.compute_loss
 
     def refuse(stepper: TrainStep, *given: Any, last: bool) -> torch.Tensor:
         accumulate(stepper, *given, last=last)

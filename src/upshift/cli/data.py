@@ -39,10 +39,10 @@ def to_tfrecord(
 
 def _examples(found: Any, seed: int) -> Iterator[dict[str, Any]]:
     """Yield one sequence at a time, as training would batch it."""
-    from upshift.training.batches.collate import fill
+    from upshift.training.batches.collate import fill_micro_batch
     from upshift.training.batches.layout import Layout, RowGroup
 
     layout = Layout(micro_batch=1, pad_multiple=1)
     for number, length in enumerate(found.training.lengths.tolist()):
-        made = fill(RowGroup(((number,),), length), found.training, layout, found.objective, seed=seed, epoch=0)
+        made = fill_micro_batch(RowGroup(((number,),), length), found.training, layout, found.objective, seed=seed, epoch=0)
         yield {name: made.arrays[name][0] for name in ("input_ids", "labels")}

@@ -35,14 +35,14 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
     _refuse(request)
     fields = _fields(request.fixed)
     need_tensorflow("--backend xla")
-    from upshift.training.batches.sampler import steps_of
+    from upshift.training.batches.sampler import count_steps
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.train import train
 
     global_batch, seed = request.global_batch, request.arguments.seed
     if has_records(request.data):
         num_sequences = read_index(request.data).num_examples
-        steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+        steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
         batches, tokenizer = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed), None
     else:
         batches, steps, tokenizer = _tokenized(request)
@@ -85,7 +85,7 @@ def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
     """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.sampler import BatchSource, evaluation_batches, steps_of
+    from upshift.training.batches.sampler import BatchSource, count_steps, evaluation_batches
     from upshift.training.data.dataset import prepare_data
     from upshift.training.loop.state import fingerprint
     from upshift.xla.data.batches import Batches, plan_buckets
@@ -94,7 +94,7 @@ def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
     found = prepare_data(
         find_model(request.model), request.data, sequence_length=request.sequence_length, text_column=request.text_column
     )
-    steps = request.max_steps or steps_of(request.epochs, num_sequences=len(found.training), global_batch=global_batch)
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=len(found.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed)
     lengths, held_out = found.histogram, found.evaluation

@@ -65,7 +65,7 @@ class Comparison(Value):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says about it."""
+    """The contents of a run's folder."""
 
     folder: Path
     request: Mapping[str, Any]
@@ -132,18 +132,20 @@ def _tolerance(pair: tuple[Run, Run]) -> float:
     return max(LOSS_TOLERANCES.get(precision, DEFAULT_LOSS_TOLERANCE) for precision in precisions)
 
 
-def _compare_requests(one: Run, other: Run) -> Iterator[Finding]:
-    names = [name for name in {**one.request, **other.request} if one.request.get(name) != other.request.get(name)]
+def _compare_requests(run: Run, other_run: Run) -> Iterator[Finding]:
+    names = [name for name in {**run.request, **other_run.request} if run.request.get(name) != other_run.request.get(name)]
     changes = [name for name in names if not name.startswith("plan.")]
     for name in changes:
+        value = run.request.get(name, "unset")
+        other_value = other_run.request.get(name, "unset")
         yield warning(
             name,
-            what=f"{one.request.get(name, 'unset')} and {other.request.get(name, 'unset')}: the runs were not asked for the same",
+            what=f"{value} and {other_value}: the runs were not asked for the same",
             evidence="upshift_run.json of both",
             fix=f"run one of them again: upshift train ... --{name.replace('_', '-')} of the other",
         )
     plan_changes = [
-        f"{name[5:]} {one.request.get(name)} and {other.request.get(name)}" for name in names if name.startswith("plan.")
+        f"{name[5:]} {run.request.get(name)} and {other_run.request.get(name)}" for name in names if name.startswith("plan.")
     ]
     if plan_changes:
         yield ok("plans", what="differ, which must not change the loss", evidence="; ".join(plan_changes)[:400])
@@ -151,11 +153,11 @@ def _compare_requests(one: Run, other: Run) -> Iterator[Finding]:
         yield ok("request", what="the same", evidence="upshift_run.json and plan of both")
 
 
-def _compare_losses(one: Run, other: Run, limit: float) -> tuple[int | None, Finding]:
-    steps = sorted(one.losses.keys() & other.losses.keys())
+def _compare_losses(run: Run, other_run: Run, limit: float) -> tuple[int | None, Finding]:
+    steps = sorted(run.losses.keys() & other_run.losses.keys())
     if not steps:
         return None, unknown("loss", what="no step whose loss both runs have written", evidence="newest checkpoints of both")
-    distances = {step: relative_distance(one.losses[step], other.losses[step]) for step in steps}
+    distances = {step: relative_distance(run.losses[step], other_run.losses[step]) for step in steps}
     first = next((step for step in steps if not distances[step] <= limit), None)
     worst = max(steps, key=lambda step: (distances[step] != distances[step], distances[step]))
     evidence = f"{len(steps):,} common steps, largest difference {distances[worst]:.1e} at step {worst}; {limit:.0e} tolerated"
@@ -163,16 +165,18 @@ def _compare_losses(one: Run, other: Run, limit: float) -> tuple[int | None, Fin
         return None, ok("loss", what="agrees at every common step", evidence=evidence)
     return first, error(
         "loss",
-        what=f"differs first at step {first}: {one.losses[first]:.6f} and {other.losses[first]:.6f} ({distances[first]:.1e})",
+        what=f"differs first at step {first}: {run.losses[first]:.6f} and {other_run.losses[first]:.6f} ({distances[first]:.1e})",
         evidence=evidence,
         fix=f"--save-steps {max(first - 1, 1)} --max-steps {first} on both; upshift compare-runs then names the tensors",
     )
 
 
-def _compare_checkpoints(one: Run, other: Run, limit: float) -> tuple[int | None, tuple[Difference, ...], Finding]:
-    common = sorted(one.checkpoints.keys() & other.checkpoints.keys())
+def _compare_checkpoints(run: Run, other_run: Run, limit: float) -> tuple[int | None, tuple[Difference, ...], Finding]:
+    common = sorted(run.checkpoints.keys() & other_run.checkpoints.keys())
     if not common:
-        checkpoints = "; ".join(f"{run.folder}: {', '.join(map(str, sorted(run.checkpoints))) or 'none'}" for run in (one, other))
+        checkpoints = "; ".join(
+            f"{side.folder}: {', '.join(map(str, sorted(side.checkpoints))) or 'none'}" for side in (run, other_run)
+        )
         return (
             None,
             (),
@@ -180,7 +184,7 @@ def _compare_checkpoints(one: Run, other: Run, limit: float) -> tuple[int | None
         )
     all_differences: list[Difference] = []
     for step in common:
-        differences = compare_weights(one.checkpoints[step], other.checkpoints[step])
+        differences = compare_weights(run.checkpoints[step], other_run.checkpoints[step])
         all_differences += differences
         too_large = [difference for difference in differences if not difference.relative <= limit]
         if too_large:
@@ -207,19 +211,21 @@ def _compare_checkpoints(one: Run, other: Run, limit: float) -> tuple[int | None
     )  # fmt: skip
 
 
-def compare_weights(one: Path, other: Path) -> list[Difference]:
+def compare_weights(folder: Path, other_folder: Path) -> list[Difference]:
     """Return the difference of every tensor of two folders, in the order of names."""
-    parts = _parts_by_name(one)
-    other_parts = _parts_by_name(other)
+    parts = _parts_by_name(folder)
+    other_parts = _parts_by_name(other_folder)
     missing = sorted(parts.keys() ^ other_parts.keys())
     if missing:
-        raise RequestError(f"{missing[0]} is in one of {one} and {other} only: they are different models")
+        raise RequestError(f"{missing[0]} is in one of {folder} and {other_folder} only: they are different models")
     differences = []
     for name in sorted(parts, key=_natural_key):
         a = _read_whole(name, parts[name])
         b = _read_whole(name, other_parts[name])
         if a.shape != b.shape:
-            raise RequestError(f"{name} is {tuple(a.shape)} in {one} and {tuple(b.shape)} in {other}: they are different models")
+            raise RequestError(
+                f"{name} is {tuple(a.shape)} in {folder} and {tuple(b.shape)} in {other_folder}: they are different models"
+            )
         largest = float(a.double().abs().max()) if a.numel() else 0.0
         distance = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
         relative = _finite(distance / largest if largest else distance)
@@ -275,11 +281,11 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def relative_distance(one: float, other: float) -> float:
+def relative_distance(loss: float, other_loss: float) -> float:
     """Return the relative distance of two losses. The distance of NaN from NaN is 0."""
-    if one != one and other != other:
+    if loss != loss and other_loss != other_loss:
         return 0.0
-    return _finite(abs(one - other) / max(abs(one), abs(other), 1e-30))
+    return _finite(abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-30))
 
 
 def _finite(value: float) -> float:

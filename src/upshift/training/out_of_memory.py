@@ -61,7 +61,7 @@ def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
 
     The rows are halved. A single row is cut where one of its sequences begins.
     """
-    if not micro_batch.splits:
+    if not micro_batch.can_be_split:
         return None
     rows, width = micro_batch.shape
     if rows > 1:

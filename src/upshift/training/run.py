@@ -30,7 +30,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
-from upshift.training.batches.sampler import steps_of
+from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.elastic.supervisor import fixed_for_healing
@@ -130,7 +130,7 @@ class PreparedRun:
     plan: Plan
     predicted: Numbers
 
-    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
+    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **extra: Any) -> Job:
         default_trial = self.proof.default if self.proof else None
         baseline = default_trial.numbers() if default_trial and default_trial.ok else None
         return Job(
@@ -146,7 +146,7 @@ class PreparedRun:
             predicted=self.predicted,
             baseline=baseline,
             baseline_name="plain default (trial)" if default_trial else None,
-            **more,
+            **extra,
         )
 
 
@@ -172,7 +172,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
     global_batch = request.global_batch
-    steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_histogram_unless_full(data), total_steps=steps,
         allow=request.allow, clips_gradients=request.clips_gradients,

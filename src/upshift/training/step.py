@@ -41,6 +41,8 @@ Watch = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
+    """The result of one optimizer step."""
+
     loss: float  # mean over the label tokens of the whole global batch
     gradient_norm: float | None
     learning_rate: float

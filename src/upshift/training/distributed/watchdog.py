@@ -50,7 +50,7 @@ class PendingCollective(Value):
 
 
 class Heartbeat(Value):
-    """What one rank reports. It counts seconds by its own clock, because clocks of hosts differ."""
+    """The report of one rank. It counts seconds by its own clock, because clocks of hosts differ."""
 
     rank: int
     beat: int  # grows while the process runs

@@ -139,7 +139,7 @@ class PlanRequest:
     model: nn.Module
     sample: Sample
     split: Split
-    rows: CollatedRows  # of the whole sample
+    rows: RowBatch  # of the whole sample
     global_batch: int  # rows per optimizer step
     accumulation: int  # of the collator's batches
     total_steps: int
@@ -336,7 +336,7 @@ def _proof_path(planning: Planning, request: PlanRequest, fixed: tuple[str, ...]
 
 def _row_format(request: PlanRequest) -> StoredRows:
     rows = request.rows
-    return StoredRows(
+    return CutSettings(
         encoder_decoder=rows.encoder_decoder,
         shifts_labels=rows.shifts_labels,
         unit=request.split.unit or "rows",

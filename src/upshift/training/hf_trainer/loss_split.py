@@ -267,7 +267,7 @@ def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def is_within(rows: CollatedRows, ranges: Ranges) -> bool:
+def is_within(rows: RowBatch, ranges: Ranges) -> bool:
     """Return whether all entries of a batch lie within the measured ranges."""
     if not ranges:
         return True
@@ -353,7 +353,7 @@ class _Probe:
         return sum(self.rows.num_labels[row] for row in members) if self.counts_items else None
 
     def _width(self, members: Members) -> int:
-        return max(self.rows.anatomies[self.rows.places[row][0]].width for row in members)
+        return max(self.rows.schemas[self.rows.locations[row][0]].width for row in members)
 
     def _loss(self, members: Members, width: int, items: int | None, drop_mask: bool = False, labels: Members = ()) -> Measured:
         key = members, width, items, drop_mask, labels

@@ -31,9 +31,9 @@ from upshift.planning.trials.runner import TrialRequest, TrialResult, loosened, 
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
-from upshift.training.batches.plan_layout import layout_for, objective_of
-from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
-from upshift.training.batches.user_batches import cut_stored, read_rows
+from upshift.training.batches.plan_layout import find_objective, layout_for
+from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, UpcomingSizes, evaluation_batches, look_ahead
+from upshift.training.batches.user_batches import cut_stored_rows, read_stored_rows
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.dataset import load_data
 from upshift.training.data.tokenizer import load_tokenizer
@@ -94,7 +94,7 @@ class Batches:
     """The batches that a trial computes."""
 
     upcoming: Iterator[GlobalBatch]  # global batches of the run's first steps, in their order
-    ahead: Upcoming  # sizes of the run's steps
+    ahead: UpcomingSizes  # sizes of the run's steps
     longest: GlobalBatch  # whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same for every plan, whose loss is compared
@@ -155,7 +155,7 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
         if mesh.rank == 0 and (Path(request.data) / TOKENIZER_NAME).exists():
             tokenizer = load_tokenizer(Path(request.data) / TOKENIZER_NAME)
     else:
-        objective = objective_of(source)
+        objective = find_objective(source)
         sequences = _random_sequences(request, num_sides(objective.kind), objective.vocab_size or 2)
     layout = layout_for(request.plan, objective, data_rank=mesh.data_rank)
     source_of_batches = BatchSource(
@@ -186,17 +186,17 @@ def _random_sequences(request: TrialRequest, sides: int, vocab_size: int) -> Seq
 
 def _stored_batches(request: TrialRequest) -> Batches:
     """Return the global batches that the stored rows make. These rows, already collated, are a sample of the run's rows."""
-    rows, schema = read_rows(Path(request.rows or ""))
+    rows, schema = read_stored_rows(Path(request.rows or ""))
     size = min(request.global_batch, len(rows))
     starts = range(0, len(rows) - size + 1, size)
-    stored = [cut_stored(rows, schema, request.plan, range(start, start + size)) for start in starts]
+    stored = [cut_stored_rows(rows, schema, request.plan, range(start, start + size)) for start in starts]
     sizes = [sorted((micro_batch.num_padded_tokens for micro_batch in batch.micro_batches), reverse=True) for batch in stored]
     longest = max(range(len(stored)), key=lambda number: sizes[number][:2])
-    ahead = Upcoming(
+    ahead = UpcomingSizes(
         steps=len(stored), longest_step=longest, longest_tokens=sizes[longest][0],
         num_tokens=statistics.fmean(batch.num_tokens for batch in stored), num_padded_tokens=statistics.fmean(map(sum, sizes)),
     )  # fmt: skip
-    checked = cut_stored(rows, schema, request.plan, range(min(CHECK_SEQUENCES, len(rows))))
+    checked = cut_stored_rows(rows, schema, request.plan, range(min(CHECK_SEQUENCES, len(rows))))
     return Batches(cycle(stored), ahead, stored[longest], False, [checked])
 
 
@@ -221,6 +221,7 @@ class Trial:
         self.exchanges = self.plan.layout.exchanges  # whether ranks wait for each other within a micro-batch
 
     def run(self) -> TrialResult:
+        """Measure the longest micro-batches, then whole steps, or micro-batches if steps take too long."""
         first_update = self._time_first_update()
         update = self._time(self._update)
         if self.plan.layout.pipeline_parallel > 1:  # its micro-batches overlap, so only whole steps can be timed
