@@ -37,7 +37,7 @@ from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import forget_plan, proof_path
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
-from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
+from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.loss_split import Split

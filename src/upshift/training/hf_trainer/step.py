@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch, cut_rows, halve_group
+from upshift.training.batches.user_batches import Batch, cut_rows, halve_group
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
