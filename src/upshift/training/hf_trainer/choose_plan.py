@@ -57,9 +57,9 @@ class Sample:
     batches: list[Batch]  # from the collator, each of the user's per-device size
     seconds_per_batch: float
 
-    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
-        """Return the rows of the first ``num_batches`` batches. Raise NotRows if a batch is not made of rows."""
-        return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
+    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> RowBatch:
+        """Return the rows of the first ``num_batches`` batches. Raise InseparableRows if a batch is not made of rows."""
+        return RowBatch(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
 
 
 class NoSample(ValueError):
@@ -116,7 +116,7 @@ def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
     return islice(examples, count)
 
 
-def length_histogram(rows: CollatedRows) -> LengthHistogram:
+def length_histogram(rows: RowBatch) -> LengthHistogram:
     """Return the lengths of the longer side of each row. The sequence length is the longest one, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
     return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))
@@ -319,7 +319,7 @@ def _prove(
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
-        rows = write_rows(folder, request.sample.batches, _row_format(request))
+        rows = write_stored_rows(folder, request.sample.batches, _row_format(request))
         trial = TrialRequest(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
             seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
@@ -334,7 +334,7 @@ def _proof_path(planning: Planning, request: PlanRequest, fixed: tuple[str, ...]
     return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
 
 
-def _row_format(request: PlanRequest) -> StoredRows:
+def _row_format(request: PlanRequest) -> CutSettings:
     rows = request.rows
     return CutSettings(
         encoder_decoder=rows.encoder_decoder,

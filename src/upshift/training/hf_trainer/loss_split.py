@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import CollatedRows
+from upshift.training.batches.user_batches import RowBatch
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -98,7 +98,7 @@ def has_batch_statistics(model: nn.Module) -> str | None:
     return None
 
 
-def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
+def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
     """Return how the loss splits over rows. ``num_first`` is the number of rows of the first global batch."""
     statistics = has_batch_statistics(model)
     if statistics:
@@ -119,13 +119,13 @@ def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, n
         return Split(None, reason=f"the loss could not be measured on two rows: {message}")
 
 
-def _have_same_label(rows: CollatedRows) -> bool:
+def _have_same_label(rows: RowBatch) -> bool:
     """Return whether the rows have labels, and all labels that count are the same."""
     labels = set().union(*rows.label_values)
     return 0 < len(labels) == len({name for name, _ in labels})
 
 
-def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Split:
+def _measure(rows: RowBatch, probes: LossProbes, pairs: list[Members]) -> Split:
     is_library_loss = probes.is_library_loss
     probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_library_loss else SCRIPT_TOLERANCE)
     first_pair = pairs[0]
@@ -153,7 +153,7 @@ def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Sp
     return Split(unit, trims, drops_mask, flattens, needs_equal_labels=has_equal_labels and not is_library_loss, ranges=ranges)
 
 
-def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, unit: Unit) -> None:
+def _check_gradient(rows: RowBatch, probes: LossProbes, members: Members, unit: Unit) -> None:
     """Raise Unsplittable if the gradient does not split.
 
     A part of the loss that is detached, or small, may show only in the gradient.
@@ -167,9 +167,9 @@ def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, un
             raise Unsplittable(f"the gradient of {len(members)} rows is not made of the gradients of each")
 
 
-def _check_script_loss(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
+def _check_script_loss(rows: RowBatch, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
     """Check everything that a loss of the script may depend on. Raise Unsplittable."""
-    batch_rows = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MAX_ROWS_AT_ONCE]
+    batch_rows = tuple(row for row, (number, _) in enumerate(rows.locations) if number == 0)[:MAX_ROWS_AT_ONCE]
     if not probe.agrees(probe.loss_of_batch(batch_rows), probe.combined_loss(batch_rows, unit)):
         raise Unsplittable(f"the loss of {len(batch_rows)} rows is not made of the losses of each")
     _check_gradient(rows, probes, batch_rows, unit)
@@ -181,7 +181,7 @@ def _check_script_loss(rows: CollatedRows, probes: LossProbes, probe: _Probe, pa
     _check_labels(rows, probe, pairs[0], unit)
 
 
-def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) -> None:
+def _check_labels(rows: RowBatch, probe: _Probe, pair: Members, unit: Unit) -> None:
     """Raise Unsplittable if the loss of a pair does not split for some label between the lowest and the highest.
 
     The labels of a row are replaced by all of these, as many at a time as it has labels.
@@ -208,18 +208,18 @@ def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) 
             )
 
 
-def _can_share_batch(rows: CollatedRows, row: int, other_row: int) -> bool:
-    return rows.can_mix or rows.places[row][0] == rows.places[other_row][0]
+def _can_share_batch(rows: RowBatch, row: int, other_row: int) -> bool:
+    return rows.can_mix or rows.locations[row][0] == rows.locations[other_row][0]
 
 
-def _choose_pairs(rows: CollatedRows, num_first: int, *, is_library_loss: bool) -> list[Members]:
+def _choose_pairs(rows: RowBatch, num_first: int, *, is_library_loss: bool) -> list[Members]:
     """Return pairs of rows to compare.
 
     The first pair is two short rows of the first global batch, with labels and, if possible, of different length. The other
     pairs combine its first row with rows that have another number of labels, no labels, other labels, and the lowest and
     highest value of every other entry.
     """
-    candidates = [row for row, (number, _) in enumerate(rows.places) if number == 0 or rows.can_mix]
+    candidates = [row for row, (number, _) in enumerate(rows.locations) if number == 0 or rows.can_mix]
     candidates.sort(key=lambda row: rows.lengths[row])
     labelled = [row for row in candidates if rows.num_labels[row]]
     early = [row for row in labelled if row < min(num_first, PAIR_CANDIDATES)]
@@ -242,7 +242,7 @@ def _choose_pairs(rows: CollatedRows, num_first: int, *, is_library_loss: bool) 
     return [(first, partner) for partner in dict.fromkeys(partners) if partner != first]
 
 
-def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
+def entry_values(rows: RowBatch) -> dict[str, list[float]]:
     """Return, for each entry that may weight a row, one number for each row: the value itself, or the sum of the row.
 
     Leave out entries that a model reads as text, and labels that are classes.
@@ -256,7 +256,7 @@ def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
     return values_by_name
 
 
-def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
+def entry_ranges(rows: RowBatch) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest value of each of ``entry_values``, and of the labels that count."""
     ranges = {name: (min(values), max(values)) for name, values in entry_values(rows).items()}
     labels = [batch["labels"] for batch in rows.batches if "labels" in batch]
@@ -280,7 +280,7 @@ def is_within(rows: RowBatch, ranges: Ranges) -> bool:
 class _Probe:
     """One way to compute the loss of some rows, with the results that were computed before."""
 
-    def __init__(self, rows: CollatedRows, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
+    def __init__(self, rows: RowBatch, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
         self.rows = rows
         self.loss_of = loss_of
         self.counts_items = counts_items

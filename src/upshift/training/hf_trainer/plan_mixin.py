@@ -29,7 +29,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
-from upshift.training.batches.user_batches import CollatedRows, NotRows
+from upshift.training.batches.user_batches import InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
@@ -181,7 +181,7 @@ class PlanMixin(LibraryTrainer):
             rows = self._upshift_sample_rows(sample, len(sample.batches))
             steps = self._upshift_total_steps(loader)
             split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
-        except (NoSample, NotRows) as error:
+        except (NoSample, InseparableRows) as error:
             return self._upshift_keep_settings(plain, str(error), options.is_demanded), not_split
         split = restrict_to_isolation(split, self.model)
         if options.plan is not None:
@@ -210,7 +210,7 @@ class PlanMixin(LibraryTrainer):
             return "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
         return None
 
-    def _upshift_plan_request(self, sample: Sample, rows: CollatedRows, split: Split, total_steps: int) -> PlanRequest:
+    def _upshift_plan_request(self, sample: Sample, rows: RowBatch, split: Split, total_steps: int) -> PlanRequest:
         accumulation = self.args.gradient_accumulation_steps
         allow = (*self._upshift_planned.allow, *changes_by_optimizer(self.args))
         return PlanRequest(
@@ -238,14 +238,14 @@ class PlanMixin(LibraryTrainer):
             raise RequestError(f"no plan can be made here ({reason}); leave out plan, fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
-    def _upshift_sample_rows(self, sample: Sample, num_batches: int) -> CollatedRows:
+    def _upshift_sample_rows(self, sample: Sample, num_batches: int) -> RowBatch:
         return sample.rows(
             num_batches,
             encoder_decoder=self._upshift_is_encoder_decoder,
             shifts_labels=self._upshift_shifts_labels,
         )
 
-    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
+    def _upshift_measure_split(self, sample: Sample, rows: RowBatch, total_steps: int) -> tuple[Split, float]:
         """Return how the loss splits, and the seconds of one row's forward pass.
 
         ``rows`` are the rows of the whole sample.
@@ -288,7 +288,7 @@ class PlanMixin(LibraryTrainer):
         if logged and split.unit is not None:
             split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
         # The measured rows are short, and the time is proportional to the tokens.
-        widths = [anatomy.width for anatomy in first_batch.anatomies]
+        widths = [schema.width for schema in first_batch.schemas]
         shortest = sorted(first_batch.lengths)[:2]
         tokens_ratio = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
         return split, (min(times) if times else math.inf) * tokens_ratio

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, cut_rows, halve_group
+from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch, cut_rows, halve_group
 from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
 from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
@@ -155,7 +155,7 @@ class CollatedMicroBatch:
         return len(self.group.rows), self.group.width
 
 
-WorkItem = tuple[CollatedMicroBatch, CollatedRows | None]
+WorkItem = tuple[CollatedMicroBatch, RowBatch | None]
 
 
 @dataclass(frozen=True)
@@ -224,18 +224,18 @@ class BatchStep:
         check_finite(self.exchange.job_loss(total))
         return self.exchange.loss_for_transformers(total)
 
-    def _collate_rows(self, batches: list[Batch]) -> CollatedRows | None:
+    def _collate_rows(self, batches: list[Batch]) -> RowBatch | None:
         """Return the rows of the batches, or None if the batches must stay whole."""
         if self.split.unit is None:
             return None
         try:
-            rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
-        except NotRows:
+            rows = RowBatch(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+        except InseparableRows:
             return None  # these batches are not like the sample
         has_uneven_labels = self.split.needs_equal_labels and len({*rows.num_labels}) > 1
         return rows if not has_uneven_labels and is_within(rows, self.split.ranges) else None
 
-    def _cut(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[CollatedMicroBatch]:
+    def _cut(self, batches: list[Batch], rows: RowBatch | None, weights: list[tuple[float, int]]) -> list[CollatedMicroBatch]:
         if rows is None:
             return [CollatedMicroBatch(number, RowGroup((), 0)) for number in range(len(batches))]
         if not any(rows.num_labels) and self.plan.num_processes == 1:  # with several ranks, others may wait in it
@@ -245,24 +245,24 @@ class BatchStep:
         groups = cut_rows(rows, self.plan, classes=self._row_classes(rows, weights), trims=self.split.trims)
         return [CollatedMicroBatch(None, group) for group in groups if self._has_label(group, rows)]
 
-    def _whole_batches(self, rows: CollatedRows) -> list[CollatedMicroBatch]:
+    def _whole_batches(self, rows: RowBatch) -> list[CollatedMicroBatch]:
         micro_batches = []
-        for number, anatomy in enumerate(rows.anatomies):
-            first_row = rows.places.index((number, 0))
-            members = tuple((first_row + row,) for row in range(anatomy.num_rows))
-            micro_batches.append(CollatedMicroBatch(number, RowGroup(members, anatomy.width)))
+        for number, schema in enumerate(rows.schemas):
+            first_row = rows.locations.index((number, 0))
+            members = tuple((first_row + row,) for row in range(schema.num_rows))
+            micro_batches.append(CollatedMicroBatch(number, RowGroup(members, schema.width)))
         return micro_batches
 
-    def _row_classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
+    def _row_classes(self, rows: RowBatch, weights: list[tuple[float, int]]) -> list[list[int]]:
         """Return groups of rows that may share a micro-batch, because their labels have the same weight in the job's loss."""
         classes: dict[Any, list[int]] = {}
-        for row, (number, _) in enumerate(rows.places):
+        for row, (number, _) in enumerate(rows.locations):
             weight = 0 if self.split.unit == "items" else weights[row][1]
             key = weight if rows.can_mix else (number, weight)
             classes.setdefault(key, []).append(row)
         return list(classes.values())
 
-    def _has_label(self, group: RowGroup, rows: CollatedRows) -> bool:
+    def _has_label(self, group: RowGroup, rows: RowBatch) -> bool:
         """Return whether the group has a label. A mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
@@ -274,7 +274,7 @@ class BatchStep:
         row = _row_with_most_labels(inputs.get("labels"))
         return {name: value[row:][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
 
-    def _row_inputs(self, micro_batch: CollatedMicroBatch, rows: CollatedRows) -> dict[str, Any]:
+    def _row_inputs(self, micro_batch: CollatedMicroBatch, rows: RowBatch) -> dict[str, Any]:
         drop_mask = self.split.drops_mask and self.cuts_batches
         return dict(rows.build(micro_batch.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
