@@ -33,12 +33,12 @@ from upshift.planning.planner import Planning, plan_training
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.plan_layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import find_place
-from upshift.training.prepare import computing, load_or_build, prepare, set_process
-from upshift.training.step import Stepper
+from upshift.training.distributed.mesh import init_mesh
+from upshift.training.prepare import chunked_loss, configure_process, load_or_build, prepare_model
+from upshift.training.step import TrainStep
 
 TRAINED_LENGTH = 32  # tokens of a row
 LENGTHS = (5, 9, 14, 7, 20, 11, 6, 17)  # of the sequences of a global batch
@@ -170,18 +170,18 @@ def _sequences() -> Sequences:
 
 def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[float], list[list[int]]]:
     source = find_model(str(model.folder))
-    set_process(plan)
+    configure_process(plan)
     torch.set_num_threads(1)
-    place = find_place(plan)
-    ready = prepare(load_or_build(source, plan, from_config=False, seed=0), plan, place)
-    objective = objective_of(source)
+    place = init_mesh(plan)
+    ready = prepare_model(load_or_build(source, plan, from_config=False, seed=0), plan, place)
+    objective = find_objective(source)
     arguments = Arguments(max_steps=1000, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=0.0)
     batches = BatchSource(
         sequences=sequences, global_batch=len(LENGTHS), layout=layout_for(plan, objective), objective=objective
     ).batches()
-    stepper, losses, seen = Stepper(ready, place, arguments), [], []
+    stepper, losses, seen = TrainStep(ready, place, arguments), [], []
     ready.train()
-    with computing(ready, plan):
+    with chunked_loss(ready, plan):
         for _ in range(STEPS):
             batch = next(batches)
             losses.append(stepper.step(batch).loss)
@@ -221,7 +221,7 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
     tokens = torch.from_numpy(sequences.tokens[start : start + length].astype(np.int64))[None]
     if model.kind == "causal":
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    objective = objective_of(find_model(str(model.folder)))
+    objective = find_objective(find_model(str(model.folder)))
     layout = Layout(micro_batch=1, pad_multiple=1)
     batches = BatchSource(sequences=sequences, global_batch=1, layout=layout, objective=objective).batches()
     for batch in islice(batches, len(sequences)):

@@ -122,26 +122,26 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     import torch.distributed as dist
 
     from upshift.training.arguments import Arguments
-    from upshift.training.batches.plan_layout import layout_for, objective_of
+    from upshift.training.batches.plan_layout import find_objective, layout_for
     from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-    from upshift.training.distributed.mesh import find_place
-    from upshift.training.prepare import load_or_build, prepare, set_process
-    from upshift.training.step import Stepper
+    from upshift.training.distributed.mesh import init_mesh
+    from upshift.training.prepare import configure_process, load_or_build, prepare_model
+    from upshift.training.step import TrainStep
 
-    set_process(plan)
-    place, source = find_place(plan), find_model_to_train(str(folder / "model"))
-    model = prepare(load_or_build(source, plan, from_config=True, seed=1), plan, place)
+    configure_process(plan)
+    place, source = init_mesh(plan), find_model_to_train(str(folder / "model"))
+    model = prepare_model(load_or_build(source, plan, from_config=True, seed=1), plan, place)
     generator = np.random.default_rng(0)
     words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
     documents = [generator.integers(0, words, size=SEQUENCE).astype(np.int32) for _ in range(BATCH * steps)]
-    objective = objective_of(source)
+    objective = find_objective(source)
     batches = BatchSource(
         sequences=cut_sequences(TokenizedCorpus.from_documents(documents), SEQUENCE), global_batch=plan.global_batch,
         objective=objective,
         layout=layout_for(plan, objective, data_rank=place.data_rank), seed=1,
     ).batches()  # fmt: skip
-    stepper, samples = Stepper(model, place, Arguments(max_steps=steps)), []
+    stepper, samples = TrainStep(model, place, Arguments(max_steps=steps)), []
     for batch in itertools.islice(batches, steps):
         dist.barrier()
         start = time.perf_counter()

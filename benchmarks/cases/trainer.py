@@ -34,7 +34,7 @@ from upshift.planning.planner import Planning, find_host
 from upshift.planning.trials.store import proof_path
 from upshift.record import Numbers, Spread
 from upshift.training.arguments import TrainRequest
-from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.run import PreparedRun, Watcher, prepare_run
 
 CLAIMS = (
     Claim(
@@ -88,7 +88,7 @@ class Inputs:
     size: Size
 
 
-def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) -> Prepared:
+def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) -> PreparedRun:
     """Plans and proves anew: what earlier trials said of the same job on this machine is forgotten."""
 
     def planned(planning: Planning) -> None:

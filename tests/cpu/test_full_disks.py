@@ -18,7 +18,7 @@ from upshift.cli import main as command_line
 from upshift.disk_full import disk_full_message, write_cache_file
 from upshift.errors import JobFailed
 from upshift.training.data.dataset import TrainingData
-from upshift.training.job.processes import result_in, run_in, written
+from upshift.training.job.processes import job_folder, read_result, run_from_folder
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_the_process_of_a_job_says_it_in_words(
     home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     job = a_job(home, tmp_path / "run")
-    with written(job, prepared("llama")) as folder:
-        run_in(folder, lambda *given: full_compiler(), lambda event: None)
+    with job_folder(job, prepared("llama")) as folder:
+        run_from_folder(folder, lambda *given: full_compiler(), lambda event: None)
         with pytest.raises(JobFailed, match=r"No space left on device: .*x.cpp.*there is no earlier checkpoint; free some space"):
-            result_in(folder, 0, interrupted=False)
+            read_result(folder, 0, interrupted=False)
 
 
 def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,12 +125,12 @@ def test_ranks_do_not_keep_pace_where_torch_has_no_exchange_to_count(
 ) -> None:
     """Said once; the run itself goes on."""
     layout = Layout(fully_shard="weights", shard_size=2)
-    fsdp._missing.cache_clear()
-    assert fsdp.can_keep_pace(layout)
+    fsdp._missing_internal.cache_clear()
+    assert fsdp.can_catch_up(layout)
     without(name)
-    fsdp._missing.cache_clear()
-    assert not fsdp.can_keep_pace(layout) and not fsdp.can_keep_pace(layout)
-    fsdp._missing.cache_clear()
+    fsdp._missing_internal.cache_clear()
+    assert not fsdp.can_catch_up(layout) and not fsdp.can_catch_up(layout)
+    fsdp._missing_internal.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
     assert name.attribute in line and "ends the run" in line
 

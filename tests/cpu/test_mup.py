@@ -19,7 +19,7 @@ from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
-from upshift.training.mup import check_base, scale_initial, scales
+from upshift.training.mup import check_base, scale_initial_weights, scales_of_parameters
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.run import train
 from upshift.tuning.mup_check import BOUND, Growth, check_transfer, measure_growth, write_narrow
@@ -72,7 +72,7 @@ def loss_at(config: PretrainedConfig, rate: float, base: str) -> float:
     """Of the last batches of a short training."""
     model, losses = built(config), []
     if base:
-        scale_initial(model, base)
+        scale_initial_weights(model, base)
     optimizer = build_optimizer(model, plan_with(base), Arguments(max_steps=STEPS, learning_rate=rate))
     for batch in sentences():
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -100,8 +100,8 @@ def test_rates_and_initial_weights_by_shape() -> None:
     """Hidden matrices, heads, tables and vectors; weight decay goes against the rate, the rate asked for stands first."""
     base = KINDS["llama"][1]
     wide, narrow, plain = built(llama(256)), dict(built(llama(64)).named_parameters()), dict(built(llama(256)).named_parameters())
-    scale_initial(wide, base)
-    weights, found = dict(wide.named_parameters()), scales(wide, base)
+    scale_initial_weights(wide, base)
+    weights, found = dict(wide.named_parameters()), scales_of_parameters(wide, base)
     for name, rate, deviation in (
         ("model.layers.0.self_attn.k_proj.weight", 1 / 4, 1 / 2),
         ("model.layers.1.mlp.down_proj.weight", 1 / 4, 1 / 2),

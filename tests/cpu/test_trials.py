@@ -20,7 +20,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.job.job import Job, run_job
-from upshift.training.step import Stepper
+from upshift.training.step import TrainStep
 from upshift.training.trials import worker
 from upshift.units import GIB
 
@@ -86,13 +86,13 @@ def a_job(model: str, plan: Plan, output: Path, *, seed: int = 42) -> Job:
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[GlobalBatch]:
     """What every optimizer step computes from now on."""
     seen: list[GlobalBatch] = []
-    step = Stepper.step
+    step = TrainStep.step
 
-    def watched(self: Stepper, batch: GlobalBatch, **options: Any) -> Any:
+    def watched(self: TrainStep, batch: GlobalBatch, **options: Any) -> Any:
         seen.append(batch)
         return step(self, batch, **options)
 
-    monkeypatch.setattr(Stepper, "step", watched)
+    monkeypatch.setattr(TrainStep, "step", watched)
     return seen
 
 
@@ -144,7 +144,7 @@ def test_what_was_timed_beside_other_programs_is_timed_again(
 ) -> None:
     """Some timings are not steps: updates and looks at the longest micro-batch."""
     monkeypatch.setattr(worker, "LoadMeter", Beside)
-    monkeypatch.setattr(worker, "BUSY_PATIENCE", 1e9)
+    monkeypatch.setattr(worker, "BUSY_FACTOR", 1e9)
     monkeypatch.setattr(Beside, "count", 0)
     monkeypatch.setattr(Beside, "disturbed", disturbed)
     found = tried(a_request(model, stored, a_plan(model), seconds=2.0), tmp_path)

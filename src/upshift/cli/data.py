@@ -39,10 +39,10 @@ def to_tfrecord(
 
 def _examples(prepared: Any, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the arrays of one sequence at a time, as training would batch it alone."""
-    from upshift.training.batches.collate import fill
+    from upshift.training.batches.collate import fill_micro_batch
     from upshift.training.batches.layout import Layout, RowGroup
 
     layout = Layout(micro_batch=1, pad_multiple=1)
     for index, length in enumerate(prepared.training.lengths.tolist()):
-        batch = fill(RowGroup(((index,),), length), prepared.training, layout, prepared.objective, seed=seed, epoch=0)
+        batch = fill_micro_batch(RowGroup(((index,),), length), prepared.training, layout, prepared.objective, seed=seed, epoch=0)
         yield {name: batch.arrays[name][0] for name in ("input_ids", "labels")}

@@ -37,7 +37,7 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
     _reject_torch_options(request)
     fields = _read_fields(request.fixed)
     need_tensorflow("--backend xla")
-    from upshift.training.batches.sampler import steps_of
+    from upshift.training.batches.sampler import count_steps
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.train import train
 
@@ -45,7 +45,7 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
     seed = request.arguments.seed
     if has_records(request.data):
         num_sequences = read_index(request.data).num_examples
-        steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+        steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
         batches = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed)
         tokenizer = None
     else:
@@ -89,7 +89,7 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.sampler import BatchSource, evaluation_batches, steps_of
+    from upshift.training.batches.sampler import BatchSource, count_steps, evaluation_batches
     from upshift.training.data.dataset import prepare_data
     from upshift.training.loop.state import fingerprint
     from upshift.xla.data.batches import Batches, plan_buckets
@@ -99,7 +99,7 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     data = prepare_data(
         find_model(request.model), request.data, sequence_length=request.sequence_length, text_column=request.text_column
     )
-    steps = request.max_steps or steps_of(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(sequences=data.training, global_batch=global_batch, layout=layout, objective=data.objective, seed=seed)
     lengths = data.histogram

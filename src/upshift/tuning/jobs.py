@@ -26,7 +26,7 @@ from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
 from upshift.training.loop.state import OWN_FILES
-from upshift.training.run import Prepared, prepare_run
+from upshift.training.run import PreparedRun, prepare_run
 from upshift.tuning.space import RUN_FIELDS
 from upshift.tuning.storage import folder_url, hide_password
 from upshift.tuning.study import StudyTrial
@@ -144,7 +144,7 @@ class TrialRunner:
     at_once: int = 1
     host: Host | None = None  # None: this machine
     on_step: Callable[[int, Event], None] = lambda number, event: None
-    _planned: dict[TrainRequest, tuple[Prepared, int] | Exception] = field(default_factory=dict)
+    _planned: dict[TrainRequest, tuple[PreparedRun, int] | Exception] = field(default_factory=dict)
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _servers: ServerPool[JobServer] = field(default_factory=lambda: ServerPool(job_server))
 
@@ -169,7 +169,7 @@ class TrialRunner:
     def folder(self, number: int) -> Path:
         return trial_folder(self.output, number)
 
-    def _prepare(self, run_fields: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
+    def _prepare(self, run_fields: dict[str, Any], arguments: dict[str, Any]) -> tuple[PreparedRun, int]:
         """Return the prepared run of a trial, and its steps. Trials of one shape share it, or the error."""
         clips = arguments.get("max_grad_norm", 1.0) > 0
         default_arguments = Arguments(max_steps=1, max_grad_norm=1.0 if clips else 0.0)

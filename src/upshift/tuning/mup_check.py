@@ -28,7 +28,7 @@ from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import base_text
 from upshift.training.arguments import Arguments, TrainRequest
-from upshift.training.mup import check_base, narrowed, scale_initial
+from upshift.training.mup import check_base, narrow_config, scale_initial_weights
 from upshift.training.optimizers.build import build_optimizer
 from upshift.value import Value
 
@@ -57,7 +57,7 @@ def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
     if (folder / "config.json").exists() and read_widths(find_model(str(folder)).hf_config) != fields:
         raise RequestError(f"{folder} is another model than {source.reference} of --mup-width {width}; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
-    narrowed(config, fields).save_pretrained(folder)
+    narrow_config(config, fields).save_pretrained(folder)
     for path in [] if source.directory is None else source.directory.iterdir():
         if path.suffix in OF_TOKENIZER and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -186,12 +186,12 @@ def mean_changes(reference: str, fields: dict[str, int], base: dict[str, int] | 
 
 def _output_changes(reference: str, fields: dict[str, int], base: str, seed: int) -> list[float]:
     source = find_model(reference)
-    config = narrowed(source.hf_config, fields)
+    config = narrow_config(source.hf_config, fields)
     model_class, objective = choose_class(config, reference)
     torch.manual_seed(seed)
     model = build_model(config, model_class, dtype=torch.float32).eval()  # no dropout
     if base:
-        scale_initial(model, base)
+        scale_initial_weights(model, base)
     length = default_length(max_positions(model), LENGTH)
     inputs = sample_inputs(model, objective, batch=BATCH, sequence=length, masked=False)
     inputs = {name: _random_tokens(name, tensor, inputs, config.vocab_size) for name, tensor in inputs.items()}

@@ -115,10 +115,10 @@ def _read_lengths(model: str, data: str | None, *, sequence_length: int, text_co
     """Return the lengths of the sequences of ``data``, or None if every sequence is full or there is no data."""
     if data is None:
         return None
-    from upshift.training.run import lengths_of  # reading data needs tokenizers
+    from upshift.training.run import length_histogram  # reading data needs tokenizers
 
     with tables.step(f"Reading the lengths of {data}"):
-        lengths: LengthHistogram | None = lengths_of(model, data, sequence_length=sequence_length, text_column=text_column)
+        lengths: LengthHistogram | None = length_histogram(model, data, sequence_length=sequence_length, text_column=text_column)
     return lengths
 
 

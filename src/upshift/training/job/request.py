@@ -1,4 +1,4 @@
-"""Define Job: everything a process needs to run one training, except the tokens. It round-trips through JSON."""
+"""Define Job: everything that a process needs to run one training, except the tokens. It is written and read as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Job(Value):
 
     @property
     def recorded_plan(self) -> Plan:
-        """Return the plan that records of the run name."""
+        """Return the plan for the records of the run."""
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.batches.sampler import batches_of_epoch
+from upshift.training.batches.sampler import count_batches
 from upshift.value import Value, first_problem
 from upshift.xla.data.batches import IGNORED, Arrays, Batches, plan_buckets
 
@@ -106,7 +106,7 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
     buckets = plan_buckets(index.lengths, index.counts, longest=index.lengths[-1], batch_size=global_batch, num_steps=num_steps)
     files = [f"{folder}/{name}" for name in index.files]
     examples = tf.data.TFRecordDataset(files).map(_parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).cache()
-    batches_per_epoch = batches_of_epoch(index.num_examples, global_batch)
+    batches_per_epoch = count_batches(index.num_examples, global_batch)
 
     def start(step: int) -> Iterator[Arrays]:
         epoch, batch = divmod(step, batches_per_epoch)

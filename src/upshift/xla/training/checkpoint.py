@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint.state import checksums_of, sealed, unsealed
+from upshift.training.checkpoint.state import checksums_of, seal, unseal
 from upshift.value import Value
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def write_checkpoint(
         for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
             save_file({key: variable.numpy() for key, variable in variables.items()}, temporary / name)
         with_checksums = state.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
-        (temporary / STATE).write_text(sealed(with_checksums.to_json(indent=1)), encoding="utf-8")
+        (temporary / STATE).write_text(seal(with_checksums.to_json(indent=1)), encoding="utf-8")
         for file in [*temporary.iterdir(), temporary]:
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
@@ -106,7 +106,7 @@ def _checkpoints(output: Path) -> list[Path]:
 def _read_state(path: Path) -> RunState | None:
     """Return the state of a checkpoint, or None if a file is missing or damaged."""
     try:
-        document = unsealed((path / STATE).read_bytes())
+        document = unseal((path / STATE).read_bytes())
         if document is None:
             return None
         state = RunState.model_validate(json.loads(document))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from upshift.training.optimizers.schedule import check_schedule, factor
+from upshift.training.optimizers.schedule import check_schedule, learning_rate_factor
 from upshift.xla.training.arguments import XlaArguments
 
 Scalars = dict[str, tf.Tensor]
@@ -76,4 +76,4 @@ def learning_rates(arguments: XlaArguments) -> list[float]:
     check_schedule(arguments)
     name = arguments.lr_scheduler_type
     rate = arguments.learning_rate
-    return [rate * factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]
+    return [rate * learning_rate_factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]
