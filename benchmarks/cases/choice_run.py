@@ -53,10 +53,10 @@ def whole(request: dict[str, Any]) -> None:
 def _encode(request: dict[str, Any], setup: Any) -> Any:
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
     from upshift.inference.encoding.run import Encoding
-    from upshift.inference.race.types import spread
+    from upshift.inference.race.types import pick_evenly
 
     encoder = Encoder(request["model"])
-    sample = encoder.tokens.of(spread(request["texts"], SAMPLE_TEXTS))
+    sample = encoder.tokens.of(pick_evenly(request["texts"], SAMPLE_TEXTS))
     encoding = Encoding(encoder.source, encoder.recipe, setup, sample, pad=encoder.tokens.pad)
     return partial(encoding.rows, encoder.tokens.of(request["texts"]))
 

@@ -27,7 +27,7 @@ from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import Standing
 from upshift.inference.race.policy import TURNS, RacePolicy
 from upshift.inference.race.race import Race
-from upshift.inference.race.types import Contest, Entrants, Limits, Quality, Run, read_quality, spread_over
+from upshift.inference.race.types import Contest, RaceRequest, Limits, Quality, Run, read_quality, pick_evenly_from_stream
 from upshift.inference.registry import EngineName, EngineSetup, Precision
 from upshift.inference.resumable_output import blocks, count_lines
 from upshift.models.source import ModelSource
@@ -192,8 +192,8 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
     assert count_lines(lines) == 10
     assert [text for block in blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
-    assert spread_over(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
-    assert spread_over(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
+    assert pick_evenly_from_stream(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
+    assert pick_evenly_from_stream(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
     plain = tmp_path / "texts.txt"
     plain.write_bytes(b"one\rstill one\r\n\nlast")
     assert count_lines(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]
@@ -260,7 +260,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
-    entrants = Entrants(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
+    entrants = RaceRequest(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
     with fork_server("of_a_test.contest") as server:
         first, second, third = race_module.runs_of(server, entrants)
     assert first.per_second == 1.0 and said in (second.failure or "")
@@ -273,7 +273,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             if setup.engine == "nothing":
                 yield Run(setup=setup, per_second=1e6)
@@ -311,7 +311,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     raced = {("openvino", 256): 100.0, ("openvino", 512): 99.0, ("ctranslate2", 512): 98.0}
     finals: list[str] = []
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             again = len(entrants.contest.batches) == 1
             finals.extend([setup.engine] if again else [])
@@ -346,7 +346,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             one = Run(setup=setup, seconds=Spread.of([1.0]), per_second=speeds[setup.engine], load_seconds=30.0)
             yield one.changed(largest_difference=0.0, worst_cosine=1.0)
@@ -467,7 +467,7 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
         setup=some.changed(engine="torch"), per_second=40 / 0.05, seconds=Spread.of([0.05]), largest_difference=0.0,
         worst_cosine=1.0,
     )  # fmt: skip
-    entrants = Entrants(
+    entrants = RaceRequest(
         contest=contest, setups=(some,), sample=tmp_path / "sample.json", reference=tmp_path / "reference.npy", quality=0.99,
         before=(other,),
     )  # fmt: skip

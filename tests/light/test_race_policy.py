@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from upshift.inference.race.policy import COMPILE_SECONDS, FEW, LONGER, RACE_SECONDS, RACE_SHARE, RacePolicy
-from upshift.inference.race.types import LeftOut, Limits, Run
+from upshift.inference.race.types import Skipped, Limits, Run
 from upshift.inference.registry import EngineName, EngineSetup
 from upshift.record import Spread
 
@@ -51,10 +51,10 @@ def test_a_final_is_for_many_texts_without_limits() -> None:
 
 
 def test_an_earlier_race_answers_if_nothing_that_it_left_out_could_win_now() -> None:
-    runs, late = [ran(10.0)], (LeftOut(setup=COMPILED, reason="time"),)
+    runs, late = [ran(10.0)], (Skipped(setup=COMPILED, reason="time"),)
     assert RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS)
     assert not RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS / LONGER - 1)
-    coarse = (LeftOut(setup=COMPILED, reason="quality", cosine=0.95),)
+    coarse = (Skipped(setup=COMPILED, reason="quality", cosine=0.95),)
     assert RacePolicy(0.99, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
     assert not RacePolicy(0.9, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
     behind = [ran(10.0), ran(1.0, engine="openvino", stopped="behind")]

@@ -36,7 +36,7 @@ def command(
     with importing():
         from upshift.inference.encoding.encoder import Encoder
         from upshift.inference.encoding.files import check_files, check_form, read_texts
-        from upshift.inference.race.types import spread_over
+        from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
     check_files(texts, output, overwrite=overwrite)
@@ -47,7 +47,7 @@ def command(
         )  # fmt: skip
         check_form(output, encoder.recipe.output)
         total = count_lines(texts)
-        encoder.prepare_from(lambda count: spread_over(read_texts(texts), total, count), total)
+        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start

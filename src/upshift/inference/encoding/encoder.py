@@ -22,7 +22,7 @@ from upshift.inference.encoding.run import Encoding, TokenScores, token_counts
 from upshift.inference.race.forecast import forecast_encoding
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
+from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, pick_evenly
 from upshift.inference.registry import Hint
 from upshift.inference.resumable_output import is_text
 from upshift.inference.tokenizer import load_tokenizer
@@ -166,7 +166,7 @@ class Encoder:
 
     def prepare(self, texts: Sequence[str]) -> Encoding:
         """Return the engine that wins a race on some of ``texts``, or that won before."""
-        return self.prepare_from(partial(spread, texts), len(texts))
+        return self.prepare_from(partial(pick_evenly, texts), len(texts))
 
     def prepare_from(self, take: Callable[[int], Sequence[str]], total: int) -> Encoding:
         """Return the engine as ``prepare`` does, for ``total`` texts that need not be in memory. ``take`` returns a

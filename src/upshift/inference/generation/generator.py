@@ -20,7 +20,7 @@ from upshift.inference.generation.sequence import Ending, GeneratedSequence
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
+from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, pick_evenly
 from upshift.inference.registry import build_engine
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import alike_positions_in
@@ -149,7 +149,7 @@ class Generator:
                 )
             self.race = self._divide(ids, options)
         if self.race is None:
-            sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
+            sample = pick_evenly(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options, self._positions_left(ids))
             contest = Contest(
                 task=self.task, source=self.source, asked=task.to_json(), pad=0,
