@@ -18,7 +18,7 @@ from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.inference.encoding.encoder import reads_alone
 from upshift.inference.encoding.engines.base import check_encodes
-from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
@@ -233,7 +233,7 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
 def encode(model: TinyModel) -> str:
     """Vectors of texts that are batched, where they may be, against those of each text alone, by transformers."""
     source = find_model(str(model.folder))
-    recipe: Recipe = read_recipe(source)
+    recipe: EncodingConfig = read_encoding_config(source)
     check_encodes(source, recipe)
     if recipe.output != "embeddings":
         raise NoReference(f"it gives {recipe.output}")

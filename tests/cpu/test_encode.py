@@ -20,8 +20,8 @@ from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, Tokens
-from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, TextTokenizer
+from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.quantize import rounding_of
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.quantize import quantize
@@ -71,8 +71,8 @@ def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> Non
     if setup.precision == "tf32" and detect().medium_is_bf16:
         pytest.skip("with this CPU's AMX torch computes tf32 in bf16, and no race has it")
     source = find_model(str(MINILM))
-    recipe = read_recipe(source)
-    tokens = Tokens(source, recipe)
+    recipe = read_encoding_config(source)
+    tokens = TextTokenizer(source, recipe)
     ids = tokens.of(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     if setup.precision in LOWEST:
@@ -120,8 +120,8 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     if not registry.is_installed(engine):  # type: ignore[arg-type]
         pytest.skip(f"{engine} is not installed")
     source = made(tmp_path, kind)
-    recipe = read_recipe(source)
-    tokens = Tokens(source, recipe)
+    recipe = read_encoding_config(source)
+    tokens = TextTokenizer(source, recipe)
     setup = EngineSetup(engine=engine, precision="fp32", threads=1, batch=512)  # type: ignore[arg-type]
     ids = tokens.of(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
@@ -139,7 +139,7 @@ def test_one_compilation_serves_all_lengths(tmp_path: Path, monkeypatch: pytest.
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **given: plain(layer, **given, backend="aot_eager"))
     source = made(tmp_path, "classifier")
-    recipe, ids = read_recipe(source), [list(range(9, 9 + length)) for length in (3, 40, 5, 7, 20, 21, 4, 6, 2)]
+    recipe, ids = read_encoding_config(source), [list(range(9, 9 + length)) for length in (3, 40, 5, 7, 20, 21, 4, 6, 2)]
     setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=64) for engine in ("torch", "torch-compiled")]  # type: ignore[arg-type]
     eager, compiled = (Encoding(source, recipe, setup, [], pad=0) for setup in setups)
     torch.compiler.set_stance("fail_on_recompile")
@@ -162,7 +162,7 @@ def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str
     getattr(transformers, f"{family}{ending}")(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MINILM).save_pretrained(tmp_path)
     source = find_model(str(tmp_path))
-    recipe, ids = read_recipe(source), [[7, 8, 9], [5] * 60, [11], [12, 13]]
+    recipe, ids = read_encoding_config(source), [[7, 8, 9], [5] * 60, [11], [12, 13]]
     setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=128) for engine in ("torch", "ctranslate2")]
     expected, found = (Encoding(source, recipe, setup, [], pad=1).rows(ids) for setup in setups)
     assert found.std() > 0.1 and np.abs(found - expected).max() < 1e-4

@@ -19,9 +19,9 @@ from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
 from upshift.inference.encoding import contest as contest_module
-from upshift.inference.encoding.engines.base import by_length, padded
+from upshift.inference.encoding.engines.base import batch_by_length, pad_batches
 from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
-from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
 from upshift.inference.race.early_stopping import Standing
@@ -29,16 +29,16 @@ from upshift.inference.race.policy import TURNS, RacePolicy
 from upshift.inference.race.race import Race
 from upshift.inference.race.types import Contest, RaceRequest, Limits, Quality, Run, read_quality, pick_evenly_from_stream
 from upshift.inference.registry import EngineName, EngineSetup, Precision
-from upshift.inference.resumable_output import blocks, count_lines
+from upshift.inference.resumable_output import read_blocks, count_lines
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
-EMBEDDINGS = Recipe(output="embeddings", said_by="a test")
+EMBEDDINGS = EncodingConfig(output="embeddings", said_by="a test")
 
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 2000))
 def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = by_length(lengths, budget)
+    batches = batch_by_length(lengths, budget)
     assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
@@ -47,14 +47,14 @@ def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget
 def test_sorted_batches_pad_less_than_batches_as_they_come() -> None:
     tokens = [[1] * length for length in [200, 5, 7, 180, 6, 190, 5, 8]]
     sizes = [
-        sum(batch.ids.size for batch in padded(tokens, places, pad=0))
-        for places in (by_length(list(map(len, tokens)), 600), [[0, 1, 2], [3, 4, 5], [6, 7]])
+        sum(batch.ids.size for batch in pad_batches(tokens, places, pad=0))
+        for places in (batch_by_length(list(map(len, tokens)), 600), [[0, 1, 2], [3, 4, 5], [6, 7]])
     ]
     assert sizes[0] < sizes[1] / 1.5
 
 
 def test_padding() -> None:
-    (batch,) = padded([[5, 6, 7], [8], []], [[1, 0, 2]], pad=9)
+    (batch,) = pad_batches([[5, 6, 7], [8], []], [[1, 0, 2]], pad=9)
     assert batch.ids.tolist() == [[8, 9, 9], [5, 6, 7], [9, 9, 9]] and batch.mask.tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
 
 
@@ -82,22 +82,22 @@ def sentence_transformers_directory(folder: Path, pooling: dict[str, object], *m
 
 def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path: Path) -> None:
     source = sentence_transformers_directory(tmp_path, {"pooling_mode_cls_token": True}, "Normalize")
-    recipe = read_recipe(source)
+    recipe = read_encoding_config(source)
     assert (recipe.pooling, recipe.normalize, recipe.max_length) == ("cls", True, 77)
     for pooling, name in (({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode": ["max"]}, "max"), ({}, "mean")):
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-        assert read_recipe(source).pooling == name
+        assert read_encoding_config(source).pooling == name
 
 
 def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
     source = sentence_transformers_directory(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
     said = {"prompts": {"query": "query: "}, "default_prompt_name": None}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
-    assert read_recipe(source).prompt == ""
+    assert read_encoding_config(source).prompt == ""
     for name, message in (("query", "leaves the tokens of the prompt 'query: ' out"), ("document", "has no prompt 'document'")):
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said | {"default_prompt_name": name}))
         with pytest.raises(RequestError, match=message):
-            read_recipe(source)
+            read_encoding_config(source)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,19 @@ def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, pooling: dict[str, object], more: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        read_recipe(sentence_transformers_directory(tmp_path, pooling, *more))
+        read_encoding_config(sentence_transformers_directory(tmp_path, pooling, *more))
 
 
 @pytest.mark.parametrize(("ending", "output"), [("Sequence", "class scores"), ("Token", "token scores")])
 def test_a_classifier_gives_scores(tmp_path: Path, ending: str, output: str) -> None:
     config = {"model_type": "bert", "architectures": [f"BertFor{ending}Classification"]}
-    assert read_recipe(ModelSource(reference="m", directory=tmp_path, config=config)).output == output
+    assert read_encoding_config(ModelSource(reference="m", directory=tmp_path, config=config)).output == output
 
 
 def test_scores_are_of_a_texts_own_tokens() -> None:
     """Not of two special ones before and one behind, nor of padding; texts that have no other tokens give none."""
     logits = np.log(np.arange(1.0, 21.0, dtype=np.float32)).reshape(2, 5, 2)
-    recipe = Recipe(output="token scores", special=(2, 1), said_by="a test")
+    recipe = EncodingConfig(output="token scores", special=(2, 1), said_by="a test")
     found = score_tokens(logits, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]), recipe)
     assert found == pytest.approx(np.array([[5 / 11, 6 / 11], [7 / 15, 8 / 15], [15 / 31, 16 / 31]]), abs=1e-6)
     assert token_counts([5, 4, 3, 2], recipe).tolist() == [2, 1, 0, 0]
@@ -191,7 +191,7 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
     assert count_lines(lines) == 10
-    assert [text for block in blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
+    assert [text for block in read_blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
     assert pick_evenly_from_stream(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
     assert pick_evenly_from_stream(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
     plain = tmp_path / "texts.txt"

@@ -45,8 +45,8 @@ from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_export import convert
 from upshift.inference.generation.model import generation_task
-from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
+from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, common_prefix, remaining_tokens
 from upshift.inference.generation.prompts import Prompts, read_prompts
 from upshift.inference.generation.quantize import rounding_of
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -475,9 +475,9 @@ def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
     source = find_weights(model)
     assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
-    assert unused(source) == {}
+    assert unused_settings(source) == {}
     (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4, "num_return_sequences": 1, "top_k": 5}')
-    assert unused(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
+    assert unused_settings(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
     assert read_options(source, {"do_sample": False, "temperature": None}).do_sample is False
     assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
 
@@ -556,12 +556,12 @@ def test_lines_that_are_no_prompt(tmp_path: Path, line: str) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 1), min_size=SHORTEST), st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4))
+@given(st.lists(st.integers(0, 1), min_size=MIN_PREFIX_TOKENS), st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4))
 def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: list[list[int]]) -> None:
     prompts = [shared + tail for tail in tails]
     prefix = common_prefix(prompts)
     assert len(prefix) >= len(shared) and all(prompt[: len(prefix)] == prefix and prompt != prefix for prompt in prompts)
-    left = remainder(prompts, len(prefix))
+    left = remaining_tokens(prompts, len(prefix))
     states = left.place(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
     rows = np.concatenate([states, left.ids], axis=1)
     assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
@@ -574,7 +574,7 @@ def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: lis
     assert max(part.ids.size for part in parts) <= 3 * len(prompts)
     for of in (lambda one: one.ids, lambda one: one.positions):
         assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))
-    assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
+    assert common_prefix([[1] * (MIN_PREFIX_TOKENS - 1) + tail for tail in ([0], [1, 1])]) == []
 
 
 @settings(max_examples=60)

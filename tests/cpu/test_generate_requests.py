@@ -18,8 +18,8 @@ import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prompts import Prompts, check_files, line_of, read_prompts
+from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import Contest
 from upshift.inference.resumable_output import UnfinishedLines
@@ -127,12 +127,12 @@ def test_a_model_says_how_long_a_text_may_be(tmp_path: Path, place: str) -> None
     expected = [reference.generate(torch.tensor([ids]), pad_token_id=0)[0, 1:].tolist() for ids in ids_of(prompts, model)]
     generator = upshift.Generator(model, engine="torch")
     assert [one.tokens for one in generator.generate(prompts)] == expected and len(expected[0]) == 19
-    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused(generator.source) == {}
+    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused_settings(generator.source) == {}
 
 
 def test_a_length_with_its_prompt_is_told(tmp_path: Path) -> None:
     source = find_weights(save(tmp_path, CONFIGS["llama"], max_length=99))
-    assert unused(source) == {"max_length": 99} and unused(source, {"max_new_tokens": 5}) == {}
+    assert unused_settings(source) == {"max_length": 99} and unused_settings(source, {"max_new_tokens": 5}) == {}
 
 
 def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_line_with_tools_is_one_prompt(tmp_path: Path) -> None:
     call = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps(call) + "\n")
     first, second = read_prompts(tmp_path / "p.jsonl")
-    assert line_of(first) == chat and line_of(second) == call
+    assert prompt_record(first) == chat and prompt_record(second) == call
 
 
 @pytest.mark.parametrize("config", [CONFIGS["llama"], SEQ2SEQ["bart, absolute positions"]], ids=["decoder", "encoder-decoder"])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.base import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.prefix import SHORTEST
+from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.engine.generation import TextStream
@@ -174,7 +174,7 @@ def test_what_is_kept_is_the_longest_that_a_prompt_begins_with(prompts: list[tup
         tokens = [0] * 20 + tail
         found = cache.find(tokens)
         longest = max((len(commonprefix([one, tokens[:-1]])) for one in added), default=0)
-        assert (found.length if found else 0) == (longest if longest >= SHORTEST else 0)
+        assert (found.length if found else 0) == (longest if longest >= MIN_PREFIX_TOKENS else 0)
         if found is not None:
             assert found.states[: found.length] == tokens[: found.length]
         if keep:

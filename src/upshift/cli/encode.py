@@ -68,10 +68,10 @@ def command(
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows, TokenRows, read_texts
-    from upshift.inference.resumable_output import blocks, made_of
+    from upshift.inference.resumable_output import read_blocks, output_identity
 
     setup = encoder.race.chosen.changed(batch=1)  # however many at once, the rows are the same
-    made = made_of(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
+    made = output_identity(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
     rows: Any
     if encoder.recipe.output == "token scores":
         rows, encode = TokenRows(output, total, made, encoder.labels), encoder.token_scores
@@ -80,7 +80,7 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     before = rows.done
     with closing(rows), tables.bar("Encoding") as update:
         update(before, total)
-        for block in blocks(read_texts(texts), size=rows.block, skip=before):
+        for block in read_blocks(read_texts(texts), size=rows.block, skip=before):
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()

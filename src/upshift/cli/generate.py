@@ -134,24 +134,24 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, read_blocks, output_identity
 
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):
-        first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
+        first = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first, options), options, total=total)
     chosen = generator.race.chosen
     setup = chosen.changed(batch=1)  # however many at once, the texts are the same
-    made = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
+    made = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     before, tokens, start = 0, 0, time.perf_counter()
     with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
         before = answers.done
         update(before, total)
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
             found = generator.complete(block, options, first=answers.done)
             tokens += sum(len(one.tokens) for one in found)
-            answers.add({**line_of(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
+            answers.add({**prompt_record(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
             update(answers.done, total)
         answers.finish()
     seconds = time.perf_counter() - start

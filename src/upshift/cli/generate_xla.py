@@ -66,16 +66,16 @@ def run(
 
 
 def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, read_blocks, output_identity
 
     total, tokens = sum(1 for _ in read_prompts(prompts)), 0
-    made = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
+    made = output_identity(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
     with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
             found = _answers(generator, texts, block, options, first=answers.done)
             tokens += sum(one["tokens"] for one in found)
-            answers.add({**line_of(prompt), **answer} for prompt, answer in zip(block, found, strict=True))
+            answers.add({**prompt_record(prompt), **answer} for prompt, answer in zip(block, found, strict=True))
             update(answers.done, total)
         answers.finish()
     return total, tokens

@@ -172,7 +172,7 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         ("openvino", "nncf"), "openvino",
         {
             "encode": EngineFactory("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
-            "generate": EngineFactory("openvino_decoder:decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
+            "generate": EngineFactory("openvino_decoder:build_decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
             "seq2seq": EngineFactory("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
@@ -195,9 +195,9 @@ for _added in added_engines():
 NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures the time outside the engines
     (), "",
     {
-        "encode": EngineFactory("null_engine:NothingEngine", ("fp32",)),
-        "generate": EngineFactory("null_decoder:NothingDecoder", ("fp32",)),
-        "seq2seq": EngineFactory("null_decoder:NothingDecoder", ("fp32",)),
+        "encode": EngineFactory("null_engine:NullEngine", ("fp32",)),
+        "generate": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
     },
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from upshift.inference.generation.options import LEAST
+from upshift.inference.generation.options import MIN_DIVISOR
 from upshift.serving.messages import Generate, Piece, Prompt
 from upshift.text import half_of_pair
 
@@ -76,7 +76,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 # The checks of the validators below as JSON schemas, for the page at /docs.
-TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": LEAST}}
+TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MIN_DIVISOR}}
 LOGPROBS_SCHEMA: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
@@ -119,7 +119,7 @@ class SamplingRequest(RequestBody):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
-    repetition_penalty: float | None = Field(None, ge=LEAST, description="likewise")
+    repetition_penalty: float | None = Field(None, ge=MIN_DIVISOR, description="likewise")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = Field(
@@ -134,8 +134,8 @@ class SamplingRequest(RequestBody):
     @field_validator("temperature")
     @classmethod
     def _check_temperature(cls, temperature: float | None) -> float | None:
-        if temperature is not None and 0 < temperature < LEAST:
-            raise PydanticCustomError("too_small", f"{temperature:g} is too small; give 0, or {LEAST:g} to 2")
+        if temperature is not None and 0 < temperature < MIN_DIVISOR:
+            raise PydanticCustomError("too_small", f"{temperature:g} is too small; give 0, or {MIN_DIVISOR:g} to 2")
         return temperature
 
     @property

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import transformers.modeling_utils  # noqa: F401  import once for all engines
 
-from upshift.inference.encoding.engines.base import by_length
+from upshift.inference.encoding.engines.base import batch_by_length
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.race.early_stopping import EarlyStopping, serve_race
@@ -77,7 +77,7 @@ def _time_round(encoding: Encoding, sample: list[list[int]]) -> list[float]:
     batches = [sample]
     if encoding.setup.hint == "latency":
         lengths = [len(row) for row in sample]
-        batches = [[sample[index] for index in indices] for indices in by_length(lengths, encoding.setup.batch)]
+        batches = [[sample[index] for index in indices] for indices in batch_by_length(lengths, encoding.setup.batch)]
     return [_time_batch(encoding, batch) for batch in batches]
 
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.engines.base import by_length
+from upshift.inference.encoding.engines.base import batch_by_length
 from upshift.inference.registry import ENGINES, ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
@@ -41,7 +41,7 @@ def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -
         engine = model_engine(setup)
         if engine is None:
             return None
-        batch_tokens = [len(indices) * lengths[indices[0]] for indices in by_length(lengths, setup.batch)]
+        batch_tokens = [len(indices) * lengths[indices[0]] for indices in batch_by_length(lengths, setup.batch)]
         steps = [engine.step(float(tokens), 0.0, logits=0.0) for tokens in batch_tokens]
         seconds = sum(step.total for step in steps if step is not None)
         return len(lengths) / seconds if seconds else None

@@ -47,7 +47,7 @@ class Race(Value):
     expected: dict[EngineName, float | None] = Field(
         {}, description="forecast of the fastest setup of each engine that supports the model and is not installed"
     )
-    divided: str | None = Field(None, description="why nothing was raced: the model does not fit into memory, and runs partly from the disk")
+    divided: str | None = Field(None, description="why nothing was raced: the model is too large, and runs partly from the disk")
     final: tuple[EngineSetup, ...] = Field((), description="setups that ran again in the final; their runs have its rates")
     left_out: tuple[Skipped, ...] = Field((), description="setups that could not win, did not pay off, or came too late")
     seconds: float = Field(0.0, description="duration of the race")

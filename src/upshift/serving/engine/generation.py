@@ -241,7 +241,7 @@ class GenerationWorker:
         generator.check_positions(ids, options, "the prompt")
         if request.top is not None:
             self._grammars.check()
-        grammar = None if request.json_schema is None else self._grammars.of_json(request.json_schema)
+        grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
         return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
 
     def _expected_prompts(self) -> list[list[int]]:

@@ -14,7 +14,7 @@ import numpy as np
 from upshift.atomic_file import make_once
 from upshift.errors import JobFailed, RequestError
 from upshift.inference.generation.engines.gguf_families import describe, family_of, rope_factors
-from upshift.inference.generation.engines.llamacpp_library import llamacpp
+from upshift.inference.generation.engines.llamacpp_library import load_llamacpp
 from upshift.inference.weights import weight_files
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.tensors import read_tensor
@@ -26,7 +26,7 @@ FACTORS = "rope_freqs.weight"
 WHOLE = "ALL_F32"
 
 
-def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
+def make_gguf(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
     """Return the model's file of this llama_ftype, which llama.cpp makes from the fp32 file. Each file is put in
     place whole."""
     text: Any = source.hf_config.get_text_config(decoder=True)
@@ -87,7 +87,7 @@ def _add(writer: Any, name: str, shape: Any) -> None:
 
 
 def _round(plain: Path, path: Path, weights: str, threads: int) -> None:
-    library = llamacpp()
+    library = load_llamacpp()
     settings = library.api.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = getattr(library.api, f"LLAMA_FTYPE_{weights}"), threads
     if library.api.llama_model_quantize(str(plain).encode(), str(path).encode(), byref(settings)):

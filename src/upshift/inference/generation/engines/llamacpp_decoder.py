@@ -17,8 +17,8 @@ import numpy as np
 
 from upshift.errors import JobFailed
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, Prefix
-from upshift.inference.generation.engines.gguf_export import make
-from upshift.inference.generation.engines.llamacpp_library import llamacpp
+from upshift.inference.generation.engines.gguf_export import make_gguf
+from upshift.inference.generation.engines.llamacpp_library import load_llamacpp
 from upshift.inference.registry import Precision
 
 BATCH = 2048  # tokens of one call; llama.cpp computes them by 512
@@ -31,7 +31,7 @@ class LlamaCppContext:
     sequences are to be there at once."""
 
     def __init__(self, path: Path, cache: str, threads: int, *, several: bool) -> None:
-        self._library = llamacpp()
+        self._library = load_llamacpp()
         self._api = self._library.api
         settings = self._api.llama_model_default_params()
         settings.n_gpu_layers = 0
@@ -168,7 +168,7 @@ class LlamaCppDecoder(NoExtension):
 
     def __init__(self, build: DecoderBuild) -> None:
         kind = KINDS[build.setup.precision]
-        path = make(build.source, build.folder, kind.weights, build.setup.threads)
+        path = make_gguf(build.source, build.folder, kind.weights, build.setup.threads)
         self.weight_bytes = path.stat().st_size
         self._context = LlamaCppContext(path, kind.cache, build.setup.threads, several=build.setup.batch > 1)
         self._rows: list[Row] = []

@@ -24,5 +24,5 @@ class LlamaCpp:
 
 
 @cache
-def llamacpp() -> LlamaCpp:
+def load_llamacpp() -> LlamaCpp:
     return LlamaCpp()

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, Padding, Prefix
-from upshift.inference.generation.prefix import remainder
+from upshift.inference.generation.prefix import remaining_tokens
 
 
-class NothingDecoder(NoExtension):
+class NullDecoder(NoExtension):
     joins = True
     weight_bytes = 0
 
@@ -27,7 +27,7 @@ class NothingDecoder(NoExtension):
         return Prefix(int(self.padding.mask[row].sum()), None)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        self.padding.admit(remainder(prompts, prefix.length if prefix else 0).mask)
+        self.padding.admit(remaining_tokens(prompts, prefix.length if prefix else 0).mask)
         return self._logits(len(prompts))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild, NoExtension, Padding, Prefix
-from upshift.inference.generation.engines.openvino_paged import OpenVinoPages, paged
+from upshift.inference.generation.engines.openvino_paged import OpenVinoPagedDecoder, convert_to_paged
 from upshift.inference.generation.model import attends_to_all
-from upshift.inference.generation.prefix import Remainder, remainder
-from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make
+from upshift.inference.generation.prefix import Remainder, remaining_tokens
+from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make_model_file
 from upshift.inference.registry import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
 
 
-class OpenVinoStates(NoExtension):
+class OpenVinoStatefulDecoder(NoExtension):
     joins = True
 
     def __init__(self, compiled: Any, weight_bytes: int) -> None:
@@ -35,7 +35,7 @@ class OpenVinoStates(NoExtension):
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         request = self._compiled.create_infer_request()
-        self._compute(request, remainder([tokens], 0))
+        self._compute(request, remaining_tokens([tokens], 0))
         return _prefix(request, 0, len(tokens))
 
     def of_row(self, row: int) -> Prefix:
@@ -44,7 +44,7 @@ class OpenVinoStates(NoExtension):
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
         several = self.padding.rows > 0
         request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
-        left = remainder(prompts, prefix.length if prefix else 0)
+        left = remaining_tokens(prompts, prefix.length if prefix else 0)
         if prefix is not None:
             for state in request.query_state():
                 state.state = _tensor(left.place(prefix.states[state.name]))
@@ -130,12 +130,12 @@ KINDS: dict[Precision, Kind] = {
 }
 
 
-def decoder(build: DecoderBuild) -> Decoder:
+def build_decoder(build: DecoderBuild) -> Decoder:
     path = _file(build)
-    model = paged(core().read_model(path)) if attends_to_all(build.source) else None
+    model = convert_to_paged(core().read_model(path)) if attends_to_all(build.source) else None
     if model is None:
-        return OpenVinoStates(compile_file(path, build.setup), weight_bytes(path))
-    return OpenVinoPages(core().compile_model(model, "CPU", settings_of(build.setup)), weight_bytes(path))
+        return OpenVinoStatefulDecoder(compile_file(path, build.setup), weight_bytes(path))
+    return OpenVinoPagedDecoder(core().compile_model(model, "CPU", compile_settings(build.setup)), weight_bytes(path))
 
 
 def _file(build: DecoderBuild) -> Path:
@@ -144,29 +144,29 @@ def _file(build: DecoderBuild) -> Path:
     if build.setup.precision == "stored":
         assert build.source.directory is not None
         return build.source.directory / OPENVINO_FILE
-    return made(build.folder, partial(export, build.source), build.setup)
+    return make_precision_file(build.folder, partial(export, build.source), build.setup)
 
 
-def made(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
+def make_precision_file(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
     """Return the model of this precision. Make it if ``folder`` has none."""
     from upshift.inference.generation.engines.openvino_export import int4_weights, mixed_weights
 
     kind = KINDS[setup.precision]
     path = folder / f"{kind.weights}.xml"
     rounded = {"fp16": fp16_weights, "mixed": mixed_weights, "int8": int8_weights, "int4": int4_weights}
-    make(path, export, rounded.get(kind.weights))
+    make_model_file(path, export, rounded.get(kind.weights))
     return path
 
 
 def compile_file(path: Path, setup: EngineSetup) -> Any:
-    return core().compile_model(path, "CPU", settings_of(setup))
+    return core().compile_model(path, "CPU", compile_settings(setup))
 
 
 def weight_bytes(path: Path) -> int:
     return path.with_suffix(".bin").stat().st_size
 
 
-def settings_of(setup: EngineSetup) -> dict[str, str]:
+def compile_settings(setup: EngineSetup) -> dict[str, str]:
     kind = KINDS[setup.precision]
     able = "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     products, cache = ("f32" if name == "bf16" and not able else name for name in (kind.products, kind.cache))

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.generation.model import load_model, plain_cache
+from upshift.inference.generation.model import full_cache, load_model
 from upshift.inference.openvino_runtime import fp16_weights
 from upshift.internals.openvino_names import STATEFUL
 from upshift.models.kv_cache import returned_cache, with_cache
@@ -51,7 +51,7 @@ def convert_stateful(
     ``step`` gives logits and the keys and values that come next. Its inputs are ``plain`` (names of tokens first,
     then of what the model may not take), ``past`` (keys and values), and ``beside`` (shapes by name)."""
     converted = convert(step, example, other)
-    shapes = shapes_of(past, "past_key_values")
+    shapes = state_shapes(past, "past_key_values")
     taken = plain[: len(converted.inputs) - len(shapes) - len(beside)]
     kept = {name: name.replace("past_key_values", "present") for name in shapes}
     name_ports(converted, dict.fromkeys(taken, [ANY, ANY]) | shapes | dict(beside), ["logits", *kept.values()])
@@ -89,7 +89,7 @@ def keys_and_values(cache: Any) -> tuple[Any, ...]:
     return tuple(states for layer in cache.layers for states in (layer.keys, layer.values))
 
 
-def shapes_of(states: Sequence[Any], prefix: str) -> dict[str, list[int]]:
+def state_shapes(states: Sequence[Any], prefix: str) -> dict[str, list[int]]:
     """Return the shapes of keys and values by their names, with any number of rows and tokens."""
     names = [f"{prefix}.{layer}.{kind}" for layer in range(len(states) // 2) for kind in ("key", "value")]
     return {name: [ANY, one.shape[1], ANY, one.shape[3]] for name, one in zip(names, states, strict=True)}
@@ -209,7 +209,7 @@ def _step(model: Any) -> Any:
         def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, *past: torch.Tensor) -> Any:
             more = {"position_ids": positions, "logits_to_keep": 1}
             known = {name: value for name, value in more.items() if name in takes}
-            cache = plain_cache(past)
+            cache = full_cache(past)
             found = self.model(input_ids=ids, attention_mask=mask, **with_cache(self.model, cache), **known)
             return found.logits[:, -1:], *keys_and_values(cache)
 
@@ -232,7 +232,7 @@ def mixed_weights(model: Any) -> Any:
     for place, (node, weights) in enumerate(products):
         if sum(sizes[: place + 1]) <= kept:
             continue
-        rounded, scales = eight_bits(weights.data, outputs=0 if node.get_attributes()["transpose_b"] else 1)
+        rounded, scales = quantize_to_int8(weights.data, outputs=0 if node.get_attributes()["transpose_b"] else 1)
         whole = opset13.multiply(opset13.convert(opset13.constant(rounded), "f32"), opset13.constant(scales))
         node.input(1).replace_source_output(whole.output(0))
     model.validate_nodes_and_infer_types()
@@ -248,7 +248,7 @@ def _is_rounded(node: Any) -> bool:
     return weights.get_type_name() == "Constant" and len(weights.get_output_shape(0)) == 2
 
 
-def eight_bits(weights: np.ndarray, *, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize_to_int8(weights: np.ndarray, *, outputs: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a matrix as int8, and a scale of each output. ``outputs`` is the axis of the outputs."""
     scales = np.abs(weights).max(1 - outputs, keepdims=True).astype(np.float32) / LARGEST
     scales = np.where(scales > 0.0, scales, np.float32(1.0))

@@ -29,7 +29,7 @@ class Row:
         self.pages: list[int] = []
 
 
-class OpenVinoPages:
+class OpenVinoPagedDecoder:
     joins = True
     extends = True
     mixes = True
@@ -184,7 +184,7 @@ class Pool:
         self.tensor, self.data, self.pages = tensor, tensor.data, pages
 
 
-def paged(model: Any) -> Any | None:
+def convert_to_paged(model: Any) -> Any | None:
     """Return the model, which is changed in place, or None if OpenVINO finds no attention that it knows, or not all
     of it."""
     from openvino import PartialShape, opset13

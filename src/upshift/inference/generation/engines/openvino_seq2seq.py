@@ -22,16 +22,16 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension
-from upshift.inference.generation.engines.openvino_decoder import compile_file, made, weight_bytes
+from upshift.inference.generation.engines.openvino_decoder import compile_file, make_precision_file, weight_bytes
 from upshift.inference.generation.engines.openvino_export import (
     ANY,
     convert,
     convert_stateful,
     keys_and_values,
     name_ports,
-    shapes_of,
+    state_shapes,
 )
-from upshift.inference.generation.model import load_model, plain_cache
+from upshift.inference.generation.model import full_cache, load_model
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.weights import OPENVINO_PARTS
 from upshift.models.generation_config import start_token
@@ -95,8 +95,8 @@ def _stored(build: DecoderBuild) -> tuple[Any, Any, int]:
 def _made(build: DecoderBuild) -> tuple[Any, Any, int]:
 
     model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
-    encoder = made(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
-    return _compiled(encoder, made(build.folder / "decoder", lambda: export_decoder(model()), build.setup), build)
+    encoder = make_precision_file(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
+    return _compiled(encoder, make_precision_file(build.folder / "decoder", lambda: export_decoder(model()), build.setup), build)
 
 
 def _compiled(encoder: Path, decoder: Path, build: DecoderBuild) -> tuple[Any, Any, int]:
@@ -109,7 +109,7 @@ ENCODED = "encoder_key_values"  # what the names of the encoder's keys and value
 def export_encoder(model: Any) -> Any:
     encoder, example = _Encoder(model), _example(model, rows=2, length=5, cached=3)
     converted = convert(encoder, example.prompt, _example(model, rows=3, length=11, cached=4).prompt)
-    name_ports(converted, dict.fromkeys(("input_ids", "attention_mask"), [ANY, ANY]), list(shapes_of(example.encoded, ENCODED)))
+    name_ports(converted, dict.fromkeys(("input_ids", "attention_mask"), [ANY, ANY]), list(state_shapes(example.encoded, ENCODED)))
     return converted
 
 
@@ -118,7 +118,7 @@ def export_decoder(model: Any) -> Any:
     other = _example(model, rows=3, length=11, cached=4)
     return convert_stateful(
         _Decoder(model, example.output, len(example.past)), example.step, other.step,
-        plain=("decoder_input_ids", "encoder_attention_mask"), past=example.past, beside=shapes_of(example.encoded, ENCODED),
+        plain=("decoder_input_ids", "encoder_attention_mask"), past=example.past, beside=state_shapes(example.encoded, ENCODED),
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ class _Decoder(torch.nn.Module):
         self.model, self.output, self.count = model, output, count
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, *states: torch.Tensor) -> Any:
-        past, encoded = plain_cache(states[: self.count]), plain_cache(states[self.count :])
+        past, encoded = full_cache(states[: self.count]), full_cache(states[self.count :])
         sized = states[self.count][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which nothing else is read
         cache = EncoderDecoderCache(past, encoded)
         given = {"encoder_outputs": self.output(last_hidden_state=sized), "attention_mask": mask, "decoder_input_ids": ids}

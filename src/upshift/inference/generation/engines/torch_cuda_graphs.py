@@ -26,7 +26,7 @@ from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.inference.generation.model import load_model
 from upshift.inference.registry import Precision
-from upshift.inference.torch_settings import computing
+from upshift.inference.torch_settings import inference_settings
 
 LEAST_PLACES = 256
 WARM_UPS = 3  # steps before one is captured: libraries choose their kernels and take their workspaces in them
@@ -38,7 +38,7 @@ class TorchGraphsDecoder(TorchDecoder):
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
         self._rows = _power_of_two(build.setup.batch)
-        self._room: Room | None = None
+        self._room: StaticKvCache | None = None
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         positions = self.padding.step()
@@ -47,20 +47,20 @@ class TorchGraphsDecoder(TorchDecoder):
         if self._room is None or length > self._room.places or rows > self._room.rows:
             self._rows = max(self._rows, _power_of_two(rows))
             self._room = None  # its memory goes before there is more
-            self._room = Room(self.cache, self._rows, max(_power_of_two(length), LEAST_PLACES))
+            self._room = StaticKvCache(self.cache, self._rows, max(_power_of_two(length), LEAST_PLACES))
         self._room.take(self.cache, mask)
         given = self._room.given(_power_of_two(rows))
         given.write(tokens[:, None], positions, length - 1)
-        with computing(self.setup):
+        with inference_settings(self.setup):
             logits = given.run(lambda: self._replayed(given))
         self._room.give(self.cache, rows, length)
         return self._told(logits[:rows])
 
-    def _replayed(self, given: Given) -> torch.Tensor:
+    def _replayed(self, given: GraphStep) -> torch.Tensor:
         return self._logits(given.ids, given.mask, given.positions, given.cache)[:, -1]
 
 
-class Room:
+class StaticKvCache:
     """Places of all layers' keys and values, [rows, heads, places, width]. A step is captured for each power of two
     of rows."""
 
@@ -71,7 +71,7 @@ class Room:
             for layer in cache.layers
         ]
         self.mask = torch.zeros((rows, places), dtype=torch.long, device=cache.layers[0].keys.device)
-        self._given: dict[int, Given] = {}
+        self._given: dict[int, GraphStep] = {}
         self._told: list[torch.Tensor] = []  # keys of each layer as the cache was told of them
 
     def take(self, cache: Any, mask: np.ndarray) -> None:
@@ -92,22 +92,22 @@ class Room:
             layer.keys, layer.values = keys[:rows, :, :length], values[:rows, :, :length]
         self._told = [layer.keys for layer in cache.layers]
 
-    def given(self, rows: int) -> Given:
+    def given(self, rows: int) -> GraphStep:
         if rows not in self._given:
-            self._given[rows] = Given(self, rows)
+            self._given[rows] = GraphStep(self, rows)
         return self._given[rows]
 
 
-class Given:
+class GraphStep:
     """The inputs of a step of so many rows, always at the same addresses, and the step as it was captured."""
 
-    def __init__(self, room: Room, rows: int) -> None:
+    def __init__(self, room: StaticKvCache, rows: int) -> None:
         device = room.mask.device
         self.ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
         self.mask = room.mask[:rows]
         self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.cache = Cache(layers=[Placed(keys[:rows], values[:rows], self.place) for keys, values in room.layers])
+        self.cache = Cache(layers=[MovingLayer(keys[:rows], values[:rows], self.place) for keys, values in room.layers])
         self._graph: Any = None
         self._logits: torch.Tensor | None = None
 
@@ -141,7 +141,7 @@ class Given:
             self._logits = step()
 
 
-class Placed(StaticLayer):
+class MovingLayer(StaticLayer):
     """A layer of transformers' cache whose next place is a tensor, so that it can move under a captured step. The
     layer looks back to the first place. Masks limit that, for sliding windows, too."""
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, NoMixing, Padding, Prefix
-from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
-from upshift.inference.generation.prefix import Remainder, remainder
+from upshift.inference.generation.model import full_cache, load_model, weight_bytes
+from upshift.inference.generation.prefix import Remainder, remaining_tokens
 from upshift.inference.tokenizer import padded_rows
-from upshift.inference.torch_settings import UNLIKE, computing, layers_to_compile
+from upshift.inference.torch_settings import COMPILE_SHAPE, inference_settings, layers_to_compile
 from upshift.models.generation_config import start_token
 from upshift.models.kv_cache import cache_argument, check_kept
 
@@ -39,24 +39,24 @@ class TorchDecoder(NoMixing):
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self._cache_argument = cache_argument(self.model)
         self.padding = Padding()
-        self.cache = plain_cache()
+        self.cache = full_cache()
 
     def load(self, build: DecoderBuild) -> Any:
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        cache = plain_cache()
-        self._compute(remainder([tokens], 0), cache)
+        cache = full_cache()
+        self._compute(remaining_tokens([tokens], 0), cache)
         return _prefix(cache, 0, len(tokens))
 
     def of_row(self, row: int) -> Prefix:
         return _prefix(self.cache, row, int(self.padding.mask[row].sum()))
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        left = remainder(prompts, prefix.length if prefix else 0)
+        left = remaining_tokens(prompts, prefix.length if prefix else 0)
         known = prefix.states if prefix else ()
         past = [torch.from_numpy(left.place(states)).to(self.model.device, self.model.dtype) for states in known]
-        cache = plain_cache(past)
+        cache = full_cache(past)
         logits = self._compute(left, cache)
         if self.padding.rows:
             dropped, before, behind = self.padding.admit(left.mask)
@@ -89,7 +89,7 @@ class TorchDecoder(NoMixing):
         if rows:
             self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
         else:
-            self.cache = plain_cache()
+            self.cache = full_cache()
 
     def _compute(self, left: Remainder, cache: Any) -> np.ndarray:
         for part in left.parts():
@@ -100,7 +100,7 @@ class TorchDecoder(NoMixing):
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
         """Return the logits [R, last, V] of the last ``last`` tokens. With 0, return those of the last one [R, V]."""
         tokens, seen, positions = (torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places))
-        with computing(self.setup):
+        with inference_settings(self.setup):
             logits = self._logits(tokens, seen, positions, cache, last=max(last, 1))
             return self._told(logits if last else logits[:, -1])
 
@@ -149,7 +149,7 @@ class TorchSeq2Seq(NoExtension):
         """Encoders, too, may count positions from the first token: padding goes to the right."""
         ids, mask = padded_rows(prompts)
         self._mask = torch.from_numpy(mask).to(self.model.device)
-        with computing(self.setup):
+        with inference_settings(self.setup):
             found = self.model.get_encoder()(input_ids=torch.from_numpy(ids).to(self.model.device), attention_mask=self._mask)
         self._output, self._encoded = type(found), found.last_hidden_state
         logits = self.step(np.full(len(ids), self._start))
@@ -157,7 +157,7 @@ class TorchSeq2Seq(NoExtension):
         return logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        with computing(self.setup):
+        with inference_settings(self.setup):
             ids = torch.from_numpy(tokens[:, None]).to(self.model.device)
             logits = self.model(
                 encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
@@ -183,9 +183,9 @@ class TorchCompiledDecoder(TorchDecoder):
 
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
-        self._places: list[Place] | None = None  # of each layer, while a step runs
+        self._places: list[CacheView] | None = None  # of each layer, while a step runs
         layers = layers_to_compile(self.model)
-        self._buffers = [Buffer() for _ in layers]
+        self._buffers = [CacheBuffer() for _ in layers]
         for number, layer in enumerate(layers):
             compiled = torch.compile(type(layer).forward, dynamic=True)
             layer.forward = partial(self._forward, layer.forward, partial(compiled, layer), number)
@@ -193,7 +193,7 @@ class TorchCompiledDecoder(TorchDecoder):
 
     def _compile(self, rows: int) -> None:
         """Compile before any text waits for it."""
-        several, length = UNLIKE
+        several, length = COMPILE_SHAPE
         self.admit([[0] * length])
         for count in (1,) if rows == 1 else (1, several):
             self.keep([0] * count)
@@ -224,7 +224,7 @@ class TorchCompiledDecoder(TorchDecoder):
         return compiled(*map(own, args), **{name: own(given) for name, given in kwargs.items()})
 
 
-class Place:
+class CacheView:
     """The part of the cache that a compiled layer sees: its own keys and values [R, heads, T, width], the last of T
     not written yet. With a cache of all layers it would be compiled for each layer's number."""
 
@@ -237,21 +237,21 @@ class Place:
         return self.keys, self.values
 
 
-class Buffer:
+class CacheBuffer:
     """Places of a layer's keys and values, [C, R, heads, width]. Their number is a power of two, so that few steps
     copy them. A place is outermost, so that strides do not tell how many there are: a compiled layer is for its
     strides."""
 
     def __init__(self) -> None:
         self._whole: list[torch.Tensor] = []
-        self._last: Place | None = None
+        self._last: CacheView | None = None
 
-    def with_place(self, layer: Any) -> Place:
+    def with_place(self, layer: Any) -> CacheView:
         layer.is_compileable = True  # masks are then made where nothing is masked, too: one kind of call is compiled
         length = layer.keys.shape[2] + 1
         if self._last is None or layer.keys is not self._last.keys or length > len(self._whole[0]):  # rows came or went
             self._whole = [_with_room(states, 1 << (length - 1).bit_length()) for states in (layer.keys, layer.values)]
-        self._last = Place(*(whole[:length].permute(1, 2, 0, 3) for whole in self._whole))
+        self._last = CacheView(*(whole[:length].permute(1, 2, 0, 3) for whole in self._whole))
         return self._last
 
 
