@@ -117,7 +117,9 @@ class Scheduler:
         ticket.expected_seconds = self._estimate_ttft(ticket)
         wait = ticket.expected_seconds * self.estimator.correction
         if self.max_ttft is not None and wait > self.max_ttft and self.is_busy:
-            message = f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
+            message = (
+                f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
+            )
             return Refused(id=ticket.id, status=429, why=message, retry_after=wait - self.max_ttft)
         if len(self.live) + len(self.waiting) >= self.rows + self.max_waiting:  # a request with a free row does not wait
             message = f"{len(self.waiting):,} requests wait already"

@@ -45,7 +45,6 @@ class CTranslate2Engine:
         The library releases Python's lock while it computes."""
         with ThreadPoolExecutor(self.streams) as threads:
 
-
             def start_batch(batch: Batch) -> Callable[[], np.ndarray]:
                 return threads.submit(self._states, batch).result
 
