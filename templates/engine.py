@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Build
+from upshift.inference.encoding.engines.base import EncoderBuild
 from upshift.inference.encoding.run import Batch
 from upshift.models.build import read_config
 
@@ -21,7 +21,7 @@ ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("
 class ToyEngine:
     """Built in a process of its own; libraries are imported here, so that naming the engine imports none."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: EncoderBuild) -> None:
         config: Any = read_config(build.source)
         self.width: int = config.hidden_size
 

@@ -16,7 +16,7 @@ from tiny_models import every_tiny, inputs_of, save_tiny
 import upshift
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.encoder import reads_alone
+from upshift.inference.encoding.encoder import must_be_alone
 from upshift.inference.encoding.engines.base import check_encodes
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
@@ -248,7 +248,7 @@ def encode(model: TinyModel) -> str:
         except Exception as error:  # as above
             raise NoReference(f"{type(error).__name__}: {error}") from error
         expected.append(states[0].mean(0))
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if must_be_alone(source, recipe) else 64)
     found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     return _compared(torch.from_numpy(found), torch.stack(expected), IN_FP32)
 

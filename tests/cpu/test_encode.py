@@ -36,12 +36,12 @@ TEXTS = [
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
 READY = {  # compiling has a test of its own
-    name: entry for name, entry in registry.ENGINES.items() if "encode" in entry.doors and not entry.uncompiled
+    name: entry for name, entry in registry.ENGINES.items() if "encode" in entry.factories and not entry.uncompiled
 }
 SETUPS = {
     f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
     for name, entry in READY.items()
-    for precision in entry.doors["encode"].precisions
+    for precision in entry.factories["encode"].precisions
     if precision != "bf16"  # slow where the CPU has no instructions for it
 }
 LOWEST = {"int8-weights": 0.98, "int8": 0.95}  # cosine, of a model calibrated on so few texts
@@ -73,7 +73,7 @@ def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> Non
     source = find_model(str(MINILM))
     recipe = read_encoding_config(source)
     tokens = TextTokenizer(source, recipe)
-    ids = tokens.of(TEXTS)
+    ids = tokens.tokenize(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     if setup.precision in LOWEST:
         assert (found * expected).sum(1).min() > LOWEST[setup.precision]
@@ -123,7 +123,7 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     recipe = read_encoding_config(source)
     tokens = TextTokenizer(source, recipe)
     setup = EngineSetup(engine=engine, precision="fp32", threads=1, batch=512)  # type: ignore[arg-type]
-    ids = tokens.of(TEXTS)
+    ids = tokens.tokenize(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     one = Encoding(source, recipe, SETUPS["torch fp32"].changed(batch=1), [], pad=tokens.pad).rows(ids)
     rows = sum(map(len, ids)) if kind == "token classifier" else len(TEXTS)
@@ -193,7 +193,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
     text: str, total: int, limit: float | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, "classifier")
-    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
+    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
     monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     counts: list[int] = []
@@ -209,7 +210,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without special tokens, but with those that a text names itself; as arrays, and as a file of them."""
     made(tmp_path, "token classifier")
-    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
+    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
     monkeypatch.setattr(registry, "ENGINES", {"torch": alone})  # one setup alone: no race
     texts = ["", "Ada L\u00f6ve met [SEP] Grace in Z\u00fcrich.", "a " * 600, "Antidisestablishmentarianism?"]
     encoder = Encoder(str(tmp_path))
@@ -241,7 +243,7 @@ def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled
     assert encoder.race.runs[0].setup.engine == "torch" and len(encoder.race.runs) >= 2
-    assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.within("exact")]
+    assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.meets("exact")]
     assert np.abs(found - expected).max() < 2e-4
     again = upshift.Encoder(str(MINILM), engine=engine)
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)

@@ -24,12 +24,12 @@ from upshift.inference.encoding.files import Rows, TokenRows, check_files, check
 from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
-from upshift.inference.race.early_stopping import Standing
-from upshift.inference.race.policy import TURNS, RacePolicy
+from upshift.inference.race.early_stopping import EarlyStopping
+from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
-from upshift.inference.race.types import Contest, RaceRequest, Limits, Quality, Run, read_quality, pick_evenly_from_stream
+from upshift.inference.race.types import Contest, Limits, Quality, RaceRequest, Run, pick_evenly_from_stream, read_quality
 from upshift.inference.registry import EngineName, EngineSetup, Precision
-from upshift.inference.resumable_output import read_blocks, count_lines
+from upshift.inference.resumable_output import count_lines, read_blocks
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -229,7 +229,7 @@ def test_wrong_files_are_named(tmp_path: Path, name: str, content: str | None, o
 def test_quality() -> None:
     setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1024)
     run = Run(setup=setup, seconds=Spread.of([1.0]), per_second=1.0, largest_difference=2e-4, worst_cosine=0.9991)
-    assert not run.within(read_quality("exact")) and run.within(read_quality("0.999")) and not run.within(read_quality("0.9999"))
+    assert not run.meets(read_quality("exact")) and run.meets(read_quality("0.999")) and not run.meets(read_quality("0.9999"))
     for wrong in ("good", "0", "1.5"):
         with pytest.raises(RequestError, match="use exact, or a cosine"):
             read_quality(wrong)
@@ -247,14 +247,14 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
         "from upshift.inference.race.types import Run\n"
-        "from upshift.inference.race.early_stopping import contend\n"
+        "from upshift.inference.race.early_stopping import serve_race\n"
         "def run(entrants, setup, standing):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
         "        " + ends + "\n"
         "    return [Run(setup=setup, per_second=1.0)]\n"
         "def main(path, answer):\n"
-        "    contend(path, answer, run)\n"
+        "    serve_race(path, answer, run)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
@@ -262,7 +262,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
     entrants = RaceRequest(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
     with fork_server("of_a_test.contest") as server:
-        first, second, third = race_module.runs_of(server, entrants)
+        first, second, third = race_module.stream_runs(server, entrants)
     assert first.per_second == 1.0 and said in (second.failure or "")
     assert (third.per_second == 1.0) is (ends != "os._exit(7)")
 
@@ -284,7 +284,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
                 one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([1.0]), per_second=speed, first_seconds=wait)
                 yield one.changed(largest_difference=0.0 if exact else 0.1, worst_cosine=1.0 if exact else 0.97)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1, 2, 4), hint="latency")
 
@@ -321,7 +321,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
                 one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([0.1]), per_second=rate, load_seconds=0.1)
                 yield one.changed(largest_difference=0.0, worst_cosine=1.0)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256, 512), hint="throughput")
 
@@ -332,7 +332,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     few = race(999.0, 0.9)
     assert (few.chosen.engine, few.chosen.batch, few.final, finals) == ("openvino", 256, (), [])
     many = race(1000.0)
-    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * TURNS
+    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * FINAL_TURNS
     shown = {run.setup.engine: run.per_second for run in many.best()}
     assert shown["ctranslate2"] == 95.0 and shown["openvino"] == 90.0
     assert race(1000.0).recalled and race(1000.0).chosen == many.chosen
@@ -351,7 +351,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
             one = Run(setup=setup, seconds=Spread.of([1.0]), per_second=speeds[setup.engine], load_seconds=30.0)
             yield one.changed(largest_difference=0.0, worst_cosine=1.0)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
 
@@ -383,16 +383,16 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 RACED = """
 import json
 from upshift.inference.race.types import Run
-from upshift.inference.race.early_stopping import contend
+from upshift.inference.race.early_stopping import serve_race
 from upshift.record import Spread
 COSINES = {"fp32": 1.0, "int8-weights": 0.9995, "int8": 0.998, "int4-weights": 0.97, "int4": 0.96}
 RATES = {"llamacpp": 1.0, "torch": 2.0, "openvino": 4.0}
 def run(entrants, setup, standing):
     one = Run(setup=setup, largest_difference=0.0, worst_cosine=COSINES[setup.precision], seconds=Spread.of([1.0]))
     one = one.changed(per_second=RATES[setup.engine])
-    return [one.changed(stopped=standing.stopped(one, 1.0))]
+    return [one.changed(stopped=standing.stop(one, 1.0))]
 def main(path, answer):
-    contend(path, answer, run)
+    serve_race(path, answer, run)
 """
 
 
@@ -471,7 +471,7 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
         contest=contest, setups=(some,), sample=tmp_path / "sample.json", reference=tmp_path / "reference.npy", quality=0.99,
         before=(other,),
     )  # fmt: skip
-    (found,) = contest_module.run(entrants, some, Standing(entrants))
+    (found,) = contest_module.run_setup(entrants, some, EarlyStopping(entrants))
     assert found.stopped == (None if later < 0.05 else "behind")
     assert ((found.per_second or 0.0) > 40 / 0.05) == (later < 0.05)
 
@@ -479,9 +479,9 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
 SIGNALLED = """
 import os, signal
 import openvino
-from upshift.inference.openvino_runtime import core, signal_stack_kept
+from upshift.inference.openvino_runtime import core, keep_signal_stack
 core()
-with signal_stack_kept():
+with keep_signal_stack():
     one, other = openvino.Core(), openvino.Core()
     one.get_property("CPU", "FULL_DEVICE_NAME"), other.get_property("CPU", "FULL_DEVICE_NAME")
     del one
@@ -492,7 +492,7 @@ os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_signals_are_handled_after_cores_of_openvino_went() -> None:
-    """Without ``signal_stack_kept`` it ends with SIGSEGV (OpenVINO 2026.4)."""
+    """Without ``keep_signal_stack`` it ends with SIGSEGV (OpenVINO 2026.4)."""
     pytest.importorskip("openvino", reason="openvino is not installed")
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

@@ -157,7 +157,7 @@ def test_a_model_without_room_runs_from_the_disk(kind: str, tmp_path: Path, upsh
     ids = torch.tensor(ids_of(["one two"], model))
     expected = auto.from_pretrained(model).eval().generate(ids, max_new_tokens=6, do_sample=False)[0]
     new = expected[len(ids[0]) if kind == "llama" else 1 :].tolist()
-    assert said["text"] == Prompts(find_weights(model), chat=False).text(new)
+    assert said["text"] == Prompts(find_weights(model), chat=False).decode(new)
     refused = upshift(*asked, "--max-memory", "cpu=300KiB")
     assert refused.code == 3 and "one layer at a time" in refused.err
 
@@ -235,7 +235,7 @@ def check_that_a_row_goes_on(decoder: Any, prompts: list[list[int]]) -> None:
     """Later, in several rows, beside others, and from less than all of it."""
     decoder.admit(prompts[:3])
     decoder.step(np.array([5, 6, 7]))
-    known = decoder.of_row(1)
+    known = decoder.prefix_of_row(1)
     said = [*prompts[1], 6]
     assert known.length == len(said)
     more = [[*said, 1, 2, 3], [*said, 9]]
@@ -495,9 +495,9 @@ def test_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) ->
     assert [{name: answer[name] for name in line} for line, answer in zip(lines, answers, strict=True)] == lines
     expected = by_transformers(made["llama"], ids_of(TEXTS, made["llama"]))
     texts = Prompts(find_weights(made["llama"]))
-    assert [answer["text"] for answer in answers[:-1]] == [texts.text(tokens) for tokens in expected]
+    assert [answer["text"] for answer in answers[:-1]] == [texts.decode(tokens) for tokens in expected]
     streamed = upshift("generate", made["llama"], "--prompt", TEXTS[1], *options)
-    assert streamed.out == texts.text(expected[1]) + "\n", streamed.err
+    assert streamed.out == texts.decode(expected[1]) + "\n", streamed.err
     wrong = upshift("generate", made["llama"], *files)
     assert wrong.code == 2 and "exists; give another name, or --overwrite" in wrong.err
 
@@ -556,21 +556,24 @@ def test_lines_that_are_no_prompt(tmp_path: Path, line: str) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 1), min_size=MIN_PREFIX_TOKENS), st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4))
+@given(
+    st.lists(st.integers(0, 1), min_size=MIN_PREFIX_TOKENS),
+    st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4),
+)
 def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: list[list[int]]) -> None:
     prompts = [shared + tail for tail in tails]
     prefix = common_prefix(prompts)
     assert len(prefix) >= len(shared) and all(prompt[: len(prefix)] == prefix and prompt != prefix for prompt in prompts)
     left = remaining_tokens(prompts, len(prefix))
-    states = left.place(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
+    states = left.pad_states(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
     rows = np.concatenate([states, left.ids], axis=1)
     assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
-    for row, prompt, kept in zip(left.positions, prompts, left.kept, strict=True):
+    for row, prompt, kept in zip(left.positions, prompts, left.prefix_tokens, strict=True):
         assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "PASS_TOKENS", 3 * len(prompts))
-        parts = list(left.parts())
+        parts = list(left.chunks())
     assert max(part.ids.size for part in parts) <= 3 * len(prompts)
     for of in (lambda one: one.ids, lambda one: one.positions):
         assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))

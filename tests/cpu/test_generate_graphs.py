@@ -82,7 +82,7 @@ def test_a_step_asks_the_gpu_for_nothing(builds: dict[str, DecoderBuild], name: 
         decoder.model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16).eval()
         for layer in decoder.cache.layers:
             layer.keys, layer.values = (torch.empty(states.shape, dtype=torch.bfloat16) for states in (layer.keys, layer.values))
-        logits = decoder._replayed(GraphStep(StaticKvCache(decoder.cache, rows=2, places=256), 2))
+        logits = decoder._graph_logits(GraphStep(StaticKvCache(decoder.cache, rows=2, capacity=256), 2))
     assert logits.device.type == "meta" and tuple(logits.shape) == (2, 64)
 
 

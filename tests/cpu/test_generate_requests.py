@@ -50,7 +50,7 @@ def test_a_chat_template_says_what_it_does_not_take(model: str, template: str, s
     prompts = Prompts(find_weights(model))
     prompts.tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"prompt 2 is not what the chat template of .* takes .*{said}"):
-        prompts.of(["a text", [{"role": "system", "content": "s"}]])
+        prompts.tokenize(["a text", [{"role": "system", "content": "s"}]])
 
 
 @pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [None], [3], [[]], [["hi"]], ["\ud800"]])
@@ -292,16 +292,16 @@ def test_tools_and_parts_are_used_or_refused(model: str) -> None:
     prompts.tokenizer.chat_template = PLAIN_TEMPLATE
     text = [{"role": "user", "content": "what now?"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]}]
-    assert prompts.of([parts]) == prompts.of([text]) == prompts.of([{"messages": parts}])
+    assert prompts.tokenize([parts]) == prompts.tokenize([text]) == prompts.tokenize([{"messages": parts}])
     named = [{**text[0], "name": "Ada"}]
     for prompt, word in (({"messages": text, "tools": TOOLS}, "tools"), (named, "name")):
         with pytest.raises(RequestError, match=f"prompt 1 has '{word}', which the chat template of .* does not use"):
-            prompts.of([prompt])
+            prompts.tokenize([prompt])
     prompts.tokenizer.chat_template = TOOL_TEMPLATE
-    assert len({tuple(ids) for ids in prompts.of([text, {"messages": text, "tools": TOOLS}, named])}) == 3
+    assert len({tuple(ids) for ids in prompts.tokenize([text, {"messages": text, "tools": TOOLS}, named])}) == 3
     image = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]
     with pytest.raises(RequestError, match="prompt 1 is no prompt: its content has a part of type 'image'"):
-        prompts.of([image])
+        prompts.tokenize([image])
 
 
 @pytest.mark.parametrize(

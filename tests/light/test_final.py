@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from upshift.inference.race.policy import FINAL_SECONDS, FINAL_TURNS, MAX_FINALISTS, finalists, run_final
-from upshift.inference.race.types import Contest, RaceRequest, Skipped, Run
+from upshift.inference.race.types import Contest, RaceRequest, Run, Skipped
 from upshift.inference.registry import EngineName, EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread

@@ -45,7 +45,7 @@ def command(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=teller("texts/s"),
         )  # fmt: skip
-        check_form(output, encoder.recipe.output)
+        check_form(output, encoder.config.output)
         total = count_lines(texts)
         encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
     start = time.perf_counter()
@@ -56,7 +56,7 @@ def command(
         said = {"race": race.model_dump(mode="json"), "texts": total, "encoded": done, "seconds": seconds, "output": str(output)}
         sys.stdout.write(json.dumps(said) + "\n")
         return
-    dim(_said(encoder.recipe))
+    dim(_said(encoder.config))
     if race.runs:
         tables.out.print(race_table(race))
     failures(race, "texts/s")
@@ -68,12 +68,12 @@ def command(
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows, TokenRows, read_texts
-    from upshift.inference.resumable_output import read_blocks, output_identity
+    from upshift.inference.resumable_output import output_identity, read_blocks
 
     setup = encoder.race.chosen.changed(batch=1)  # however many at once, the rows are the same
-    made = output_identity(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
+    made = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json())
     rows: Any
-    if encoder.recipe.output == "token scores":
+    if encoder.config.output == "token scores":
         rows, encode = TokenRows(output, total, made, encoder.labels), encoder.token_scores
     else:
         rows, encode = Rows(output, total, made), encoder.encode

@@ -135,7 +135,7 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
     from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, read_blocks, output_identity
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):

@@ -67,7 +67,7 @@ def run(
 
 def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
     from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, read_blocks, output_identity
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     total, tokens = sum(1 for _ in read_prompts(prompts)), 0
     made = output_identity(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
@@ -82,11 +82,11 @@ def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any
 
 
 def _answers(generator: Any, texts: Any, prompts: Any, options: Any, *, first: int) -> list[dict[str, Any]]:
-    ids = texts.of(prompts, first=first)
+    ids = texts.tokenize(prompts, first=first)
     found = dict(generator.generate_each(ids, options, first=first))
     return [
         {
-            "text": texts.text(found[place]), "ending": "eos" if found[place][-1] in options.eos_token_id else "length",
+            "text": texts.decode(found[place]), "ending": "eos" if found[place][-1] in options.eos_token_id else "length",
             "prompt_tokens": len(prompt), "tokens": len(found[place]),
         }
         for place, prompt in enumerate(ids)

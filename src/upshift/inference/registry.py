@@ -112,7 +112,7 @@ class EngineSetup(Value):
 
 
 class EngineFactory(NamedTuple):
-    """How an engine is built for one task, and what it supports there."""
+    """The class of an engine for one task, and what it supports there."""
 
     name: str  # module:class, in the task's folder of engines
     precisions: tuple[Precision, ...]  # on a CPU

@@ -29,7 +29,7 @@ PROMPTS = "config_sentence_transformers.json"
 
 
 class EncodingConfig(Value):
-    """How texts are encoded by one model. ``said_by`` names where that was read."""
+    """The way in which one model encodes texts. ``said_by`` names the source of these settings."""
 
     output: Output
     pooling: Pooling = "mean"

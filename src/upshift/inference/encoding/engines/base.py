@@ -146,4 +146,4 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pad_batches(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
     """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts."""
     for indices in batches:
-        yield Batch(*padded_rows([tokens[place] for place in indices], pad=pad), indices)
+        yield Batch(*padded_rows([tokens[index] for index in indices], pad=pad), indices)

@@ -54,7 +54,7 @@ class OpenVinoPagedDecoder:
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         row = Row()
-        self._compute([row], [tokens])
+        self._run([row], [tokens])
         prefix = self._prefix_from(row)
         self._free_pages += row.pages
         return prefix
@@ -67,10 +67,10 @@ class OpenVinoPagedDecoder:
         prefix_length = prefix.length if prefix else 0
         for _ in prompts:
             self.join(prefix)
-        return self._compute(self._rows[num_present:], [prompt[prefix_length:] for prompt in prompts])
+        return self._run(self._rows[num_present:], [prompt[prefix_length:] for prompt in prompts])
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        return self._compute(self._rows, [[int(token)] for token in tokens])
+        return self._run(self._rows, [[int(token)] for token in tokens])
 
     def join(self, prefix: Prefix | None = None) -> None:
         row = Row()
@@ -82,7 +82,7 @@ class OpenVinoPagedDecoder:
                 pool.data[row.pages] = states[: len(row.pages)]
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
-        return self._compute(self._rows, tokens)
+        return self._run(self._rows, tokens)
 
     def extend(self, tokens: Sequence[int]) -> np.ndarray:
         return self._run_pass(self._rows, [tokens], np.arange(len(tokens)))
@@ -103,7 +103,7 @@ class OpenVinoPagedDecoder:
         pages = row.pages[: self._count_pages(row.length)]
         return Prefix(row.length, [pool.data[pages] for pool in self._pools])
 
-    def _compute(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    def _run(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
         """Compute new tokens of each row, long ones in chunks. Return the logits after each row's last token, [R, V]."""
         width = max(PASS_TOKENS // len(rows), 1)
         longest = max(map(len, tokens))
