@@ -31,7 +31,7 @@ class Progress(Value):
 
     rows: int
     total: int
-    output_identity: str
+    made_of: str  # a hash
 
 
 def output_identity(input_file: Path, source: ModelSource, *by: str) -> str:
@@ -46,14 +46,14 @@ def output_identity(input_file: Path, source: ModelSource, *by: str) -> str:
 class UnfinishedOutput:
     """An output that is being written, by one process until it is closed.
 
-    ``made_of`` identifies the output's input, model and setup. ``partial`` is the file that is written until the output is
+    ``identity`` identifies the output's input, model and setup. ``partial`` is the file that is written until the output is
     complete. Raise RequestError if another process writes the same output."""
 
-    def __init__(self, output: Path, total: int, made_of: str) -> None:
+    def __init__(self, output: Path, total: int, identity: str) -> None:
         self.output = output
         self.total = total
         self.partial = output.with_name(f"{output.name}.partial")
-        self._made_of = hashlib.sha256(output_identity.encode()).hexdigest()[:16]
+        self._identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._progress_file = output.with_name(f"{output.name}.progress.json")
         self._recorded_rows = 0
         self._lock: OutputLock | None = OutputLock(output, lock_file_beside(output))
@@ -80,7 +80,7 @@ class UnfinishedOutput:
         if not (self._progress_file.is_file() and self.partial.is_file() and self.partial.stat().st_size):
             return 0
         progress = Progress.from_file(self._progress_file)
-        if (progress.made_of, progress.total) != (self._made_of, self.total):
+        if (progress.made_of, progress.total) != (self._identity_hash, self.total):
             self.close()
             raise RequestError(
                 f"{self.partial} is the unfinished output of another input, model or setup; "
@@ -91,7 +91,7 @@ class UnfinishedOutput:
 
     def record(self, rows: int) -> None:
         """Record that ``rows`` rows are on disk."""
-        write_whole(self._progress_file, Progress(rows=rows, total=self.total, made_of=self._made_of).to_json())
+        write_whole(self._progress_file, Progress(rows=rows, total=self.total, made_of=self._identity_hash).to_json())
         self._recorded_rows = rows
 
     @contextmanager
@@ -144,8 +144,8 @@ def check_folder(output: Path) -> None:
 class UnfinishedLines(UnfinishedOutput):
     """An unfinished output of JSON lines. ``done`` is the number of lines so far, with those of an earlier run."""
 
-    def __init__(self, output: Path, total: int, made_of: str) -> None:
-        super().__init__(output, total, output_identity)
+    def __init__(self, output: Path, total: int, identity: str) -> None:
+        super().__init__(output, total, identity)
         self.done = self.recorded()
         with self.writing(), self.partial.open("rb+" if self.done else "wb+") as file:
             for _ in range(self.done):

@@ -138,8 +138,8 @@ class Server:
                 choice = first_choice
                 while choice is not None:
                     answer.add(choice)
-                    yield answer.event(choice, first=choice.index not in started)
-                    started.add(choice.index)
+                    yield answer.event(choice, first=choice.number not in started)
+                    started.add(choice.number)
                     choice = await anext(choices, None)
             yield answer.last_events()
         except Exception as error:

@@ -29,9 +29,9 @@ ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefi
 
 
 class Choice(NamedTuple):
-    """A piece of one of an answer's texts. ``index`` is the text's index among the choices."""
+    """A piece of one of an answer's texts. ``number`` is the text's index among the choices."""
 
-    index: int
+    number: int
     piece: Piece
 
 

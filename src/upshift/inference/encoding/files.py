@@ -80,12 +80,12 @@ def _parse_line(line: str, name: str) -> str:
 
 
 class Rows:
-    """An output of vectors or class scores. ``made_of`` identifies its input, model and setup."""
+    """An output of vectors or class scores. ``identity`` identifies its input, model and setup."""
 
     block = 16_384  # texts in memory at once
 
-    def __init__(self, output: Path, total: int, made_of: str) -> None:
-        self._file = UnfinishedOutput(output, total, made_of)
+    def __init__(self, output: Path, total: int, identity: str) -> None:
+        self._file = UnfinishedOutput(output, total, identity)
         self.done = self._file.recorded()
         self._rows: Any = np.lib.format.open_memmap(self._file.partial, mode="r+") if self.done else None
 
@@ -146,15 +146,15 @@ DIGITS = 7  # after the decimal point: the precision of fp32 near 1
 
 
 class TokenRows:
-    """An output of token scores, with ``made_of`` as for ``Rows``.
+    """An output of token scores, with ``identity`` as for ``Rows``.
 
     A row has lists of one length: the tokens, the offsets where each starts and ends in the text, its likeliest label and
     that label's score. Rows are JSON lines until the output is complete."""
 
     block = 4096  # texts in memory at once, with the scores of all labels
 
-    def __init__(self, output: Path, total: int, made_of: str, labels: tuple[str, ...]) -> None:
-        self._lines = UnfinishedLines(output, total, made_of)
+    def __init__(self, output: Path, total: int, identity: str, labels: tuple[str, ...]) -> None:
+        self._lines = UnfinishedLines(output, total, identity)
         self._labels = labels
 
     @property

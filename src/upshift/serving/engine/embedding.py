@@ -131,7 +131,7 @@ class EmbeddingWorker:
         return vectors
 
     def _tokenize(self, texts: Any) -> list[list[int]]:
-        text_ids = self.encoder.tokens.of(texts)
+        text_ids = self.encoder.tokenizer.tokenize(texts)
         for ids in text_ids:
             check_token_ids(ids, self.vocabulary)
         return text_ids
@@ -158,7 +158,7 @@ def shorten(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray
 
     If ``normalize`` is set, scale the rows to length 1 again (Kusupati and others 2022, arXiv:2205.13147)."""
     shortened = rows[:, :dimensions]
-    if not normalize:
-        return shortened
-    lengths = np.linalg.norm(shortened, axis=1, keepdims=True)
-    return shortened / np.maximum(lengths, 1e-12)
+    if normalize:
+        lengths = np.linalg.norm(shortened, axis=1, keepdims=True)
+        shortened = shortened / np.maximum(lengths, 1e-12)
+    return shortened

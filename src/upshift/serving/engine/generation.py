@@ -130,7 +130,7 @@ class GenerationWorker:
         )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
-        self._decode_text = deepcopy(self.generator.prompts).text  # a tokenizer must not be used by two threads at once
+        self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
         eos_ids = self.generator.options().eos_token_id
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 

@@ -108,7 +108,7 @@ class GraphStep:
         self.positions = torch.zeros_like(self.ids)
         self.mask = static_cache.mask[:rows]
         self.cache_position = torch.zeros(1, dtype=torch.long, device=device)
-        layers = [MovingLayer(keys[:rows], values[:rows], self.cache_position) for keys, values in static_cache.layers]
+        layers: list[Any] = [MovingLayer(keys[:rows], values[:rows], self.cache_position) for keys, values in static_cache.layers]
         self.cache = Cache(layers=layers)
         self._graph: Any = None
         self._logits: torch.Tensor | None = None

@@ -99,9 +99,11 @@ class TorchDecoder(NoMixing):
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
         """Return the logits of the last ``last`` tokens, [R, last, V]. With 0, return those of the last token, [R, V]."""
-        tensors = [torch.from_numpy(array).to(self.model.device) for array in (ids, mask, positions)]
+        input_ids, attention_mask, position_ids = (
+            torch.from_numpy(array).to(self.model.device) for array in (ids, mask, positions)
+        )
         with inference_settings(self.setup):
-            logits = self._logits(*tensors, cache, last=max(last, 1))
+            logits = self._logits(input_ids, attention_mask, position_ids, cache, last=max(last, 1))
             return self._to_numpy(logits if last else logits[:, -1])
 
     def _logits(
