@@ -113,7 +113,7 @@ def ticket(number: int, clock: Clock, *, prompt: int = 3, new: int = 4) -> Ticke
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
-    rows=st.integers(1, 4), kind=st.sampled_from([{"joins": False}, {}, {"mixes": True}, {"mixes": True, "part_tokens": 4}]),
+    rows=st.integers(1, 4), kind=st.sampled_from([{"joins": False}, {}, {"mixes": True}, {"mixes": True, "chunk_tokens": 4}]),
     cancelled=st.sets(st.integers(0, 11)),
 )  # fmt: skip
 def test_every_request_gets_its_tokens(
