@@ -32,7 +32,7 @@ class Letters:
 
     def __init__(self, model: str, **more: Any) -> None:
         self.source = ModelSource(reference=model, directory=None, config={"model_type": "bert", "vocab_size": VOCABULARY})
-        self.tokens = self.encoding = self.setup = self
+        self.tokenizer = self.encoding = self.setup = self
         self.passes: list[int] = []
 
     def label(self) -> str:
@@ -41,7 +41,7 @@ class Letters:
     def prepare(self, texts: Any) -> Letters:
         return self
 
-    def of(self, texts: Any) -> list[list[int]]:
+    def tokenize(self, texts: Any) -> list[list[int]]:
         return [[ord(letter) - ord("!") for letter in text if letter != " "] for text in texts]
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
@@ -218,7 +218,7 @@ def test_who_leaves_is_told_to_the_engine(
     async def use(engine: EngineProcess) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.vectors(Embed(texts=("silent",))), 0.1)
-        await until(lambda: engine.beat.waiting == 1)  # the number of the request that it was told of
+        await until(lambda: engine.heartbeat.waiting == 1)  # the number of the request that it was told of
         with pytest.raises(RequestRefused) as refused:
             await engine.vectors(Embed(texts=("failing",)))
         assert refused.value.status == 500
