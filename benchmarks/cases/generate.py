@@ -368,10 +368,10 @@ def by_llama(request: dict[str, Any], precision: str) -> tuple[Callable[[], list
     from llama_cpp import Llama
     from transformers import AutoTokenizer
 
-    from upshift.inference.generation.engines.llamacpp_decoder import KINDS
+    from upshift.inference.generation.engines.llamacpp_decoder import FILE_TYPES
     from upshift.inference.weights import engine_folder, find_weights
 
-    weights = KINDS[precision].weights
+    weights = FILE_TYPES[precision].weights
     made = engine_folder("generate", find_weights(request["model"]), "llamacpp") / f"{weights}.gguf"
     prompts = AutoTokenizer.from_pretrained(request["model"])(request["prompts"])["input_ids"]
     places = max(map(len, prompts)) + request["tokens"]

@@ -16,9 +16,9 @@ from tiny_models import every_tiny, inputs_of, save_tiny
 import upshift
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.encoder import reads_alone
+from upshift.inference.encoding.encoder import must_be_alone
 from upshift.inference.encoding.engines.base import check_encodes
-from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
@@ -234,7 +234,7 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
 def encode(model: TinyModel) -> str:
     """Vectors of texts that are batched, where they may be, against those of each text alone, by transformers."""
     source = find_model(str(model.folder))
-    recipe: Recipe = read_recipe(source)
+    recipe: EncodingConfig = read_encoding_config(source)
     check_encodes(source, recipe)
     if recipe.output != "embeddings":
         raise NoReference(f"it gives {recipe.output}")
@@ -249,7 +249,7 @@ def encode(model: TinyModel) -> str:
         except Exception as error:  # as above
             raise NoReference(f"{type(error).__name__}: {error}") from error
         expected.append(states[0].mean(0))
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if must_be_alone(source, recipe) else 64)
     found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     return _compared(torch.from_numpy(found), torch.stack(expected), IN_FP32)
 

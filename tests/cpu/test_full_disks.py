@@ -103,7 +103,7 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
     from openvino import opset13
 
     from upshift.inference import registry
-    from upshift.inference.openvino_runtime import make
+    from upshift.inference.openvino_runtime import make_model_file
 
     def export() -> object:
         given = opset13.parameter([1, 600], np.float32)
@@ -111,7 +111,8 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
         return openvino.Model([opset13.matmul(given, weights, False, False)], [given])
 
     (full / "filler").write_bytes(bytes(600_000))  # room for the .xml alone
-    monkeypatch.setattr(registry, "_named", lambda *names: lambda build: make(full / "fp32.xml", export, None))
+    path = full / "fp32.xml"
+    monkeypatch.setattr(registry, "_import_attribute", lambda *names: lambda build: make_model_file(path, export, None))
     with pytest.raises(JobFailed, match=r"the files that openvino makes of the model could not be written \(.*UPSHIFT_CACHE"):
         registry.build_engine("encode", "openvino", None)
     assert sorted(path.name for path in full.iterdir() if path.suffix != ".lock") == ["filler"]

@@ -36,7 +36,7 @@ def command(
     with importing():
         from upshift.inference.encoding.encoder import Encoder
         from upshift.inference.encoding.files import check_files, check_form, read_texts
-        from upshift.inference.race.types import spread_over
+        from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
     check_files(texts, output, overwrite=overwrite)
@@ -45,9 +45,9 @@ def command(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=run_printer("texts/s"),
         )  # fmt: skip
-        check_form(output, encoder.recipe.output)
+        check_form(output, encoder.config.output)
         total = count_lines(texts)
-        encoder.prepare_from(lambda count: spread_over(read_texts(texts), total, count), total)
+        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
     start = time.perf_counter()
     num_encoded = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start
@@ -59,7 +59,7 @@ def command(
         }  # fmt: skip
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    dim(_describe_row(encoder.recipe))
+    dim(_describe_row(encoder.config))
     if race.runs:
         tables.out.print(_encode_race_table(race))
     print_race_notes(race, "texts/s")
@@ -71,12 +71,12 @@ def command(
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows, TokenRows, read_texts
-    from upshift.inference.resumable_output import blocks, made_of
+    from upshift.inference.resumable_output import output_identity, read_blocks
 
     setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
-    identity = made_of(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
+    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json())
     rows: Any
-    if encoder.recipe.output == "token scores":
+    if encoder.config.output == "token scores":
         rows = TokenRows(output, total, identity, encoder.labels)
         encode = encoder.token_scores
     else:
@@ -85,7 +85,7 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:
         update(num_resumed, total)
-        for block in blocks(read_texts(texts), size=rows.block, skip=num_resumed):
+        for block in read_blocks(read_texts(texts), size=rows.block, skip=num_resumed):
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()

@@ -144,25 +144,25 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
     """Write the answers to all prompts of a file, and go on with those of an earlier, interrupted run."""
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):
-        first_block = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
+        first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first_block, options), options, total=total)
     setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
-    identity = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
+    identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     num_tokens = 0
     start = time.perf_counter()
     with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:
         num_resumed = answers.done
         update(num_resumed, total)
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=num_resumed):
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=num_resumed):
             completions = generator.complete(block, options, first=answers.done)
             num_tokens += sum(len(completion.tokens) for completion in completions)
             answers.add(
-                {**line_of(prompt), **_answer_fields(completion)}
+                {**prompt_record(prompt), **_answer_fields(completion)}
                 for prompt, completion in zip(block, completions, strict=True)
             )  # fmt: skip
             update(answers.done, total)

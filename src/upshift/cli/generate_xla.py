@@ -70,30 +70,30 @@ def run(
 
 def _write_answers(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
     """Write the answers to a file of prompts. Return the number of prompts, and of tokens generated now."""
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     total = sum(1 for _ in read_prompts(prompts))
     num_tokens = 0
-    identity = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
+    identity = output_identity(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
     with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
             block_answers = _answers(generator, texts, block, options, first=answers.done)
             num_tokens += sum(answer["tokens"] for answer in block_answers)
-            answers.add({**line_of(prompt), **answer} for prompt, answer in zip(block, block_answers, strict=True))
+            answers.add({**prompt_record(prompt), **answer} for prompt, answer in zip(block, block_answers, strict=True))
             update(answers.done, total)
         answers.finish()
     return total, num_tokens
 
 
 def _answers(generator: Any, texts: Any, prompts: Any, options: Any, *, first: int) -> list[dict[str, Any]]:
-    prompt_ids = texts.of(prompts, first=first)
+    prompt_ids = texts.tokenize(prompts, first=first)
     outputs = dict(generator.generate_each(prompt_ids, options, first=first))
     answers = []
     for index, prompt in enumerate(prompt_ids):
         tokens = outputs[index]
         ending = "eos" if tokens[-1] in options.eos_token_id else "length"
         answers.append(
-            {"text": texts.text(tokens), "ending": ending, "prompt_tokens": len(prompt), "tokens": len(tokens)}
+            {"text": texts.decode(tokens), "ending": ending, "prompt_tokens": len(prompt), "tokens": len(tokens)}
         )  # fmt: skip
     return answers

@@ -43,7 +43,7 @@ def command(
     from upshift.inference.generation.model import generation_task
     from upshift.inference.generation.prompts import check_prompts, read_prompts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
-    from upshift.inference.race.types import spread_over
+    from upshift.inference.race.types import pick_evenly_from_stream
     from upshift.inference.resumable_output import count_lines
     from upshift.inference.weights import find_plain_weights
 
@@ -55,7 +55,7 @@ def command(
     encodes = is_encoder(source)
     width: Bits = 8 if bits == 8 else 4
     loader = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
-    sample = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
+    sample = pick_evenly_from_stream(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
     plain_texts = [text for text in sample if isinstance(text, str)]
     if len(plain_texts) < len(sample):
         raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
