@@ -16,7 +16,7 @@ from upshift.benchmarking.ab_test import ratio
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import interleave
-from upshift.benchmarking.timing import time_once
+from upshift.benchmarking.timing import time_call
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     count = 10_000 if options.quick else 10_000_000
     case = Case(Path(__file__).stem, options.results, detect(), options.quick, {"count": count})
     contenders = {"sum": lambda: sum(range(count)), "loop": lambda: loop(count)}
-    runs = {name: lambda call=call: time_once(call) for name, call in contenders.items()}
+    runs = {name: lambda call=call: time_call(call) for name, call in contenders.items()}
     samples = interleave(runs, rounds=3 if options.quick else 12)
     compared = ratio(samples["loop"], samples["sum"])
     for name, seconds in samples.items():

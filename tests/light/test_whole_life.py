@@ -83,7 +83,7 @@ def test_such_a_plan_is_rejected_and_the_next_takes_its_place() -> None:
 
 def test_only_as_many_are_looked_at_as_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Candidate] = []
-    monkeypatch.setattr(JobMemory, "too_big", lambda self, candidate: looked.append(candidate))
+    monkeypatch.setattr(JobMemory, "describe_excess", lambda self, candidate: looked.append(candidate))
     ranking = planning().ranking
     assert life_with(GIB).drop_unfitting(ranking, num_plans=3) is ranking
     assert looked == ranking.candidates[:3] and len(ranking.candidates) > MAX_SHOWN_PLANS

@@ -30,7 +30,7 @@ def command_line_options(context: typer.Context) -> dict[str, str]:
     }
 
 
-def split(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """Return the names of a list that is separated by commas. Raise RequestError if it has commas and no name."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if text and not names:

@@ -19,7 +19,7 @@ from upshift.cli.options import (
     Model,
     SequenceLength,
     Set,
-    split,
+    split_names,
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
@@ -92,7 +92,7 @@ def command(
 def request_of(options: dict[str, Any]) -> TrainRequest:
     """Return the request of a training run. ``options``: all options of the command, by name."""
     fields = {name: options[name] for name in TrainRequest.model_fields if name in options}
-    fields |= {"plan_file": options["plan"], "fixed": tuple(options["set_"] or ()), "allow": split(options["allow"])}
+    fields |= {"plan_file": options["plan"], "fixed": tuple(options["set_"] or ()), "allow": split_names(options["allow"])}
     return TrainRequest.of(fields, {name: options[name] for name in Arguments.model_fields if name in options})
 
 

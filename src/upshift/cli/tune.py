@@ -21,7 +21,7 @@ from upshift.cli.options import (
     Model,
     SequenceLength,
     Set,
-    split,
+    split_names,
     with_layout_flags,
 )
 from upshift.cli.progress import activity
@@ -84,11 +84,11 @@ def command(
 
     with Display(quiet=as_json) as display:
         result = tune(
-            model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
+            model, data, space=space, output=output, trials=trials, objective=split_names(objective), pruner=pruner,
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
-            global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split(allow),
+            global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split_names(allow),
             from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
         )  # fmt: skip
     if html is not None:

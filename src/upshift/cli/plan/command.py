@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from upshift.cli import tables
-from upshift.cli.options import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split, with_layout_flags
+from upshift.cli.options import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split_names, with_layout_flags
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan import questions
 from upshift.cli.plan.questions import refuse_unused
@@ -44,8 +44,7 @@ Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
     set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
+    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: plan_inference.PromptLength = None, output_length: plan_inference.OutputLength = None,
     concurrency: plan_inference.Concurrency = None,
@@ -64,7 +63,7 @@ def command(
         refuse_unused(context, "--generate" if generate else "--encode")
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
         sizes = (length, global_batch)
-        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
+        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split_names(allow))
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
@@ -75,7 +74,7 @@ def command(
         check_page_path(html)
     asked.check(on)
     _check_data_options(risk, data, text_column)
-    allowed = check_allow(split(allow))
+    allowed = check_allow(split_names(allow))
     source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(

@@ -82,14 +82,16 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text_config.num_hidden_layers * heads.keys * heads.width)
 
 
-def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: PlacementOptions | None = None) -> Any:
+def load_model(
+    source: ModelSource, precision: Precision, device: Device = "cpu", *, where: PlacementOptions | None = None
+) -> Any:
     """Load the model in a precision on a device, or with its weights placed by ``where``."""
     from upshift.inference.torch_settings import DTYPES
     from upshift.loading.load import load_source
 
     generation_task(source)
     if where is not None:
-        return load_source(source, placement_options=placement_options)
+        return load_source(source, placement_options=where)
     model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"))  # the annotation of ``to`` has no device
     return model.to(device)
 
@@ -159,8 +161,8 @@ def plan_offload(
             f"the disk, and how near that is was not measured: allow it with --quality {MAX_UNMEASURED_QUALITY}, or free memory"
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free_bytes) if free_bytes is not None else 0}
-    placement_options = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
-    placement = place_source(source, placement_options=placement_options)
+    where = PlacementOptions("auto", limits, batch=rows, sequence_length=tokens)
+    placement = place_source(source, placement_options=where)
     rate = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
     reason = (
         f"no race: transformers in fp32 takes {format_bytes(needed_memory(source, 'fp32'))}, and {shown_free} is there for it. "

@@ -217,7 +217,7 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
 
         ``searches_degrees``: on CPUs, also search layouts with as many processes as other degrees need.
         """
-        counts = fixed if "num_processes" in fixed else requested
+        counts = fixed if "num_processes" in fixed else fields
         candidates = [fields]
         if searches_degrees and name in DEGREES and host.device == "cpu":
             candidates = [fields | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
