@@ -30,11 +30,11 @@ def command_line_options(context: typer.Context) -> dict[str, str]:
     }
 
 
-def split_names(text: str) -> tuple[str, ...]:
+def split_names(text: str, option: str = "--allow") -> tuple[str, ...]:
     """Return the names of a list that is separated by commas. Raise RequestError if it has commas and no name."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if text and not names:
-        raise RequestError(f"--allow {text!r} names nothing; give names separated by commas")
+        raise RequestError(f"{option} {text!r} names nothing; give names separated by commas")
     return names
 
 

@@ -16,7 +16,18 @@ from typing import Annotated
 import typer
 
 from upshift.cli import tables
-from upshift.cli.options import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split_names, with_layout_flags
+from upshift.cli.options import (
+    Allow,
+    FourBits,
+    GlobalBatch,
+    Json,
+    LoraRank,
+    Model,
+    SequenceLength,
+    Set,
+    split_names,
+    with_layout_flags,
+)
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan import questions
 from upshift.cli.plan.questions import refuse_unused
