@@ -84,7 +84,8 @@ def command(
 
     with Display(quiet=as_json) as display:
         result = tune(
-            model, data, space=space, output=output, trials=trials, objective=split_names(objective, "--objective"), pruner=pruner,
+            model, data, space=space, output=output, trials=trials, objective=split_names(objective, "--objective"),
+            pruner=pruner,
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
