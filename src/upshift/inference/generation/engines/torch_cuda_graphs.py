@@ -175,6 +175,8 @@ def _next_power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+# A token of zeros, as padding can become, is scaled by this in place of its largest number: 0 / 0 is NaN in torchao.
+SMALLEST_ACTIVATION = 1e-12
 WEIGHT_BYTES: dict[Precision, float] = {"int8-weights": 1.0, "int4-weights": 0.5, "fp8": 1.0}  # per weight, without scales
 
 
@@ -222,4 +224,6 @@ def _torchao_config(precision: Precision) -> Any:
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if precision == "int4-weights":
         return Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
-    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    return Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), set_inductor_config=False, activation_value_lb=SMALLEST_ACTIVATION
+    )
