@@ -142,7 +142,7 @@ class Server:
                     started.add(choice.number)
                     choice = await anext(choices, None)
             yield answer.last_events()
-        except Exception as error:  # the answer has begun: what OpenAI has a form for is sent as an event, the rest is raised
+        except Exception as error:  # of any type: the client gets it as an event
             refusal = refusal_of(error)
             if refusal is None:
                 raise
