@@ -91,14 +91,15 @@ def test_python_example(paths):
     exec(compile(example, "README.md", "exec"), {})
 
 
-def test_does_it_fit(upshift, tmp_path):
-    """The plan that the README shows is what is printed: each line of it, in its order, but for spaces and what is left out."""
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_does_it_fit(page, upshift, tmp_path):
+    """The plan that a page shows is what is printed: each line of it, in its order, but for spaces and what is left out."""
     pytest.importorskip("peft", reason="needs pip install '.[peft]'")
     LlamaConfig(  # the sizes of Llama 3.1 8B
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    (shown,) = re.findall(r"```text\n\$ (upshift plan .*?)```", README, flags=re.S)
+    (shown,) = re.findall(r"```text\n\$ (upshift plan .*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
     command, *lines = shown.splitlines()
     answer = upshift(*[str(tmp_path) if word == "MODEL" else word for word in shlex.split(command)[1:]])
     assert answer.code == 0, answer.err
