@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Batch, Build
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild
 from upshift.models.build import read_config
 
 ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("numpy",), "precisions": ("fp32",)}
@@ -20,7 +20,7 @@ ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("
 class ToyEngine:
     """Built in a process of its own; libraries are imported here, so that naming the engine imports none."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: EncoderBuild) -> None:
         config: Any = read_config(build.source)
         self.width: int = config.hidden_size
 

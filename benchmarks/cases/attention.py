@@ -23,7 +23,7 @@ from upshift.benchmarking.ab_test import Ratio, ratio
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave
-from upshift.benchmarking.timing import time_once
+from upshift.benchmarking.timing import time_call
 from upshift.hardware import detect
 from upshift.models.ops.block_attention import block_attention_forward
 from upshift.record import Numbers, Spread
@@ -140,7 +140,7 @@ def run_shape(case: Case, shape: tuple[int, int, int, str, bool], *, rounds: int
     module, gradient = Attention(), torch.randn(rows, length, heads, WIDTH, dtype=getattr(torch, dtype))
 
     def once(kernel: Any) -> float:
-        return 1000 * time_once(lambda: torch.autograd.grad(kernel(module, *inputs, mask)[0], inputs, gradient))
+        return 1000 * time_call(lambda: torch.autograd.grad(kernel(module, *inputs, mask)[0], inputs, gradient))
 
     runs = {name: partial(once, kernel) for name, kernel in KERNELS.items()}
     for run in runs.values():

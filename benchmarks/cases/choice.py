@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 from encode import docstrings, minilm
 from generate import made_prompts, save_model
 
-from upshift.benchmarking.case import Case, Times, command_line, tell
+from upshift.benchmarking.case import Case, Times, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.errors import JobFailed
@@ -179,7 +179,7 @@ def row_of(case: Case, name: str, race: dict[str, Any], answers: dict[str, Any],
         "runs": [{"setup": json.loads(setup), "answers": found} for setup, found in answers.items()],
     }  # fmt: skip
     share = case.add_times(name, times, plan=chosen, details=details)
-    tell(f"{name}: {chosen['engine']} {chosen['precision']}, share {share:.3f}, race {cost:.0f} s")
+    print_progress(f"{name}: {chosen['engine']} {chosen['precision']}, share {share:.3f}, race {cost:.0f} s")
     label = "{engine} {precision}, {batch}"
     forecast, measured = race["forecasts"]["{engine} {precision}".format(**chosen)]
     return {

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.timing import timed
+from upshift.benchmarking.timing import time_with_load
 
 
 def raced(request: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def raced(request: dict[str, Any]) -> dict[str, Any]:
         race = generator.prepare(generator.read(request["texts"], options), options)
     quality = read_quality(request["quality"])
     return {
-        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.best() if run.within(quality)],
+        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.best() if run.meets(quality)],
         "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.best()},
     }  # fmt: skip
 
@@ -41,11 +41,11 @@ def whole(request: dict[str, Any]) -> None:
     setup = EngineSetup.from_json(request["setup"])
     run = _encode(request, setup) if request["kind"] == "encode" else _generate(request, setup)
     run()
-    first = timed(run)
+    first = time_with_load(run)
     passes = max(min(int(0.5 / first["seconds"]), 50), 1)  # of what is short
     answers.write(json.dumps(first) + "\n")
     for _ in sys.stdin:
-        found = timed(lambda: [run() for _ in range(passes)])
+        found = time_with_load(lambda: [run() for _ in range(passes)])
         found |= {name: found[name] / passes for name in ("seconds", "cpu_seconds")}
         answers.write(json.dumps(found) + "\n")
 
@@ -53,12 +53,12 @@ def whole(request: dict[str, Any]) -> None:
 def _encode(request: dict[str, Any], setup: Any) -> Any:
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
     from upshift.inference.encoding.run import Encoding
-    from upshift.inference.race.types import spread
+    from upshift.inference.race.types import pick_evenly
 
     encoder = Encoder(request["model"])
-    sample = encoder.tokens.of(spread(request["texts"], SAMPLE_TEXTS))
-    encoding = Encoding(encoder.source, encoder.recipe, setup, sample, pad=encoder.tokens.pad)
-    return partial(encoding.rows, encoder.tokens.of(request["texts"]))
+    sample = encoder.tokenizer.tokenize(pick_evenly(request["texts"], SAMPLE_TEXTS))
+    encoding = Encoding(encoder.source, encoder.config, setup, sample, pad=encoder.tokenizer.pad)
+    return partial(encoding.rows, encoder.tokenizer.tokenize(request["texts"]))
 
 
 def _generate(request: dict[str, Any], setup: Any) -> Any:

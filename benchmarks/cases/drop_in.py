@@ -26,7 +26,7 @@ from trainer import LOSS_GOAL, TIMEOUT_SECONDS, compare, numbers, speeds, table
 from trainer_data import cached_tokenizer, definitions
 from transformers import BertConfig, LlamaConfig
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import interleave, run_fresh
 from upshift.planning.planner import find_host
@@ -181,10 +181,10 @@ def run_task(case: Case, options: Any, size: Size, task: str) -> dict[str, Any]:
         requests = {n: common | {"contender": n, "planned_steps": PLANNED_STEPS} for n in options.contenders.split(",")}
         if "upshift" in requests:  # its trials, which the rounds recall
             first = run_contender(requests["upshift"], folder)
-            tell(f"{task}: {first['plan_label']}")
+            print_progress(f"{task}: {first['plan_label']}")
 
         def keep(number: int, name: str, answer: dict[str, Any]) -> None:
-            tell(f"{task} round {number + 1} {name}: {answer['tokens_per_second']:.0f} tokens/s")
+            print_progress(f"{task} round {number + 1} {name}: {answer['tokens_per_second']:.0f} tokens/s")
             shown = requests[name] | {"model": None, "data": None}
             details = {"round": number, "task": task} | answer
             case.add(name, plan=answer["plan"] or shown, measured=numbers(answer), details=details)

@@ -30,7 +30,7 @@ from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.launching.request import Launch
-from upshift.launching.torchrun import of_host
+from upshift.launching.torchrun import host_script
 from upshift.record import Numbers
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
@@ -124,7 +124,7 @@ class Hosts:
         said = self.log.with_name(f"{self.log.name}-{len(self.said)}")
         self.said.append(said)
         with said.open("wb") as out, self.log.open("ab") as err:
-            script = of_host(self.launch, number)
+            script = host_script(self.launch, number)
             if self.quick:  # torchrun waits for half a minute whether a lost host comes back at once
                 script = script.replace("--rdzv-conf=", "--rdzv-conf=last_call_timeout=6,")
             command = ["ip", "netns", "exec", NAMES.format(number), "bash", "-c", script]

@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from upshift.benchmarking.case import Case, Times, command_line, tell
+from upshift.benchmarking.case import Case, Times, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
-from upshift.benchmarking.timing import timed
+from upshift.benchmarking.timing import time_with_load
 from upshift.hardware import detect
 from upshift.inference.race.types import cosines
 
@@ -189,7 +189,7 @@ def run_one(request: dict[str, Any]) -> dict[str, Any]:
     encode, what = contender(request["contender"], request["texts"])
     found = encode()
     encode()  # engines that make a kernel for each shape are not through with that after one pass
-    times = timed(encode)
+    times = time_with_load(encode)
     if request["save"]:
         np.save(request["reference"], found)
     expected = np.load(request["reference"])
@@ -206,7 +206,7 @@ def run(case: Case, texts: list[str], *, rounds: int, peers: Path | None) -> dic
     if peers is not None or find_spec("optimum") is not None:
         names.insert(2, PEER)
     else:
-        tell(f"left out: {PEER} (pip install optimum-intel, or --peers)")
+        print_progress(f"left out: {PEER} (pip install optimum-intel, or --peers)")
     with tempfile.TemporaryDirectory(prefix="upshift-encode-") as name:
         folder = Path(name)
 
@@ -223,7 +223,7 @@ def run(case: Case, texts: list[str], *, rounds: int, peers: Path | None) -> dic
 
         fresh("naive")
         for contender in names[-len(QUALITIES) :]:
-            tell(f"{contender}: {fresh(contender)['what']}")  # the race, which the rounds recall
+            print_progress(f"{contender}: {fresh(contender)['what']}")  # the race, which the rounds recall
         answers = interleave({one: partial(fresh, one) for one in names}, rounds=rounds)
     return report(case, answers, num_texts=len(texts))
 

@@ -30,10 +30,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.case import Case, Times, command_line, tell
+from upshift.benchmarking.case import Case, Times, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
-from upshift.benchmarking.timing import timed
+from upshift.benchmarking.timing import time_with_load
 from upshift.hardware import detect
 
 CLAIMS = (
@@ -368,10 +368,10 @@ def by_llama(request: dict[str, Any], precision: str) -> tuple[Callable[[], list
     from llama_cpp import Llama
     from transformers import AutoTokenizer
 
-    from upshift.inference.generation.engines.llamacpp_decoder import KINDS
+    from upshift.inference.generation.engines.llamacpp_decoder import FILE_TYPES
     from upshift.inference.weights import engine_folder, find_weights
 
-    weights = KINDS[precision].weights
+    weights = FILE_TYPES[precision].weights
     made = engine_folder("generate", find_weights(request["model"]), "llamacpp") / f"{weights}.gguf"
     prompts = AutoTokenizer.from_pretrained(request["model"])(request["prompts"])["input_ids"]
     places = max(map(len, prompts)) + request["tokens"]
@@ -402,7 +402,7 @@ def run_one(request: dict[str, Any]) -> dict[str, Any]:
     generate, what = contender(request)
     generate()
     found: list[list[int]] = []
-    times = timed(lambda: found.extend(generate()))
+    times = time_with_load(lambda: found.extend(generate()))
     reference = Path(request["folder"]) / f"expected-{len(found)}.json"
     if request["contender"] == "transformers":
         reference.write_text(json.dumps(found))
@@ -439,7 +439,7 @@ def run(case: Case, shape: str, *, prompts: int, length: int, shared: int, round
         names = contenders(prompts, shared)
         fresh("transformers")
         for one in reversed([name for name in names if name.startswith("upshift")]):
-            tell(f"{one}: {fresh(one)['what']}")  # the race, which the rounds recall
+            print_progress(f"{one}: {fresh(one)['what']}")  # the race, which the rounds recall
         answers = interleave({one: partial(fresh, one) for one in names}, rounds=rounds)
     return report(case, answers, shape=shape, what=f"{prompts} at once" + (f", {shared} tokens shared" if shared else ""))
 

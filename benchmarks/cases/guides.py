@@ -28,10 +28,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from upshift.benchmarking import significance
 from upshift.benchmarking.ab_test import orders
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
-from upshift.benchmarking.timing import time_once
+from upshift.benchmarking.timing import time_call
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 
@@ -165,7 +165,7 @@ def run_pair(case: Case, name: str, pair: Pair, *, rounds: int, device: str) -> 
     samples: dict[str, list[float]] = {"A": [], "B": []}
     for order in orders(rounds):
         for letter in order:
-            samples[letter].append(time_once(pair.faster if letter == "A" else pair.slower, device=device))
+            samples[letter].append(time_call(pair.faster if letter == "A" else pair.slower, device=device))
     logs = [float(torch.tensor(b / a).log()) for a, b in zip(samples["A"], samples["B"], strict=True)]
     found = significance.interval(logs, confidence=significance.CLAIM)
     ratio, *ends = (None if one is None else float(torch.tensor(one).exp()) for one in found)
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     case = Case("guides", options.results, host, options.quick, {"rounds": rounds, "size": size, "shape": SIZES[size]})
     cells: list[list[str]] = []
     for name in options.only.split(","):
-        tell(name)
+        print_progress(name)
         if name == "quantized":
             cells += quantized(case, "weights" if size == "cpu" else size)
         else:

@@ -26,7 +26,7 @@ from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave
 from upshift.benchmarking.meters import allocated_peak
-from upshift.benchmarking.timing import time_once
+from upshift.benchmarking.timing import time_call
 from upshift.hardware import detect
 from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy
 from upshift.models.profile import LOSS_CHUNK_TOKENS
@@ -168,7 +168,7 @@ def run_shape(case: Case, shape: Shape, *, rounds: int) -> tuple[list[object], d
     head = Head(shape)
     peaks = {name: head.peak_bytes(name) for name in ("plain", "chunked")}
     difference = head.difference()
-    runs = {name: partial(lambda name: 1000 * time_once(lambda: head.run(name)), name) for name in peaks}
+    runs = {name: partial(lambda name: 1000 * time_call(lambda: head.run(name)), name) for name in peaks}
     samples = interleave(runs, rounds=rounds)
     compared = ratio(samples["chunked"], samples["plain"])
     gradient = 4 * shape.vocabulary * shape.hidden

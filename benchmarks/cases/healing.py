@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from transformers import LlamaConfig
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
@@ -97,7 +97,7 @@ class Deaths:
             if self.killed < self.kills and self._since == self.every:
                 self._kill()
         elif isinstance(event, Waited):
-            tell(event.words)
+            print_progress(event.words)
             if "is here" in event.words:
                 self._all_there, self._since = True, 0
 

@@ -24,7 +24,7 @@ from load_run import LOADERS
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
@@ -336,7 +336,7 @@ def run(case: Case, folder: Path, model_bytes: int, scratch: Path, options: Any)
             }  # fmt: skip
             runs[contender] = partial(measure, contender, request, scratch)
         name = f"{setting}, {cache}"
-        tell(f"{name}: {', '.join(runs)}")
+        print_progress(f"{name}: {', '.join(runs)}")
         measured = interleave(runs, rounds=options.rounds)
         for contender, rounds in measured.items():
             found = {key: median(one[key] for one in rounds) for key in (*COLUMNS, "second forward") if key in rounds[0]}

@@ -19,7 +19,7 @@ from pathlib import Path
 from shapes import SHAPES, TINY, write_config
 from transformers import PretrainedConfig
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import append_rows, format_table, percent, read_rows
 from upshift.hardware.spec import Host
@@ -155,14 +155,14 @@ def run(case: Case, models: list[str]) -> list[Record]:
     chosen = settings(case.host, models, quick=case.quick)
     rows = []
     if case.host.supports("bf16") is False:
-        tell("bf16 is left out: this machine has no instructions for it")
+        print_progress("bf16 is left out: this machine has no instructions for it")
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder, trial_server() as server:
         for number, setting in enumerate(chosen, start=1):
             reference = write_config(CONFIGS[setting.model], Path(folder) / setting.model)
             row = measure(case, server, setting, find_model(reference))
             rows.append(row)
             said = row.failure or percent(row.prediction_error("peak_gib"), digits=2)
-            tell(f"{number}/{len(chosen)} {row.name} {label(row)}: {said}")
+            print_progress(f"{number}/{len(chosen)} {row.name} {label(row)}: {said}")
     return rows
 
 

@@ -38,7 +38,7 @@ from typing import Any
 import transformers
 from tiny_models import every_model
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import describe, detect
 
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         _add(known, found)
         short = found.get("not_tiny") or " ".join(f"{name}={outcome}" for name, (outcome, _) in found["cells"].items())
-        tell(f"{number}/{len(left)} {kind} {model}: {short}")
+        print_progress(f"{number}/{len(left)} {kind} {model}: {short}")
     tried = [row for row in known.values() if "cells" in row]
     counts = Counter(found[0] for row in tried for found in row["cells"].values())
     details = {

@@ -16,16 +16,16 @@ from tiny_models import every_tiny, inputs_of, save_tiny
 import upshift
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.encoder import reads_alone
+from upshift.inference.encoding.encoder import must_be_alone
 from upshift.inference.encoding.engines.base import check_encodes
-from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.model import check_weights, generation_task
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.models.describe import attention_kernels
 from upshift.models.inspect import inspect
-from upshift.models.ops.block_attention import NAME as BLOCK
+from upshift.models.ops.block_attention import BLOCK_ATTENTION as BLOCK
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
@@ -33,12 +33,12 @@ from upshift.planning.planner import Planning, plan_training
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.arguments import Arguments
 from upshift.training.batches.layout import Layout
-from upshift.training.batches.plan_layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import find_place
-from upshift.training.prepare import computing, load_or_build, prepare, set_process
-from upshift.training.step import Stepper
+from upshift.training.distributed.mesh import init_mesh
+from upshift.training.prepare import chunked_loss, configure_process, load_or_build, prepare_model
+from upshift.training.step import TrainStep
 
 TRAINED_LENGTH = 32  # tokens of a row
 LENGTHS = (5, 9, 14, 7, 20, 11, 6, 17)  # of the sequences of a global batch
@@ -170,18 +170,18 @@ def _sequences() -> Sequences:
 
 def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[float], list[list[int]]]:
     source = find_model(str(model.folder))
-    set_process(plan)
+    configure_process(plan)
     torch.set_num_threads(1)
-    place = find_place(plan)
-    ready = prepare(load_or_build(source, plan, from_config=False, seed=0), plan, place)
-    objective = objective_of(source)
+    place = init_mesh(plan)
+    ready = prepare_model(load_or_build(source, plan, from_config=False, seed=0), plan, place)
+    objective = find_objective(source)
     arguments = Arguments(max_steps=1000, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=0.0)
     batches = BatchSource(
         sequences=sequences, global_batch=len(LENGTHS), layout=layout_for(plan, objective), objective=objective
     ).batches()
-    stepper, losses, seen = Stepper(ready, place, arguments), [], []
+    stepper, losses, seen = TrainStep(ready, place, arguments), [], []
     ready.train()
-    with computing(ready, plan):
+    with chunked_loss(ready, plan):
         for _ in range(STEPS):
             batch = next(batches)
             losses.append(stepper.step(batch).loss)
@@ -221,7 +221,7 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
     tokens = torch.from_numpy(sequences.tokens[start : start + length].astype(np.int64))[None]
     if model.kind == "causal":
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    objective = objective_of(find_model(str(model.folder)))
+    objective = find_objective(find_model(str(model.folder)))
     layout = Layout(micro_batch=1, pad_multiple=1)
     batches = BatchSource(sequences=sequences, global_batch=1, layout=layout, objective=objective).batches()
     for batch in islice(batches, len(sequences)):
@@ -234,7 +234,7 @@ def _alone(model: TinyModel, sequences: Sequences, number: int) -> dict[str, tor
 def encode(model: TinyModel) -> str:
     """Vectors of texts that are batched, where they may be, against those of each text alone, by transformers."""
     source = find_model(str(model.folder))
-    recipe: Recipe = read_recipe(source)
+    recipe: EncodingConfig = read_encoding_config(source)
     check_encodes(source, recipe)
     if recipe.output != "embeddings":
         raise NoReference(f"it gives {recipe.output}")
@@ -249,7 +249,7 @@ def encode(model: TinyModel) -> str:
         except Exception as error:  # as above
             raise NoReference(f"{type(error).__name__}: {error}") from error
         expected.append(states[0].mean(0))
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if reads_alone(source, recipe) else 64)
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1 if must_be_alone(source, recipe) else 64)
     found = Encoding(source, recipe, setup, [list(text) for text in TEXTS], pad=0).rows([list(text) for text in TEXTS])
     return _compared(torch.from_numpy(found), torch.stack(expected), IN_FP32)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from drawing import Drawing
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.planning.planner import find_host
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     case = Case("nine_settings", options.results, find_host(None), options.quick, {"seed": 0, **common})
 
     def keep(number: int, name: str, answer: dict[str, Any]) -> None:
-        tell(f"round {number + 1} {name}: {answer['samples_per_second']:.2f} samples/s, {answer['held_gib']:.2f} GiB")
+        print_progress(f"round {number + 1} {name}: {answer['samples_per_second']:.2f} samples/s, {answer['held_gib']:.2f} GiB")
         step_ms = Spread.of([1000 * value for value in answer["seconds"]], num_warmup=WARMUP)
         measured = Numbers(step_ms=step_ms, resident_gib=answer["held_gib"] + answer["base_gib"])
         case.add(name, plan=answer["plan"], measured=measured, details={"round": number} | answer)

@@ -26,7 +26,7 @@ import torch
 from load import config_of, write_model
 from load_run import evict, read_with_dd
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import JobFailed
@@ -173,9 +173,9 @@ def run(case: Case, dtype: str, folder: Path, model_bytes: int, scratch: Path, o
         where = {"device_map": "auto", "max_memory": {"cpu": f"{limit}MiB"}, "offload_folder": str(scratch / name)}
         requests[name] = {"model": str(folder), "dtype": dtype, "contender": name, "options": where}
     requests["accelerate"]["options"]["no_split_module_classes"] = ["LlamaDecoderLayer"]
-    tell(f"{dtype}: {', '.join(CONTENDERS)}, in turn")
+    print_progress(f"{dtype}: {', '.join(CONTENDERS)}, in turn")
     found = measure(requests, folder, scratch, options.passes)
-    tell(f"{dtype}: in memory")
+    print_progress(f"{dtype}: in memory")
     found["warm/in memory"] = whole(requests["upshift"] | {"contender": WHOLE, "options": {}}, scratch, options.passes)
     tokens = [one["token"] for one in found["warm/in memory"]]
     if tokens != [one["token"] for one in found["cold/upshift"]]:

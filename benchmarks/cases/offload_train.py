@@ -22,7 +22,7 @@ import numpy as np
 from load import config_of, write_model
 from load_run import evict
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
@@ -94,7 +94,7 @@ def run(case: Case, gigabytes: float, scratch: Path, options: Any) -> list[float
             "model": str(folder), "data": str(data), "tokens": tokens, "steps": options.steps, "output": str(scratch / "out"),
         }  # fmt: skip
         runs[f"{gigabytes:g} GB, {tokens} tokens"] = partial(fresh, request, scratch)
-    tell(f"{gigabytes:g} GB: rows of {options.tokens} tokens")
+    print_progress(f"{gigabytes:g} GB: rows of {options.tokens} tokens")
     ratios, table = [], []
     for name, found in interleave(runs, rounds=options.rounds).items():
         records = [Record.from_json(json.dumps(one["record"])) for one in found]

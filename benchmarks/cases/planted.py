@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from upshift.benchmarking.ab_test import compare
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             names = [f"{here}:{name}" for name in ("one", other)]
             found = compare(*names, rounds=rounds, max_rounds=most, measure="cpu_seconds")
             verdicts[found.verdict] += 1
-            tell(f"{planted} {number + 1}/{count}: {found}")
+            print_progress(f"{planted} {number + 1}/{count}: {found}")
             details = {"comparison": found.changed(a=found.a.changed(label="one"), b=found.b.changed(label=other)).model_dump()}
             milliseconds = Spread.of([1000 * seconds for seconds in found.a.samples], num_warmup=1)
             case.add(planted, plan={}, measured=Numbers(step_ms=milliseconds), details=details)

@@ -22,7 +22,7 @@ from typing import Any
 from published_page import PAGE
 from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
@@ -132,7 +132,7 @@ def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfi
         variants = (pure,) if program_of(row).neox else (named, pure)
         if row["precision"] in FULL:
             variants = (named._replace(precision="fp32"),)
-        tell(f"tracing {row['model']}")
+        print_progress(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)
         except (RequestError, ValueError, TypeError) as error:
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     case = Case("published", options.results, detect(), options.quick, {"sources": sources})
     scored, skipped = score(rows, case)
     for reason, count in skipped.items():
-        tell(f"left out {count}: {reason}")
+        print_progress(f"left out {count}: {reason}")
     if speeds := [abs(one.speed - 1) for one in scored if one.speed is not None]:
         found = {"rows": len(speeds), "mean_error": statistics.mean(speeds), "median_error": statistics.median(speeds)}
         case.add("summary", plan={}, measured=None, details={"speed": found})

@@ -30,9 +30,9 @@ from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
 from upshift.planning.inference.memory import replica_memory
 from upshift.planning.inference.plan import InferenceWorkload, ReplicaShape
-from upshift.planning.inference.planner import PROFILE_LENGTH, Candidate, rank
+from upshift.planning.inference.planner import PROFILE_LENGTH, Candidate, rank_plans
 from upshift.planning.inference.space import CHUNKS, legal_values
-from upshift.planning.inference.time import build_engine, serve
+from upshift.planning.inference.time import build_engine, predict_service
 
 CLAIMS = (
     Claim(
@@ -180,7 +180,7 @@ def shape_of(row: dict[str, Any]) -> ReplicaShape:
 
 
 def best_of(row: dict[str, Any], host: Host, profile: ModelProfile) -> Candidate | None:
-    ranking = rank(host, profile, workload_of(row), fixed=shape_of(row)._asdict())
+    ranking = rank_plans(host, profile, workload_of(row), fixed=shape_of(row)._asdict())
     return ranking.candidates[0] if ranking.candidates else None
 
 
@@ -231,7 +231,7 @@ def at_rate(row: dict[str, Any], host: Host, profile: ModelProfile) -> list[Scor
     workload, shape, rate = workload_of(row), shape_of(row), row["requests_per_second"]
     engine = build_engine(host, profile, workload, shape)
     assert engine is not None
-    services = (serve(engine, workload, concurrency, CHUNKS[-1]) for concurrency in range(1, 1024))
+    services = (predict_service(engine, workload, concurrency, CHUNKS[-1]) for concurrency in range(1, 1024))
     found = next((service for service in services if service is not None and service.requests_per_second >= rate), None)
     if found is None or found.tpot is None:
         return "predicted not to keep up with the rate"

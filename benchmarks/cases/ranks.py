@@ -20,7 +20,7 @@ from typing import Any
 from shapes import SHAPES, TINY
 from trainer_data import QUICK, Size, write_inputs
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
@@ -77,7 +77,7 @@ def run(case: Case, shape: str, scratch: Path, options: Any) -> dict[str, Any]:
     runs = {
         str(count): partial(train, Path(folder), data, scratch / f"out-{count}", count, options.steps) for count in counts
     }  # fmt: skip
-    tell(f"{shape}: {' and '.join(runs)} processes")
+    print_progress(f"{shape}: {' and '.join(runs)} processes")
     found, table = {}, []
     for count, records in interleave(runs, rounds=options.rounds).items():
         for record in records:

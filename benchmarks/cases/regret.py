@@ -22,7 +22,7 @@ from typing import Any
 from shapes import SHAPES, TINY, write_config
 
 from upshift.benchmarking.ab_test import ratio
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent
 from upshift.models.source import find_model
@@ -81,7 +81,7 @@ def keep(case: Case, planning: Planning, tried: Tried, role: str) -> None:
         measured=None if failure else tried.numbers(), failure=failure,
         details={"step_ms": [step_ms(result) for result in tried.results]},
     )  # fmt: skip
-    tell(f"{role}: {tried.candidate.plan.label()}: {failure or f'{step_ms(tried.best):.1f} ms'}")
+    print_progress(f"{role}: {tried.candidate.plan.label()}: {failure or f'{step_ms(tried.best):.1f} ms'}")
 
 
 def plain(plan: Plan) -> Plan:

@@ -31,7 +31,7 @@ from upshift.hardware.cluster import join_hosts, measure_link
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import find_to_train
+from upshift.models.source import find_model_to_train
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import find_host
@@ -122,26 +122,26 @@ def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
     import torch.distributed as dist
 
     from upshift.training.arguments import Arguments
-    from upshift.training.batches.plan_layout import layout_for, objective_of
+    from upshift.training.batches.plan_layout import find_objective, layout_for
     from upshift.training.batches.sampler import BatchSource
     from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-    from upshift.training.distributed.mesh import find_place
-    from upshift.training.prepare import load_or_build, prepare, set_process
-    from upshift.training.step import Stepper
+    from upshift.training.distributed.mesh import init_mesh
+    from upshift.training.prepare import configure_process, load_or_build, prepare_model
+    from upshift.training.step import TrainStep
 
-    set_process(plan)
-    place, source = find_place(plan), find_to_train(str(folder / "model"))
-    model = prepare(load_or_build(source, plan, from_config=True, seed=1), plan, place)
+    configure_process(plan)
+    place, source = init_mesh(plan), find_model_to_train(str(folder / "model"))
+    model = prepare_model(load_or_build(source, plan, from_config=True, seed=1), plan, place)
     generator = np.random.default_rng(0)
     words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
     documents = [generator.integers(0, words, size=SEQUENCE).astype(np.int32) for _ in range(BATCH * steps)]
-    objective = objective_of(source)
+    objective = find_objective(source)
     batches = BatchSource(
         sequences=cut_sequences(TokenizedCorpus.from_documents(documents), SEQUENCE), global_batch=plan.global_batch,
         objective=objective,
         layout=layout_for(plan, objective, data_rank=place.data_rank), seed=1,
     ).batches()  # fmt: skip
-    stepper, samples = Stepper(model, place, Arguments(max_steps=steps)), []
+    stepper, samples = TrainStep(model, place, Arguments(max_steps=steps)), []
     for batch in itertools.islice(batches, steps):
         dist.barrier()
         start = time.perf_counter()
@@ -213,7 +213,7 @@ def run(case: Case, folder: Path, options: Any) -> dict[str, Any]:
     here = find_host(None).cpu_alone()
     assert here.cpu is not None
     LlamaConfig(**(QUICK if options.quick else CONFIG)).save_pretrained(folder / "model")
-    source = find_to_train(str(folder / "model"))
+    source = find_model_to_train(str(folder / "model"))
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False, divided=True),))
     chosen = {name: layout for name, layout in LAYOUTS.items() if not options.quick or name in QUICK_LAYOUTS}
     plans = {name: plan_of(here, source.model_hash, layout, 2) for name, layout in chosen.items()}

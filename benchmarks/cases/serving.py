@@ -35,12 +35,12 @@ import httpx2
 from generate import save_model
 from serving_peers import PEERS, export_genai, installed
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.record import Numbers
-from upshift.serving.load_test.client import Asked, ask
+from upshift.serving.load_test.client import RequestResult, send_request
 from upshift.serving.load_test.run import Phase, load_test
 from upshift.serving.load_test.traffic import Traffic, arrivals
 from upshift.training.process_group import free_port
@@ -199,16 +199,16 @@ def running(command: list[str], port: int, log: Path) -> Iterator[tuple[str, flo
             process.kill()
 
 
-async def closed(url: str, model: str, clients: int, seconds: float, seed: int) -> tuple[list[Asked], float]:
+async def closed(url: str, model: str, clients: int, seconds: float, seed: int) -> tuple[list[RequestResult], float]:
     """So many clients, each asking again when it is answered; after the time nobody asks any more."""
     prompts = [one.prompt for one in itertools.islice(arrivals(Traffic(seconds=1e9, prompt_words=WORDS, seed=seed), 1.0), 512)]
-    chance, found = random.Random(seed), list[Asked]()
+    chance, found = random.Random(seed), list[RequestResult]()
     async with httpx2.AsyncClient(base_url=url, timeout=300.0) as client:
         start = time.perf_counter()
 
         async def one() -> None:
             while (due := time.perf_counter() - start) < seconds:
-                found.append(await ask(client, model, chance.choice(prompts), MAX_TOKENS, due=due, start=start))
+                found.append(await send_request(client, model, chance.choice(prompts), MAX_TOKENS, due=due, start=start))
 
         await asyncio.gather(*(one() for _ in range(clients)))
         return found, time.perf_counter() - start
@@ -223,7 +223,7 @@ async def again(url: str, model: str, seed: int) -> dict[str, float]:
             prompt = next(arrivals(traffic, 1.0)).prompt
             for end in range(4):
                 start = time.perf_counter()
-                found = await ask(client, model, f"{prompt} {end}: {'abcd'[end] * 24}", 1, due=0.0, start=start)
+                found = await send_request(client, model, f"{prompt} {end}: {'abcd'[end] * 24}", 1, due=0.0, start=start)
                 if end != 1 and found.first_seconds is not None:  # at the second it is found out that they come again
                     (later if end else first).append(found.first_seconds)
     return {"first": median(first), "again": median(later)} if first and later else {}
@@ -236,9 +236,9 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
     for number in range(options.rounds):
         for contender in options.contenders.split(","):
             if not installed(contender):
-                tell(f"{contender} is not installed: serving_peers.py says how")
+                print_progress(f"{contender} is not installed: serving_peers.py says how")
                 continue
-            tell(f"round {number + 1}: {contender}")
+            print_progress(f"round {number + 1}: {contender}")
             if contender.startswith("genai"):  # before its start is timed
                 export_genai(model, contender.partition(" ")[2])
             name = str(model) if contender.startswith("transformers") else model.name
@@ -250,7 +250,7 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
                     if count == max(counts):
                         instructed.setdefault(contender, []).append(asyncio.run(again(url, name, options.seed)))
                     answers, seconds = asyncio.run(closed(url, name, count, options.seconds, options.seed))
-                    done = [one for one in answers if one.done]
+                    done = [one for one in answers if one.is_answered]
                     first = sorted(one.first_seconds or 0.0 for one in done)
                     rows.setdefault(f"{contender}, {count}", []).append({
                         "tokens_per_second": sum(one.tokens for one in done) / seconds, "failed": len(answers) - len(done),
@@ -289,7 +289,7 @@ def promise(case: Case, model: Path, scratch: Path, options: Any) -> dict[str, A
     with running(command, port, scratch / "log") as (url, _):
         said = httpx2.get(f"{url}/health").json()["models"][model.name]
         answers, seconds = asyncio.run(closed(url, model.name, said["rows"], options.seconds, options.seed))
-        peak = sum(one.done for one in answers) / seconds
+        peak = sum(one.is_answered for one in answers) / seconds
         traffic = {"prompt_words": WORDS, "max_tokens": MAX_TOKENS, "seed": options.seed}
         found = load_test(url, Traffic(rates=(2 * peak,), seconds=options.overload_seconds, **traffic))
     (phase,) = found.phases

@@ -61,9 +61,9 @@ def write_gguf(model: Path, rounded: str, folder: Path) -> Path:
     import gguf
     from transformers import AutoTokenizer
 
-    from upshift.inference.generation.engines.gguf_export import WHOLE, make
+    from upshift.inference.generation.engines.gguf_export import FP32_FILE_TYPE, make_gguf
 
-    reader = gguf.GGUFReader(make(find_weights(str(model)), folder, WHOLE, THREADS))
+    reader = gguf.GGUFReader(make_gguf(find_weights(str(model)), folder, FP32_FILE_TYPE, THREADS))
     path = folder / f"server-{rounded}.gguf"
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():

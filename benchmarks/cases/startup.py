@@ -22,7 +22,7 @@ from shapes import SHAPES, TINY, write_config
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave
-from upshift.benchmarking.timing import time_once
+from upshift.benchmarking.timing import time_call
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 
@@ -69,7 +69,7 @@ def commands(model: str, *, quick: bool) -> dict[str, list[str]]:
 
 
 def milliseconds(command: list[str]) -> float:
-    return 1000 * time_once(lambda: subprocess.run(command, check=True, capture_output=True))
+    return 1000 * time_call(lambda: subprocess.run(command, check=True, capture_output=True))
 
 
 def run(case: Case, model: str, *, rounds: int) -> dict[str, Any]:

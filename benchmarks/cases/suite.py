@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import CaseFile, Claim, Source, Table, find_case, find_cases
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in chosen:
         left = 60.0 * options.minutes - (time.monotonic() - start)
         asked = ["--quick"] if options.quick else shlex.split(case.suite)
-        tell(f"{case.name} {' '.join(asked)}")
+        print_progress(f"{case.name} {' '.join(asked)}")
         one = run(case, asked, options.rows.resolve(), left) if left > 0 else {
             "options": " ".join(asked), "seconds": 0.0, "failure": "not started: no time was left",
         }  # fmt: skip

@@ -26,7 +26,7 @@ from trainer_data import FULL, QUICK, Size, write_inputs
 from trainer_run import CAREFUL
 
 from upshift.benchmarking.ab_test import Ratio, ratio, relative_error
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent, run_fresh
 from upshift.errors import JobFailed
@@ -34,7 +34,7 @@ from upshift.planning.planner import Planning, find_host
 from upshift.planning.trials.store import proof_path
 from upshift.record import Numbers, Spread
 from upshift.training.arguments import TrainRequest
-from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.run import PreparedRun, Watcher, prepare_run
 
 CLAIMS = (
     Claim(
@@ -88,7 +88,7 @@ class Inputs:
     size: Size
 
 
-def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) -> Prepared:
+def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) -> PreparedRun:
     """Plans and proves anew: what earlier trials said of the same job on this machine is forgotten."""
 
     def planned(planning: Planning) -> None:
@@ -96,7 +96,7 @@ def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) ->
 
     watcher = Watcher(
         planned=planned,
-        tried=lambda tried: tell(
+        tried=lambda tried: print_progress(
             f"  trial: {tried.candidate.plan.label()}: {tried.failure or round(tried.best.tokens_per_second or 0)} tokens/s"
         ),
     )
@@ -200,12 +200,13 @@ def table(outcome: dict[str, Any]) -> str:
 def run(case: Case, options: Any, inputs: Inputs) -> dict[str, Any]:
     prepared = choose_plan(inputs, tuple(options.set), options.trial_seconds)
     (inputs.folder / "plan.json").write_text(prepared.plan.to_json())
-    tell(f"chosen: {prepared.plan.label()}")
+    print_progress(f"chosen: {prepared.plan.label()}")
     names = options.contenders.split(",")
     requests = {n: request_of(n, inputs, collator=case.settings["collator"], seed=options.seed) for n in names}
 
     def keep(number: int, name: str, answer: dict[str, Any]) -> None:
-        tell(f"round {number + 1} {name}: {answer['tokens_per_second']:.0f} tokens/s, start-up {answer['startup_seconds']:.1f} s")
+        rates = f"{answer['tokens_per_second']:.0f} tokens/s, start-up {answer['startup_seconds']:.1f} s"
+        print_progress(f"round {number + 1} {name}: {rates}")
         chosen = name == "upshift"
         case.add(
             name, plan=prepared.plan.model_dump() if chosen else requests[name] | {"model": None, "data": None, "plan": None},

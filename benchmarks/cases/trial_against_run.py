@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from shapes import SHAPES, TINY, write_config
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
@@ -200,13 +200,13 @@ def main(arguments: list[str] | None = None) -> int:
         for run in names:
             folder = Path(name) / run
             folder.mkdir()
-            tell(run)
+            print_progress(run)
             try:
                 record = train(case, settings[run], folder, Path(name) / "cache", trial_seconds)
             except JobFailed as error:
                 failed.append(run)
                 case.add(run, plan={}, measured=None, failure=str(error))
-                tell(f"  {error}")
+                print_progress(f"  {error}")
                 continue
             found[run] = compared(record)
             case.add(run, plan=record.plan, predicted=record.predicted, measured=record.measured, details=found[run])

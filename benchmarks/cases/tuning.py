@@ -24,7 +24,7 @@ import optuna
 from tuning_data import write_classifier, write_failures, write_lm
 from tuning_run import suggested
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
@@ -127,7 +127,7 @@ def compare(task: str, case: Case, options: Any, folder: Path) -> dict[str, Any]
             answers[name] = run_contender(common | {"contender": name}, folder)
             number, loss = best_of(answers[name])
             spent = f"{answers[name]['cpu_seconds']:.0f} CPU-s, {answers[name]['steps']} steps"
-            tell(f"{task} seed {seed} {name}: best {loss:.4f} of trial {number}, {spent}")
+            print_progress(f"{task} seed {seed} {name}: best {loss:.4f} of trial {number}, {spent}")
             case.add(
                 f"{task}/{name}", plan={}, measured=Numbers(evaluation_loss=loss),
                 details={"seed": seed, "best": number, "points": common["points"]} | answers[name],

@@ -36,7 +36,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.training.data.dataset import prepare_data
 from upshift.training.prepare import load_or_build
-from upshift.tuning.tune import Progress, Row, tune
+from upshift.tuning.tune import Progress, TrialRow, tune
 
 NAME, EVALUATIONS, REDUCTION = "study", 18, 3  # a trial may end after 1, 3 and 9 evaluations of 18
 FORK_SERVER = "upshift.fork_server_process"
@@ -175,7 +175,7 @@ def failures(request: dict[str, Any], folder: str) -> Answer:
         if number in fatal and type(event).__name__ == "StepDone":
             os.kill(trial_process(), fatal.pop(number))
 
-    def on_end(row: Row) -> None:
+    def on_end(row: TrialRow) -> None:
         resident.append(psutil.Process().memory_info().rss)
 
     found = tune(

@@ -33,7 +33,7 @@ from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.hardware import detect
 from upshift.planning.plan import Plan
 from upshift.training.distributed.watchdog import watching
-from upshift.training.loop.monitor import RunSigns
+from upshift.training.loop.monitor import RunMonitor
 from upshift.training.process_group import join_processes, rank_environment
 
 CLAIMS = (
@@ -86,12 +86,12 @@ class Steps:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def seconds(self, number: int, signs: RunSigns | None, watched: Stepping) -> tuple[float, float]:
+    def seconds(self, number: int, signs: RunMonitor | None, watched: Stepping) -> tuple[float, float]:
         """(of the step, of what was noted around it)."""
         start = time.perf_counter()
         if signs is not None:
-            signs.begin()
-            with signs.fetching():
+            signs.begin_step()
+            with signs.fetching_batch():
                 pass
         with watched(number):
             begin = time.perf_counter()
@@ -112,7 +112,7 @@ def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in ("plain", "twin", "watchdogs", "noting", "underflow_overflow")}
     steps.plain(count)
     with tempfile.TemporaryDirectory() as folder:
-        signs = RunSigns(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", tell=lambda finding: None)
+        signs = RunMonitor(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", on_finding=lambda finding: None)
         for _ in range(rounds):
             with watching(plan, lambda step, words: None, Path(folder)) as watched:
                 times: dict[str, list[float]] = {"plain": [], "twin": [], "watchdogs": []}

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.claims import Claim, Source, Table
 from upshift.hardware import describe, detect
-from upshift.models.source import find_to_train
+from upshift.models.source import find_model_to_train
 from upshift.planning.planner import plan_training
 from upshift.planning.workload import Workload
 
@@ -76,7 +76,7 @@ def predicted(sizes: Sequence[int]) -> dict[str, Line]:
     lines: dict[str, Line] = {}
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(**LLAMA_8B).save_pretrained(folder)
-        source = find_to_train(folder)
+        source = find_model_to_train(folder)
         for name, fixed in WAYS.items():
             lines[name] = []
             for nodes in sizes:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, command_line, print_progress
 from upshift.benchmarking.claims import Claim, Figure, Source, Table
 from upshift.errors import NothingFits
 from upshift.hardware import detect
@@ -86,7 +86,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 def compile_one(case: Case, name: str, model: str) -> None:
-    tell(name)
+    print_progress(name)
     try:
         made = compile_for_tpu(model, rows=4, **PROGRAMS[name])
     except NothingFits as error:

@@ -3,7 +3,7 @@
     python benchmarks/cases/xla_parity.py [--quick] [--kinds image] [--only bert,llama] [--bfloat16] [--every-rounding]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
-shows), saved, and read by upshift.xla.model. Logits are of two prompts of which one is padded, or of two images. A row a model:
+shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. A row a model:
 
 error           the largest difference of a logit from torch's in float32
 largest         the largest logit, to judge it by

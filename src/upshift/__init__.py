@@ -1,6 +1,6 @@
-"""Upshift finds, proves and runs the fastest setup that fits, for any Hugging Face transformer.
+"""Find, prove and run the fastest setup that fits, for any Hugging Face transformer.
 
-Names are loaded when they are first used: importing the package imports neither torch nor transformers.
+Each name is loaded when it is first used, so importing the package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the same names for mypy, pyright and editors, which do not 
     from upshift.tuning.trainer import Trainer as Trainer
     from upshift.tuning.tune import tune as tune
 
-_HOME = {
+_MODULE_OF = {
     "plan": "upshift.planning.planner",
     "train": "upshift.training.run",
     "tune": "upshift.tuning.tune",
@@ -46,13 +46,13 @@ _HOME = {
     "detect": "upshift.hardware.detect",
     "describe": "upshift.hardware.catalog.lookup",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'upshift' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

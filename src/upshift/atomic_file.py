@@ -1,4 +1,4 @@
-"""Write files that a reader meets whole: the old content or the new one, never a part."""
+"""Write files atomically: a reader sees the old content or the new content, never a part of either."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a temporary file beside the path and rename it. This is right also beside another process that writes the same.
+    """Write a temporary file next to the path, then rename it. Several processes may write the same path at once.
 
-    The folder must exist. A link is followed. A path that is no regular file, such as a pipe or /dev/null, is written to
+    The folder must exist. Links are followed. A path that is not a regular file, such as a pipe or /dev/null, is written
     directly. Raise OSError on failure."""
     encoded = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -28,10 +28,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Hold a lock, so that another thread or process that makes the same waits until this is done.
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a path, so that another thread or process that makes the same file waits.
 
-    The folder must exist. Raise OSError if the lock file cannot be opened."""
+    The lock is a file named like the path, with ".lock" added. Its folder must exist. Raise OSError if it cannot be opened."""
     import fcntl  # not on every system
 
     with path.with_name(f"{path.name}.lock").open("wb") as lock:
@@ -41,12 +41,12 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def make_once(path: Path, make: Callable[[], None], *, beside: Path | None = None) -> None:
-    """Call ``make`` if ``path`` does not exist.
+    """Call ``make`` if ``path`` does not exist. Raise OSError on failure.
 
-    ``beside``: another file that ``make`` also gives and that others wait for; its lock is taken. Raise OSError on failure."""
+    ``beside``: another file that ``make`` also writes. Other callers wait for that file, so its lock is taken."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with alone(beside or path):
+    with exclusive_lock(beside or path):
         if not path.exists():
             make()

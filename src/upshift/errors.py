@@ -1,9 +1,9 @@
-"""Define every error a user can meet, in one tree; the exit code of the command line is the class's own.
+"""Define every error that a user can meet, in one tree. Each class has the exit code of the command line.
 
 UpshiftError            exit 1  something failed that is not the user's request
 ├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step (also a ValueError)
-│   ├── MissingExtra    exit 2  an optional library is needed for what was asked
-│   └── MissingInternal exit 2  the installed version of a library has no longer what a feature needs
+│   ├── MissingExtra    exit 2  the request needs an optional library that is not installed
+│   └── MissingInternal exit 2  the installed version of a library no longer has a name that a feature needs
 ├── NothingFits         exit 3  no plan fits; carries the nearest plan that would
 ├── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
 └── Interrupted         exit 130  the user or the system asked it to stop; the message says how to continue
@@ -17,46 +17,47 @@ class UpshiftError(Exception):
 
 
 class RequestError(UpshiftError, ValueError):
-    """An error for a wrong request. The message is one line: the value, the valid set, the next step.
+    """Report a wrong request. The message is one line: the value, the valid set, the next step.
 
-    It is a ValueError, because scripts that call transformers catch that for a wrong argument. Where a ``try`` holds a call
-    that may raise it, ``except ValueError`` stands behind ``except RequestError: raise``.
+    It is a ValueError, because scripts that call transformers catch ValueError for a wrong argument. Code that catches
+    ValueError around a call that may raise this error must first have ``except RequestError: raise``.
     """
 
     exit_code = 2
 
 
 class MissingExtra(RequestError):
-    """An error for an optional library that is not installed. The message is the install command."""
+    """Report an optional library that is not installed. The message is the install command."""
 
     def __init__(self, *, library: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {library}: run  pip install 'upshift[{extra}]'")
 
 
 class MissingInternal(RequestError):
-    """An error for a name that a library's new version took away, and that the library had not promised.
+    """Report a private name of a library that the installed version does not have.
 
-    The message is one line: the feature that needs the name, the library and its version, the name, and what else to do."""
+    The message is one line: the feature that needs the name, the library and its version, and what to do instead."""
 
     def __init__(self, *, library: str, version: str, name: str, feature: str, instead: str = "") -> None:
-        older = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
-        self.library, self.name = library, name
-        ways = f"{instead}, or {older}" if instead else older
+        install = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
+        self.library = library
+        self.name = name
+        next_step = f"{instead}, or {install}" if instead else install
         shown = version or "(not installed)"
-        super().__init__(f"{feature} needs {name}, which {library} {shown} does not have; {ways}")
+        super().__init__(f"{feature} needs {name}, which {library} {shown} does not have; {next_step}")
 
 
 class NothingFits(UpshiftError):
-    """An error if no plan fits the host. The message names the nearest plan that would, and what it needs."""
+    """Report that no plan fits the host. The message names the nearest plan that would fit, and what it needs."""
 
     exit_code = 3
 
 
 class JobFailed(UpshiftError):
-    """An error for a job that started and could not finish. The message says what is safe on disk."""
+    """Report a job that started and could not finish. The message says what is safe on disk."""
 
 
 class Interrupted(UpshiftError):
-    """An error if SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
+    """Report that SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
 
     exit_code = 130

@@ -1,7 +1,7 @@
 """Run the process behind ``ForkServer``: import a worker, then fork a child for each request on standard input.
 
-SIGINT ends it and the child, and so does the end of the process that sends requests. Where an import of the worker has asked CUDA
-something, no fork could use a GPU: the child runs this module anew then, and imports the worker for its request alone."""
+SIGINT ends this process and the child, and so does the end of the client that sends requests. If importing the worker has
+initialised CUDA, no forked process can use a GPU. The child then executes this module again and imports the worker itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 from upshift import parent_process
 from upshift.importing import importing
-from upshift.internals.torch_names import cuda_was_asked
+from upshift.internals.torch_names import is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.settings import quiet_libraries
 
@@ -29,27 +29,27 @@ POLL_SECONDS = 0.02
 
 
 def main(worker_name: str) -> None:
-    quiet_libraries()  # else a library's line may be the last words of a child
+    quiet_libraries()  # else the last line of a child's log may be a library's
     children: list[int] = []
-    asker = os.getppid()
-    signal.signal(signal.SIGINT, partial(_end, children))
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
+    client = os.getppid()
+    signal.signal(signal.SIGINT, partial(_kill_children, children))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print must not mix with the answers
     with importing():
         worker = importlib.import_module(worker_name)
-        gc.freeze()  # else the garbage collector of every child visits all objects of the libraries, and copies their pages
+        gc.freeze()  # else each child's garbage collector visits all objects of the libraries and copies their pages
     for line in sys.stdin:
         task = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the handler that ends this process must know the child
-        children.append(_start_child(worker, Path(task["request"]), said))
+        children.append(_start_child(worker, Path(task["request"]), answers))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _say(said, {"child": children[0]})
-        ending = _wait(children[0], limit_seconds=float(task["limit"]), asker=asker)
+        _send(answers, {"child": children[0]})
+        ending = _wait_for_child(children[0], limit_seconds=float(task["limit"]), client=client)
         children.clear()
-        _say(said, ending)
+        _send(answers, ending)
 
 
-def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
+def _start_child(worker: ModuleType, request: Path, answers: TextIO) -> int:
     server = os.getpid()
     child = os.fork()
     if child == 0:
@@ -58,39 +58,39 @@ def _start_child(worker: ModuleType, request: Path, said: TextIO) -> int:
             end_with(server)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            if cuda_was_asked():
-                _begin_anew(request, said)
+            if is_fork_after_cuda():
+                _exec_new_process(request, answers)
         except BaseException:  # a fork never returns into the server's code
             traceback.print_exc()
             os._exit(1)
-        _work(worker, request, said)
-    with suppress(PermissionError):  # it has begun anew already, in its group
-        os.setpgid(child, child)  # as the child itself does: whoever is first, the group is there before it is killed
+        _run_worker(worker, request, answers)
+    with suppress(PermissionError):  # the child already executes a new program, in its own group
+        os.setpgid(child, child)  # the child does the same: the group must exist before it can be killed
     return child
 
 
-def _begin_anew(request: Path, said: TextIO) -> NoReturn:
-    os.set_inheritable(said.fileno(), True)
-    command = [*parent_process.begin_again(), str(request), str(said.fileno())]
+def _exec_new_process(request: Path, answers: TextIO) -> NoReturn:
+    os.set_inheritable(answers.fileno(), True)
+    command = [*parent_process.restart_command(), str(request), str(answers.fileno())]
     os.execv(command[0], command)
 
 
-def answer_alone(worker_name: str, request: Path, said: int) -> NoReturn:
-    """Answer one request in this process, which is new. ``said``: the file descriptor of the answers."""
+def answer_one_request(worker_name: str, request: Path, answers_descriptor: int) -> NoReturn:
+    """Answer one request in this new process. ``answers_descriptor``: the file descriptor that answers are written to."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quiet_libraries()
     with importing():
         worker = importlib.import_module(worker_name)
-    _work(worker, request, os.fdopen(said, "w"))
+    _run_worker(worker, request, os.fdopen(answers_descriptor, "w"))
 
 
-def _work(worker: ModuleType, request: Path, said: TextIO) -> NoReturn:
-    """Run the worker, and end this process without the exit handlers of libraries."""
+def _run_worker(worker: ModuleType, request: Path, answers: TextIO) -> NoReturn:
+    """Run the worker, then end this process without running the exit handlers of libraries."""
     code = 1
     try:
-        worker.main(request, lambda value: _say(said, {"answer": value.to_json()}))
+        worker.main(request, lambda value: _send(answers, {"answer": value.to_json()}))
         code = 0
-    except BaseException:  # the log says what it was
+    except BaseException:  # the server's log gets the traceback
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -98,13 +98,14 @@ def _work(worker: ModuleType, request: Path, said: TextIO) -> NoReturn:
         os._exit(code)
 
 
-def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
-    deadline, timed_out = time.monotonic() + limit_seconds, False
+def _wait_for_child(child: int, *, limit_seconds: float, client: int) -> dict[str, Any]:
+    deadline = time.monotonic() + limit_seconds
+    timed_out = False
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             break
-        if os.getppid() != asker:  # the asking process was killed, and nobody reads the child's answers
+        if os.getppid() != client:  # the client was killed, so nobody reads the child's answers
             os.killpg(child, signal.SIGKILL)
             os._exit(1)
         if not timed_out and time.monotonic() > deadline:
@@ -118,12 +119,12 @@ def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
     }
 
 
-def _say(said: TextIO, what: dict[str, Any]) -> None:
-    said.write(json.dumps(what) + "\n")
-    said.flush()
+def _send(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
 
 
-def _end(children: list[int], number: int, frame: FrameType | None) -> None:
+def _kill_children(children: list[int], number: int, frame: FrameType | None) -> None:
     for child in children:
         os.killpg(child, signal.SIGKILL)
     os._exit(0)
@@ -131,5 +132,5 @@ def _end(children: list[int], number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        answer_alone(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+        answer_one_request(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
     main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Import large libraries without the collections of garbage that find nothing in them. Uses the standard library alone."""
+"""Import large libraries without useless garbage collections. Only the standard library is used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while the context is open, and take what it made for old.
+    """Collect no garbage inside the context, and move the objects made in it to the oldest generation.
 
-    torch and transformers make a million objects that stay. Each full collection on the way visits all of them so far, and the
-    first ones afterwards would visit them once for each of the three generations."""
+    torch and transformers make a million objects that stay. Each full collection during the imports would visit all of them,
+    and the first collections afterwards would visit them once for each of the three generations."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else the caller keeps them out of every collection
+        if not gc.get_freeze_count():  # else the caller excludes frozen objects from every collection
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation, and no object is visited
+            gc.unfreeze()  # moves all objects to the oldest generation without visiting them
         if was_enabled:
             gc.enable()

@@ -1,9 +1,9 @@
-"""Make processes end with the one that started them, also if that one is killed (SIGKILL runs no code of it).
+"""End a child process when its parent ends, even if the parent is killed by SIGKILL and runs no code.
 
-On Linux the kernel does it (PR_SET_PDEATHSIG of prctl(2)). Elsewhere, and for a child of a thread that may end before its
-process does, a thread of the child looks at its parent a few times a second. Uses the standard library alone.
+On Linux the kernel does it (PR_SET_PDEATHSIG of prctl(2)). On other systems, and if the thread that started the child may end
+before its process, a thread of the child checks its parent a few times a second. Only the standard library is used.
 
-As a module it runs another module in this way: ``python -m upshift.parent_process`` with the words of ``command``.
+``python -m upshift.parent_process`` runs another module in this way; ``command`` returns the whole command line.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ POLL_SECONDS = 0.3
 
 
 def command(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
-    """Return the command that starts a Python module, or a script (its name ends with .py), in a process that ends with this one.
+    """Return the command line that starts a Python module in a process that ends with this one.
 
-    ``options``: of the interpreter."""
+    A ``module`` that ends with .py is run as a script. ``options``: options of the Python interpreter."""
     by_kernel = str(int(threading.current_thread() is threading.main_thread()))
     return [sys.executable, *options, "-m", "upshift.parent_process", str(os.getpid()), by_kernel, module, *arguments]
 
 
-def begin_again() -> list[str]:
-    """Return the command of this process, for a child of its parent that runs the same from the beginning: call it in a fork of a
-    process that ``command`` started."""
+def restart_command() -> list[str]:
+    """Return the command line that runs this process again from the beginning, as a child of its current parent.
+
+    Call it in a fork of a process that ``command`` started."""
     start = sys.orig_argv.index("upshift.parent_process") + 1
     return [sys.executable, *sys.orig_argv[1:start], str(os.getppid()), "1", *sys.orig_argv[start + 2 :]]
 
@@ -38,10 +39,11 @@ def begin_again() -> list[str]:
 def end_with(parent: int, *, by_kernel: bool = True) -> None:
     """Arrange that this process is killed when the process ``parent``, which started it, ends.
 
-    ``by_kernel``: False for a child of a thread that may end earlier, which the kernel would take for the parent's end."""
+    ``by_kernel``: False if the thread that started this process may end earlier. The kernel would take that for the
+    parent's end."""
     if not (by_kernel and sys.platform == "linux" and _ask_kernel()):
         threading.Thread(target=_watch, args=(parent,), name="upshift-with-parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the kernel could be asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

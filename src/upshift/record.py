@@ -1,4 +1,4 @@
-"""Define Record, one result row. Predicted and measured have the same fields, so that the prediction error is always visible."""
+"""Define Record, one row of results. Predicted and measured numbers have the same fields, so each prediction has its error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tier = Literal["measured", "calibrated", "traced", "transferred", "formula"]
 
 
 class Spread(Value):
-    """The quantiles of repeated samples."""
+    """Hold the quantiles of repeated samples."""
 
     p20: float
     p50: float
@@ -22,6 +22,7 @@ class Spread(Value):
 
     @classmethod
     def of(cls, samples: list[float], *, num_warmup: int = 0) -> Spread:
+        """Return the quantiles of the samples, interpolated linearly."""
         ordered = sorted(samples)
 
         def quantile(share: float) -> float:
@@ -34,10 +35,10 @@ class Spread(Value):
 
 
 class Basis(Value):
-    """The basis of a predicted number.
+    """State how a predicted number is known.
 
-    ``measured``: the same plan of the same model ran on this machine. ``transferred``: other runs on it corrected the formula.
-    ``formula``: nothing ran."""
+    Tier ``measured``: the same plan of the same model ran on this machine. ``transferred``: other runs on this machine corrected
+    the formula. ``formula``: nothing ran."""
 
     tier: Tier
     interval: tuple[float, float] | None = Field(None, description="factor range of the number that should hold the truth")
@@ -45,7 +46,7 @@ class Basis(Value):
 
 
 class Numbers(Value):
-    """The costs and the speed of a plan, predicted or measured. None is unknown, never zero."""
+    """Hold the costs and the speed of a plan, predicted or measured. None means unknown, never zero."""
 
     peak_gib: float | None = Field(None, description="allocated tensors at the highest moment of a step, one process")
     reserved_gib: float | None = Field(None, description="of a device, what torch's allocator holds: segments and holes")
@@ -67,7 +68,7 @@ class Numbers(Value):
 
 
 class Environment(Value):
-    """The place and the time of a run: enough to repeat the row, nothing that names a person or a path."""
+    """Describe where and when a run took place: enough to repeat it, and nothing that names a person or a path."""
 
     time: str
     host: str
@@ -94,20 +95,26 @@ class Record(Value):
     details: dict[str, Any] = Field(default_factory=dict)
 
     def prediction_error(self, field: str) -> float | None:
-        """Return predicted / measured - 1 of a number.
+        """Return predicted / measured - 1 of one number, or None if either is unknown.
 
         ``field``: ``peak_gib``, ``resident_gib``, ``tokens_per_second`` or ``step_ms`` (its median)."""
         if self.predicted is None or self.measured is None:
             return None
-        pair = [getattr(numbers, field) for numbers in (self.predicted, self.measured)]
-        predicted, measured = (value.p50 if isinstance(value, Spread) else value for value in pair)
-        return None if predicted is None or not measured else predicted / measured - 1
+        predicted = _median_or_number(getattr(self.predicted, field))
+        measured = _median_or_number(getattr(self.measured, field))
+        if predicted is None or not measured:
+            return None
+        return predicted / measured - 1
+
+
+def _median_or_number(value: Spread | float | None) -> float | None:
+    return value.p50 if isinstance(value, Spread) else value
 
 
 def compared_numbers(predicted: Numbers, measured: Numbers) -> list[tuple[str, float | None, float | None]]:
-    """Return (name, predicted, measured) of the numbers that a run is compared by."""
+    """Return (name, predicted, measured) of each number that a run is compared by."""
     return [
-        ("step ms", predicted.step_ms.p50 if predicted.step_ms else None, measured.step_ms.p50 if measured.step_ms else None),
+        ("step ms", _median_or_number(predicted.step_ms), _median_or_number(measured.step_ms)),
         ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second),
         ("peak allocated GiB", predicted.peak_gib, measured.peak_gib),
         ("process GiB", predicted.resident_gib, measured.resident_gib),

@@ -1,4 +1,4 @@
-"""Read environment variables, at the moment of use, into a frozen value. No other module reads them."""
+"""Read and set environment variables. They are read at the moment of use, and no other module reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upshift.value import Value
 
 
 class Settings(Value):
-    """Values that the environment may set. Every field has the variable's name in its comment; nothing else is read anywhere."""
+    """Hold the values that a user may set in the environment. The comment of each field names its variable."""
 
     cache_dir: Path  # UPSHIFT_CACHE; profiles, probe results and trial outcomes; safe to delete
     hub_offline: bool  # HF_HUB_OFFLINE; never contact a model hub
@@ -34,14 +34,14 @@ def read_settings() -> Settings:
 
 
 class Ranks(Value):
-    """A launcher's description of this process. For each field the first variable that is set counts."""
+    """Hold what a launcher says of this process. The comment of each field lists its variables; the first one set counts."""
 
     rank: int  # RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID
     size: int  # WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_NTASKS
     local_rank: int  # LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID, SLURM_LOCALID; on this host
     address: str | None  # MASTER_ADDR; where the ranks meet
     port: int | None  # MASTER_PORT
-    local_size: int = 1  # LOCAL_WORLD_SIZE; torchrun's, which binds no rank to cores; mpirun and srun do
+    local_size: int = 1  # LOCAL_WORLD_SIZE; set by torchrun, which does not bind ranks to cores as mpirun and srun do
     store_is_there: bool = False  # TORCHELASTIC_USE_AGENT_STORE; else rank 0 opens it
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
     launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
@@ -56,9 +56,9 @@ RANK_NAMES = (
 
 
 def read_ranks() -> Ranks | None:
-    """Return the ranks, or None if no launcher started this process.
+    """Return what the launcher says of this process, or None if no launcher started it.
 
-    A script of sbatch has Slurm's numbers too, and no SLURM_STEP_ID of srun's."""
+    A script of sbatch has Slurm's rank variables, too, but not SLURM_STEP_ID, which srun sets."""
     env = os.environ
     for rank, size, local_rank in RANK_NAMES:
         if rank in env and size in env and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
@@ -81,18 +81,16 @@ LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NC
 
 
 def read_library_variables() -> dict[str, str]:
-    """Return the variables of the libraries underneath, which Upshift leaves to them, and PATH, for doctor.
-
-    No keys, no tokens."""
+    """Return PATH and the variables of the libraries that Upshift uses. No keys or tokens are among them."""
     return {name: value for name, value in sorted(os.environ.items()) if name == "PATH" or name.startswith(LIBRARY_PREFIXES)}
 
 
-# Messages of libraries about their own parts, by logger: what stands in them.
+# Messages of libraries about their own parts: for each logger, the texts that such a message contains.
 NOISE = {
-    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for GPUs that are not here
-    "torchao.kernel.intmm": ("Detected no triton",),  # likewise
+    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for GPUs that this machine does not have
+    "torchao.kernel.intmm": ("Detected no triton",),  # the same
     "torch.utils._pytree": ("is an Enum subclass",),  # torchao's use of torch
-    "torch._subclasses.fake_tensor": ("failed while attempting to run meta for",),  # of an error that is raised as well
+    "torch._subclasses.fake_tensor": ("failed while attempting to run meta for",),  # the error is raised as well
 }
 
 
@@ -106,37 +104,37 @@ class _WithoutNoise(logging.Filter):
 
 
 def quiet_libraries() -> None:
-    """Hide messages of libraries about their own parts, before the libraries are loaded.
+    """Hide messages of libraries about their own parts. Call it before the libraries are loaded.
 
-    Only the entry point of a program calls it: importing upshift changes nobody's logging. Libraries that print from C++ read
-    variables when they are loaded."""
+    Only the entry point of a program calls it, because importing upshift must not change a user's logging. Libraries that print
+    from C++ read the variables when they are loaded."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
         os.environ.setdefault(name, value)
     for name, noise in NOISE.items():
         logging.getLogger(name).addFilter(_WithoutNoise(noise))
 
 
-class OwnRank(Value):
+class AssignedRank(Value):
     rank: int
     port: int  # where rank 0 waits, on this host
 
 
-OWN_RANK = "UPSHIFT_OWN_RANK"  # Upshift's own, for a rank that cannot be forked
+OWN_RANK = "UPSHIFT_OWN_RANK"  # set by Upshift for a rank that cannot be forked
 
 
-def environment_of_rank(own: OwnRank) -> dict[str, str]:
-    """Return the environment of a rank that begins as a new process."""
-    return {**os.environ, OWN_RANK: own.to_json()}
+def environment_for_rank(rank: AssignedRank) -> dict[str, str]:
+    """Return the environment for a rank that starts as a new process."""
+    return {**os.environ, OWN_RANK: rank.to_json()}
 
 
-def take_own_rank() -> OwnRank | None:
-    """Return the rank as which Upshift started this process, once: what this process starts is no rank."""
+def take_assigned_rank() -> AssignedRank | None:
+    """Return the rank that Upshift gave to this process, and remove it: processes that this one starts are no ranks."""
     text = os.environ.pop(OWN_RANK, None)
-    return None if text is None else OwnRank.from_json(text, origin=OWN_RANK)
+    return None if text is None else AssignedRank.from_json(text, origin=OWN_RANK)
 
 
 def count_gpus_by_bus() -> None:
-    """Let CUDA number GPUs as NVML does, by which they are found: by their place on the bus. CUDA's own first is the fastest one.
+    """Make CUDA number GPUs by their position on the PCI bus, as NVML does. By default CUDA numbers the fastest GPU first.
 
     Call it before a library that looks for GPUs is loaded."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -151,21 +149,21 @@ def take_gpu(number: int) -> None:
 
 
 def quiet_tensorflow() -> None:
-    """Keep TensorFlow and XLA from printing what they find of GPUs and instruction sets. They read this when they are loaded."""
+    """Keep TensorFlow and XLA from printing what they find of GPUs and instruction sets. Call it before they are loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
 def quiet_torchft() -> None:
-    """Keep torchft's servers from printing each meeting of the copies from Rust. They read this when they are loaded."""
+    """Keep torchft's servers from printing each meeting of the replicas. Call it before torchft is loaded."""
     os.environ.setdefault("RUST_LOG", "warn")
 
 
 def wait_briefly() -> None:
-    """Shorten the loops in which threads of torch and llama.cpp wait for each other. Call it before either is loaded.
+    """Shorten the busy-wait loops of threads in torch and llama.cpp. Call it before either is loaded.
 
-    The loops last for milliseconds: beside other work they take the cores from the threads that they wait for. So long a loop
-    is as fast if nothing else runs, and none at all is not (docs/log.md)."""
+    By default a thread loops for milliseconds, and if other work runs, it takes cores from the threads that it waits for. The
+    shorter loop is as fast on an idle machine; waiting without a loop is slower (docs/log.md)."""
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
@@ -174,35 +172,35 @@ KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
 
 
 def keep_xla_programs(folder: Path) -> None:
-    """Make XLA keep its compiled programs in ``folder`` for later processes.
+    """Make XLA store its compiled programs in ``folder`` for later processes.
 
-    TensorFlow reads this at a process's first compilation."""
-    said = os.environ.get(XLA_FLAGS, "")
-    if KEEP_XLA_PROGRAMS not in said:
-        os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()
+    TensorFlow reads the variable at the first compilation of a process."""
+    flags = os.environ.get(XLA_FLAGS, "")
+    if KEEP_XLA_PROGRAMS not in flags:
+        os.environ[XLA_FLAGS] = f"{flags} {KEEP_XLA_PROGRAMS}{folder}".strip()
 
 
 def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
-    """Return the environment for a child process that compiles for TPUs without one.
+    """Return the environment for a child process that compiles for TPUs on a machine without one.
 
-    libtpu asks no metadata server for its machine and takes no lock, as no TPU is opened, and jax looks for no TPU."""
-    said = {
+    With it libtpu asks no metadata server and takes no lock, because no TPU is opened, and jax does not look for a TPU."""
+    variables = {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
     }  # fmt: skip
-    return {**os.environ, **said}
+    return {**os.environ, **variables}
 
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
-    """Keep OpenVINO's converter and NNCF from sending usage data: they send none in somebody's continuous integration."""
-    said = {"CI": "true", "NNCF_CI": "1"}
-    before = {name: os.environ.get(name) for name in said}
-    os.environ.update(said)
+    """Keep OpenVINO's converter and NNCF from sending usage data: they send none if they run in continuous integration."""
+    variables = {"CI": "true", "NNCF_CI": "1"}
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -210,15 +208,15 @@ def without_telemetry() -> Iterator[None]:
 
 
 def read_tensorflow_cluster() -> dict[str, Any]:
-    """Return TF_CONFIG, which TensorFlow reads itself: the workers of a run and which one this is. Empty if it is not set."""
+    """Return TF_CONFIG, which TensorFlow also reads: the workers of a run, and which of them this is. Empty if it is not set."""
     text = os.environ.get("TF_CONFIG", "")
     try:
-        found = json.loads(text) if text else {}
+        cluster = json.loads(text) if text else {}
     except json.JSONDecodeError:
         raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
-    return found if isinstance(found, dict) else {}
+    return cluster if isinstance(cluster, dict) else {}
 
 
 def read_tpu_name() -> str | None:
-    """Return TPU_NAME, which TensorFlow's cluster resolver reads, too."""
+    """Return TPU_NAME, which TensorFlow's cluster resolver also reads."""
     return os.environ.get("TPU_NAME") or None

@@ -1,15 +1,15 @@
-"""Find parts of a text that are no characters.
+"""Find lone surrogates in a text.
 
-JSON and a command line can hold half of a UTF-16 pair, which no tokenizer takes."""
+JSON and a command line can hold one half of a UTF-16 surrogate pair, which no tokenizer accepts."""
 
 from __future__ import annotations
 
 import re
 
-HALVES = re.compile(r"[\ud800-\udfff]")
+LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
-def half_of_pair(text: str) -> str | None:
-    r"""Return the first half of a UTF-16 pair, as JSON writes it: ``\ud800``. Return None if the text has none."""
-    found = HALVES.search(text)
-    return None if found is None else f"\\u{ord(found.group()):04x}"
+def find_lone_surrogate(text: str) -> str | None:
+    r"""Return the first lone surrogate of a text, as JSON writes it: ``\ud800``. Return None if there is none."""
+    match = LONE_SURROGATES.search(text)
+    return None if match is None else f"\\u{ord(match.group()):04x}"

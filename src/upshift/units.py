@@ -1,4 +1,4 @@
-"""Define units, in one place. Memory is counted in bytes inside and shown in GiB (2**30); GB (10**9) is for rates only."""
+"""Define units, and format numbers with them. Memory is counted in bytes and shown in GiB (2**30); GB (10**9) is for rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def format_bytes(num_bytes: float) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= unit:
             value = num_bytes / unit
-            return f"{value:.2f} {name}" if value < 10 else f"{value:.1f} {name}" if value < 100 else f"{value:.0f} {name}"
+            if value < 10:
+                return f"{value:.2f} {name}"
+            return f"{value:.1f} {name}" if value < 100 else f"{value:.0f} {name}"
     return f"{num_bytes:.0f} B"
 
 
@@ -45,7 +47,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {seconds_left:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,6 +1,6 @@
-"""Define the base of every value that crosses a package border: frozen, typed, JSON in and out, unknown keys refused.
+"""Define the base class of every value that packages exchange: frozen, typed, read from JSON and written to it.
 
-Fields are given by keyword only."""
+Fields are passed by keyword. Unknown keys are an error."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from upshift.errors import RequestError
 
 
-class _RaisesRefusals(type(BaseModel)):  # type: ignore[misc]
-    """A metaclass that lets a RequestError of a validator through: it is a ValueError, which pydantic would wrap."""
+class _RaisesRequestErrors(type(BaseModel)):  # type: ignore[misc]
+    """Raise a validator's RequestError as it is. It is a ValueError, so pydantic would wrap it in a ValidationError."""
 
     def __call__(cls, *arguments: Any, **fields: Any) -> Any:
-        with _refusals_pass():
+        with _unwrap_request_errors():
             return super().__call__(*arguments, **fields)
 
 
 @contextmanager
-def _refusals_pass() -> Iterator[None]:
+def _unwrap_request_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
@@ -36,14 +36,16 @@ def _refusals_pass() -> Iterator[None]:
 
 
 if TYPE_CHECKING:
-    _Base = BaseModel  # mypy knows no metaclass that is computed
+    _Base = BaseModel  # mypy does not understand a computed metaclass
 else:
 
-    class _Base(BaseModel, metaclass=_RaisesRefusals):
+    class _Base(BaseModel, metaclass=_RaisesRequestErrors):
         pass
 
 
 class Value(_Base):
+    """Hold typed, immutable fields that are validated when the value is made."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -51,17 +53,17 @@ class Value(_Base):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        with _refusals_pass():
+        with _unwrap_request_errors():
             return super().model_validate(obj, **options)
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        with _refusals_pass():
+        with _unwrap_request_errors():
             return super().model_validate_json(json_data, **options)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, origin: str = "the JSON text") -> Self:
-        """Parse and validate. Raise RequestError with the offending key, the problem and the origin in one line."""
+        """Parse and validate a JSON text. Raise RequestError with the origin, the wrong key and the problem in one line."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -69,7 +71,7 @@ class Value(_Base):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Validate fields that a user gives. Raise RequestError with the offending field, the problem and its value."""
+        """Validate fields that a user gave. Raise RequestError with the wrong field, the problem and the value."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -91,7 +93,7 @@ class Value(_Base):
 def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
     """Return the first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"]) or "document"
+    key = ".".join(str(level) for level in problem["loc"]) or "document"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f"unknown key {key!r}; the keys are {', '.join(sorted(cls.model_fields))}"
     return f"{key}: {problem['msg']} (got {json.dumps(problem['input'], default=str)[:80]})"

@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from upshift.models.build import build_model, forget_cache
+from upshift.models.build import build_model, disable_cache
 from upshift.models.isolation.check import measure_isolation
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.profile import Isolation
@@ -69,7 +69,7 @@ def _difference(config: PretrainedConfig, model_class: type[PreTrainedModel], ke
     copy = next(narrow_copies(config, model_class))
     torch.manual_seed(1)
     model = build_model(copy, model_class, dtype=torch.float32).eval()
-    forget_cache(model)
+    disable_cache(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.models.build import build_model, choose_class, forget_cache
+from upshift.models.build import build_model, choose_class, disable_cache
 from upshift.models.describe import attention_kernels
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.profile import Variant
@@ -144,7 +144,7 @@ def loud(source: ModelSource) -> PreTrainedModel:
     config = source.hf_config
     torch.manual_seed(0)
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32).eval()
-    forget_cache(model)
+    disable_cache(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -171,8 +171,8 @@ def test_traced_whole(name, tmp_path):
     source = source_of(name, tmp_path)
     length = STATE_SPACE_LENGTH if "state space" in name else LENGTH
     variants = (Variant("bf16", "sdpa", False), Variant("bf16", "eager", False))
-    kept = SegmentStore(tmp_path / "kept")
-    profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, kept=kept)
+    store = SegmentStore(tmp_path / "kept")
+    profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, store=store)
     read = source.hf_config
     with torch.device("meta"):
         model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)

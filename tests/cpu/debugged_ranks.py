@@ -16,10 +16,10 @@ from upshift.debugging import DebugUnderflowOverflow, NumericsError
 from upshift.planning.plan import Plan
 from upshift.training import process_group
 from upshift.training.arguments import Arguments
-from upshift.training.distributed.mesh import find_place
-from upshift.training.prepare import prepare
+from upshift.training.distributed.mesh import init_mesh
+from upshift.training.prepare import prepare_model
 from upshift.training.process_group import join_processes, rank_environment
-from upshift.training.step import Stepper
+from upshift.training.step import TrainStep
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fully_shard": {"fully_shard": "weights", "shard_size": 2},
@@ -36,12 +36,12 @@ def work(given: dict[str, Any]) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     plan, folder = given["plan"], Path(given["said"])
-    place = find_place(plan)
+    place = init_mesh(plan)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.fill_(3e38)
-    prepared = prepare(model, plan, place)
+    prepared = prepare_model(model, plan, place)
     debug = DebugUnderflowOverflow(prepared, tell=lambda line: None)
-    stepper = Stepper(prepared, place, Arguments(max_steps=9))
+    stepper = TrainStep(prepared, place, Arguments(max_steps=9))
     try:
         stepper.step(full_batch(plan, place.data_rank))
     except NumericsError:

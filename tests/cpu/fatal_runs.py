@@ -36,11 +36,11 @@ def run_fatal(cases: dict[str, Case], folder: Path) -> dict[str, Ending]:
 
 
 def one_rank(case: Case, folder: Path) -> Any:
-    from upshift.training.loop.monitor import out_of_memory_in_words
+    from upshift.training.loop.monitor import explaining_out_of_memory
     from upshift.training.process_group import rank_environment
 
     rank, ranks = rank_environment()
-    with out_of_memory_in_words(folder, rank=rank, ranks=ranks):  # as the training loop does
+    with explaining_out_of_memory(folder, rank=rank, ranks=ranks):  # as the training loop does
         return train(case)
 
 

@@ -52,7 +52,7 @@ def main(folder: str, limit: int) -> None:
     reader = model._upshift_offload.reader
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     unlimited = said(AutoModelForCausalLM.from_pretrained(folder))
-    found |= {"unlimited": unlimited, "read": reader.bytes_read, "buffers": reader.most_held}
+    found |= {"unlimited": unlimited, "read": reader.bytes_read, "buffers": reader.peak_bytes}
     print(json.dumps(found))
 
 

@@ -32,31 +32,31 @@ from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.segments import fake_masks
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
-from upshift.training.distributed.fsdp import announce
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.weight_update import sum_up
-from upshift.training.prepare import loss_of, prepare
-from upshift.training.step import Stepper
+from upshift.training.distributed.fsdp import set_last_micro_batch
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.weight_update import sum_gradients_over_job
+from upshift.training.prepare import compute_loss, prepare_model
+from upshift.training.step import TrainStep
 
 Step = Callable[[], None]
 
 
-def a_step(case: dict[str, Any], place: Place) -> Step:
+def a_step(case: dict[str, Any], place: Mesh) -> Step:
     """As Stepper does one, but for the numbers that it reads: fake tensors have none."""
     plan = place.plan
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case["model"])).train()
     with mock.patch.object(nn.Module, "to", lambda module, device: module):  # fakes are there, and cannot be swapped
-        stepper = Stepper(prepare(model, plan, place), place, Arguments(max_steps=100, max_grad_norm=0.0))
+        stepper = TrainStep(prepare_model(model, plan, place), place, Arguments(max_steps=100, max_grad_norm=0.0))
     batch = full_batch(plan, place.data_rank)
 
     def step() -> None:
         for micro_batch in batch.micro_batches:
             last = micro_batch is batch.micro_batches[-1]
-            announce(stepper.model, plan, last=last)
-            loss = loss_of(stepper.model, plan, micro_batch)
+            set_last_micro_batch(stepper.model, plan, last=last)
+            loss = compute_loss(stepper.model, plan, micro_batch)
             (loss.float() * 0.5).backward()
-        sum_up(stepper.optimizer, stepper.model, place, summed=plan.layout.gathers)
+        sum_gradients_over_job(stepper.optimizer, stepper.model, place, summed=plan.layout.gathers)
         stepper.optimizer.step()
         stepper.optimizer.zero_grad(set_to_none=True)
 
@@ -70,7 +70,7 @@ def tensors() -> dict[int, torch.Tensor]:
     return {tensor.untyped_storage()._cdata: tensor for tensor in found if tensor.device.type == "cpu"}
 
 
-def made(case: dict[str, Any], place: Place) -> tuple[Step, list[torch.Tensor]]:
+def made(case: dict[str, Any], place: Mesh) -> tuple[Step, list[torch.Tensor]]:
     """The step of the job, run once, and what the rank holds between two of them."""
     before = tensors()
     step = a_step(case, place)
@@ -125,7 +125,7 @@ class FakeRank(LiveTracker):
 
 
 def measure_fake(case: dict[str, Any]) -> dict[str, float]:
-    place = find_place(Plan(**case["plan"]))
+    place = init_mesh(Plan(**case["plan"]))
     with FakeTensorMode(allow_non_fake_inputs=True), fake_masks(masked=False):
         step, held = made(case, place)
         tracker = FakeRank()

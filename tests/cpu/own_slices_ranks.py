@@ -40,20 +40,20 @@ def growth(load: Any) -> tuple[Any, float]:
 
 def compare(given: tuple[str, Case]) -> dict[str, Any]:
     from upshift.models.source import find_model
-    from upshift.training.distributed.mesh import find_place, gather
-    from upshift.training.prepare import load_or_build, load_shared, prepare
+    from upshift.training.distributed.mesh import all_gather_objects, init_mesh
+    from upshift.training.prepare import load_or_build, load_shards, prepare_model
 
     folder, case = given
     plan, source = a_plan(case), find_model(folder)
-    place = find_place(plan)
-    found, sliced = growth(lambda: load_shared(source, plan, place, seed=0))
+    place = init_mesh(plan)
+    found, sliced = growth(lambda: load_shards(source, plan, place, seed=0))
     assert found is not None
     mine = {name: local(tensor).clone() for name, tensor in found[0].state_dict().items()}
     del found
-    whole, all_of_it = growth(lambda: prepare(load_or_build(source, plan, from_config=False, seed=0), plan, place))
+    whole, all_of_it = growth(lambda: prepare_model(load_or_build(source, plan, from_config=False, seed=0), plan, place))
     theirs = {name: local(tensor) for name, tensor in whole.state_dict().items()}
     same = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    return {"same": all(gather(same, plan)), "sliced": sliced, "whole": all_of_it, "tensors": len(mine)}
+    return {"same": all(all_gather_objects(same, plan)), "sliced": sliced, "whole": all_of_it, "tensors": len(mine)}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

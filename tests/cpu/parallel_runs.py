@@ -178,14 +178,14 @@ def train(case: Case) -> Result:
     from upshift.training.batches.objective import Objective
     from upshift.training.batches.plan_layout import layout_for
     from upshift.training.batches.sampler import BatchSource, evaluation_batches
-    from upshift.training.distributed.gradients import overlaps
-    from upshift.training.distributed.mesh import find_place
+    from upshift.training.distributed.gradients import can_overlap
+    from upshift.training.distributed.mesh import init_mesh
     from upshift.training.evaluate import evaluate
-    from upshift.training.prepare import prepare
-    from upshift.training.step import Stepper
+    from upshift.training.prepare import prepare_model
+    from upshift.training.step import TrainStep
 
     plan = a_plan(case)
-    place = find_place(plan)
+    place = init_mesh(plan)
     config = a_config(case.model)
     model_class, kind = choose_class(config, case.model)
     torch.manual_seed(0)
@@ -194,11 +194,11 @@ def train(case: Case) -> Result:
     if case.adapter:
         built = adapted(built)
     elements = sum(parameter.numel() for parameter in built.parameters())
-    model = prepare(built, plan, place)
+    model = prepare_model(built, plan, place)
     if case.overlapped:
-        step_module.overlaps = lambda plan: True
-    stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
-    step_module.overlaps = overlaps
+        step_module.can_overlap = lambda plan: True
+    stepper = TrainStep(model, place, Arguments(**(OPTIONS | case.options)))
+    step_module.can_overlap = can_overlap
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(

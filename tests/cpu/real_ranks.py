@@ -33,10 +33,10 @@ from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch, Position
-from upshift.training.distributed.mesh import find_place
-from upshift.training.prepare import prepare
+from upshift.training.distributed.mesh import init_mesh
+from upshift.training.prepare import prepare_model
 from upshift.training.process_group import join_processes
-from upshift.training.step import Stepper
+from upshift.training.step import TrainStep
 
 GLOO_THREAD = "pt_gloo_runloop"  # it holds what it sent or summed a moment longer than wait() does
 LOOK_SECONDS = 5e-4
@@ -46,14 +46,14 @@ ops = torch.ops._c10d_functional
 
 def a_step(case: dict[str, Any]) -> Callable[[], None]:
     plan = Plan(**case["plan"])
-    place = find_place(plan)
+    place = init_mesh(plan)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case["model"])).train()
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(_spread)
-    model = prepare(model, plan, place)
-    stepper = Stepper(model, place, Arguments(max_steps=100, max_grad_norm=0.0))
+    model = prepare_model(model, plan, place)
+    stepper = TrainStep(model, place, Arguments(max_steps=100, max_grad_norm=0.0))
     batch = full_batch(plan, place.data_rank)
     return lambda: stepper.step(batch) and None
 

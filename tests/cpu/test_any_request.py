@@ -20,7 +20,7 @@ from upshift.models.source import ModelSource
 from upshift.planning import planner
 from upshift.planning.analysis.lock_file import check_lock, lock_plan
 from upshift.planning.analysis.max_size import find_largest
-from upshift.planning.analysis.what_if import why
+from upshift.planning.analysis.what_if import explain_choice
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.constraints import conflict
 from upshift.planning.search.ranking import Candidate, limit_of
@@ -88,7 +88,7 @@ def ask(request: dict[str, Any]) -> None:
     check_planning(planning, fixed)
     if request["question"] == "why":
         for choice in ("precision=fp32", "per_device_train_batch_size=1", "activation_checkpointing=0", "fully_shard=optimizer"):
-            assert why(planning, choice, fixed=fixed, trace=trace).why
+            assert explain_choice(planning, choice, fixed=fixed, trace=trace).why
     if request["question"] == "lock":
         locked = lock_plan(planning, SOURCE, fixed=fixed, described=True)
         found = check_lock(locked, planning.profile)
@@ -114,7 +114,7 @@ def check_planning(planning: Planning, fixed: tuple[str, ...]) -> None:
 def check_candidate(candidate: Candidate, planning: Planning) -> None:
     plan, memory = candidate.plan, candidate.memory
     assert plan.global_batch == planning.workload.global_batch
-    for name, peak in planning.life.phases(candidate).items():
+    for name, peak in planning.job_memory.phase_peaks(candidate).items():
         assert peak.total == pytest.approx(sum(peak.parts.values())), name
         assert all(size >= 0.0 for size in peak.parts.values()), (name, peak.parts)
     assert memory.peak == max(peak.total for peak in memory.phases.values()) > 0.0

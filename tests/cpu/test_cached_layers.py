@@ -12,7 +12,7 @@ import torch
 import transformers
 from command import Command
 
-from upshift.inference.generation.model import plain_cache
+from upshift.inference.generation.model import full_cache
 from upshift.models.kv_cache import NAMES, returned_cache, with_cache
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
@@ -69,7 +69,7 @@ def test_a_text_in_two_parts_is_the_text(name: str) -> None:
     """The second part reads the keys and values of the first, whatever transformers calls the argument that takes them."""
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     tokens = torch.arange(24)[None] % 200
-    cache = plain_cache()
+    cache = full_cache()
     with torch.no_grad():
         whole = model(tokens, use_cache=False).logits
         first = model(tokens[:, :10], **with_cache(model, cache)).logits
@@ -85,7 +85,7 @@ def test_each_model_has_its_own_name_for_the_cache(name: str) -> None:
     parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", "ids", name, "use_cache")]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     model = type("OfACheckpoint", (torch.nn.Module,), {"forward": forward})()
-    cache = plain_cache()
+    cache = full_cache()
     assert returned_cache(model(torch.zeros(1, 1), **with_cache(model, cache))) is cache
 
 

@@ -17,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.record import Record
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
-from upshift.training.checkpoint.sharded import Piece, copy_shared
+from upshift.training.checkpoint.sharded import Piece, copy_overlap
 from upshift.training.data.dataset import TrainingData
 from upshift.training.job.request import Job
 from upshift.training.job.server import job_server
@@ -142,5 +142,5 @@ def test_parts_of_parts() -> None:
     rows = Piece(shape=(8, 12), kept={0: ((1, 7),), 1: ((3, 9),)})
     target = torch.zeros(6, 6)
     stored = [(torch.cat([whole[0:2], whole[4:6]]), packed), (torch.cat([whole[2:4], whole[6:8]]), other)]
-    assert sum(copy_shared(target, rows, source, piece) for source, piece in stored) == rows.numel == 36
+    assert sum(copy_overlap(target, rows, source, piece) for source, piece in stored) == rows.numel == 36
     assert torch.equal(target, whole[1:7, 3:9])

@@ -167,4 +167,4 @@ def test_files_that_two_runs_of_one_request_wrote(tmp_path: Path) -> None:
         )
         written.write(folder)
     first, second = (read_run(tmp_path / name) for name in ("one", "two"))
-    assert first.asked == second.asked and first.asked["max_steps"] == 1
+    assert first.request == second.request and first.request["max_steps"] == 1

@@ -39,7 +39,7 @@ from upshift.training.data.corpus import read_corpus
 from upshift.training.data.dataset import TrainingData, load_data, prepare_data, save_data
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-from upshift.training.job.processes import written as job_folder
+from upshift.training.job.processes import job_folder
 
 TEXTS = ["first document", "second, with ünïcödé", "third\nwith lines"]
 

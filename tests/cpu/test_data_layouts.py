@@ -23,7 +23,7 @@ from upshift.models.source import find_model
 from upshift.training.batches.collate import to_tensors
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import IGNORED, Objective
-from upshift.training.batches.sampler import BatchSource, Position, steps_of
+from upshift.training.batches.sampler import BatchSource, Position, count_steps
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import find_data_files
 from upshift.training.data.dataset import prepare_data
@@ -420,7 +420,7 @@ def test_every_row_is_once_in_every_epoch(rows, global_batch, epochs, packing, r
     """On all ranks together; resumed anywhere, the rows that follow are the same."""
     path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [number + 10] * (2 + number % 5)} for number in range(rows)])
     sequences = sequences_of(path, 16)
-    steps = steps_of(epochs, num_sequences=rows, global_batch=global_batch)
+    steps = count_steps(epochs, num_sequences=rows, global_batch=global_batch)
     assert steps == int(np.ceil(np.ceil(rows / global_batch) * epochs))
     seen: list[list[int]] = [[] for _ in range(steps)]
     for rank in range(ranks):

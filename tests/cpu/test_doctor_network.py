@@ -15,7 +15,7 @@ import pytest
 
 from upshift.debugging import network
 from upshift.debugging.finding import Finding
-from upshift.debugging.network import Server, examine_network, own_place
+from upshift.debugging.network import Server, examine_network, own_index
 from upshift.errors import RequestError
 
 # Two namespaces joined by a wire, 10.7.0.1 and 10.7.0.2; the answers of some ports of the second one are dropped.
@@ -84,7 +84,7 @@ def test_hosts_that_talk() -> None:
     server = Server(port)
     waits = threading.Thread(target=server.wait, args=(1, time.monotonic() + 20), daemon=True)
     waits.start()
-    findings = list(network._pair("127.0.0.1", "127.0.0.2", port, time.monotonic() + 5))
+    findings = list(network._examine_pair("127.0.0.1", "127.0.0.2", port, time.monotonic() + 5))
     waits.join(20)
     assert not waits.is_alive()
     assert [finding.severity for finding in findings] in (["ok"], ["warning"])  # a busy machine is slow
@@ -93,7 +93,7 @@ def test_hosts_that_talk() -> None:
 
 def test_nobody_listens_and_unknown_names() -> None:
     port = free_port()
-    (refused,) = network._pair("127.0.0.1", "127.0.0.2", port, time.monotonic())
+    (refused,) = network._examine_pair("127.0.0.1", "127.0.0.2", port, time.monotonic())
     assert f"nobody listens at 127.0.0.2:{port}" in refused.what and "start the same command" in (refused.fix or "")
     unknown = [f for f in examine_network(["127.0.0.1", "nowhere.invalid"], port=port, wait_seconds=0) if "nowhere" in f.subject]
     assert "has no address here" in unknown[0].what and "/etc/hosts" in (unknown[0].fix or "")
@@ -103,9 +103,9 @@ def test_nobody_listens_and_unknown_names() -> None:
 
 
 def test_wrong_hosts_are_refused() -> None:
-    assert own_place(["203.0.113.1", "127.0.0.1"]) == 1
+    assert own_index(["203.0.113.1", "127.0.0.1"]) == 1
     with pytest.raises(RequestError, match="none of 203.0.113.1,203.0.113.2 is this host"):
-        own_place(["203.0.113.1", "203.0.113.2"])
+        own_index(["203.0.113.1", "203.0.113.2"])
     with pytest.raises(RequestError, match="names one host"):
         list(examine_network(["127.0.0.1"], port=1, wait_seconds=0))
 

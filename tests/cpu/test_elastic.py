@@ -111,7 +111,7 @@ def test_mpirun_starts_ranks(batch: int, home: Path, tmp_path: Path) -> None:
 
 def test_a_rank_waits_for_a_run_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the global batch leaves nothing to, longer than ranks wait for a plan."""
-    monkeypatch.setattr(rendezvous, "SECONDS_TO_PLAN", 0.5)
+    monkeypatch.setattr(rendezvous, "MAX_PLANNING_SECONDS", 0.5)
     port = free_port()
     first, second = (Ranks(rank=rank, size=2, local_rank=rank, address="127.0.0.1", port=port) for rank in (0, 1))
     plan = Plan(

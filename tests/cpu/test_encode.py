@@ -20,8 +20,8 @@ from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, Tokens
-from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder, TextTokenizer
+from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.quantize import rounding_of
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.quantize import quantize
@@ -36,12 +36,12 @@ TEXTS = [
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
 READY = {  # compiling has a test of its own
-    name: entry for name, entry in registry.ENGINES.items() if "encode" in entry.doors and not entry.uncompiled
+    name: entry for name, entry in registry.ENGINES.items() if "encode" in entry.factories and not entry.uncompiled
 }
 SETUPS = {
     f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
     for name, entry in READY.items()
-    for precision in entry.doors["encode"].precisions
+    for precision in entry.factories["encode"].precisions
     if precision != "bf16"  # slow where the CPU has no instructions for it
 }
 LOWEST = {"int8-weights": 0.98, "int8": 0.95}  # cosine, of a model calibrated on so few texts
@@ -71,9 +71,9 @@ def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> Non
     if setup.precision == "tf32" and detect().medium_is_bf16:
         pytest.skip("with this CPU's AMX torch computes tf32 in bf16, and no race has it")
     source = find_model(str(MINILM))
-    recipe = read_recipe(source)
-    tokens = Tokens(source, recipe)
-    ids = tokens.of(TEXTS)
+    recipe = read_encoding_config(source)
+    tokens = TextTokenizer(source, recipe)
+    ids = tokens.tokenize(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     if setup.precision in LOWEST:
         assert (found * expected).sum(1).min() > LOWEST[setup.precision]
@@ -120,10 +120,10 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     if not registry.is_installed(engine):  # type: ignore[arg-type]
         pytest.skip(f"{engine} is not installed")
     source = made(tmp_path, kind)
-    recipe = read_recipe(source)
-    tokens = Tokens(source, recipe)
+    recipe = read_encoding_config(source)
+    tokens = TextTokenizer(source, recipe)
     setup = EngineSetup(engine=engine, precision="fp32", threads=1, batch=512)  # type: ignore[arg-type]
-    ids = tokens.of(TEXTS)
+    ids = tokens.tokenize(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     one = Encoding(source, recipe, SETUPS["torch fp32"].changed(batch=1), [], pad=tokens.pad).rows(ids)
     rows = sum(map(len, ids)) if kind == "token classifier" else len(TEXTS)
@@ -139,7 +139,7 @@ def test_one_compilation_serves_all_lengths(tmp_path: Path, monkeypatch: pytest.
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **given: plain(layer, **given, backend="aot_eager"))
     source = made(tmp_path, "classifier")
-    recipe, ids = read_recipe(source), [list(range(9, 9 + length)) for length in (3, 40, 5, 7, 20, 21, 4, 6, 2)]
+    recipe, ids = read_encoding_config(source), [list(range(9, 9 + length)) for length in (3, 40, 5, 7, 20, 21, 4, 6, 2)]
     setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=64) for engine in ("torch", "torch-compiled")]  # type: ignore[arg-type]
     eager, compiled = (Encoding(source, recipe, setup, [], pad=0) for setup in setups)
     torch.compiler.set_stance("fail_on_recompile")
@@ -162,7 +162,7 @@ def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str
     getattr(transformers, f"{family}{ending}")(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MINILM).save_pretrained(tmp_path)
     source = find_model(str(tmp_path))
-    recipe, ids = read_recipe(source), [[7, 8, 9], [5] * 60, [11], [12, 13]]
+    recipe, ids = read_encoding_config(source), [[7, 8, 9], [5] * 60, [11], [12, 13]]
     setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=128) for engine in ("torch", "ctranslate2")]
     expected, found = (Encoding(source, recipe, setup, [], pad=1).rows(ids) for setup in setups)
     assert found.std() > 0.1 and np.abs(found - expected).max() < 1e-4
@@ -193,7 +193,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
     text: str, total: int, limit: float | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, "classifier")
-    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
+    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
     monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     counts: list[int] = []
@@ -209,7 +210,8 @@ def test_a_race_runs_so_many_texts_that_they_fill_batches(
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without special tokens, but with those that a text names itself; as arrays, and as a file of them."""
     made(tmp_path, "token classifier")
-    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
+    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
     monkeypatch.setattr(registry, "ENGINES", {"torch": alone})  # one setup alone: no race
     texts = ["", "Ada L\u00f6ve met [SEP] Grace in Z\u00fcrich.", "a " * 600, "Antidisestablishmentarianism?"]
     encoder = Encoder(str(tmp_path))
@@ -241,7 +243,7 @@ def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled
     assert encoder.race.runs[0].setup.engine == "torch" and len(encoder.race.runs) >= 2
-    assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.within("exact")]
+    assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.meets("exact")]
     assert np.abs(found - expected).max() < 2e-4
     again = upshift.Encoder(str(MINILM), engine=engine)
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)

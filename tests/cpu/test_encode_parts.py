@@ -19,26 +19,26 @@ from upshift.errors import NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import describe, detect
 from upshift.inference.encoding import contest as contest_module
-from upshift.inference.encoding.engines.base import by_length, padded
+from upshift.inference.encoding.engines.base import batch_by_length, pad_batches
 from upshift.inference.encoding.files import Rows, TokenRows, check_files, check_form, read_texts
-from upshift.inference.encoding.model_config import Recipe, read_recipe
+from upshift.inference.encoding.model_config import EncodingConfig, read_encoding_config
 from upshift.inference.encoding.run import TokenScores, pool, score_tokens, token_counts
 from upshift.inference.race import race as race_module
-from upshift.inference.race.early_stopping import Standing
-from upshift.inference.race.policy import TURNS, RacePolicy
+from upshift.inference.race.early_stopping import EarlyStopping
+from upshift.inference.race.policy import FINAL_TURNS, RacePolicy
 from upshift.inference.race.race import Race
-from upshift.inference.race.types import Contest, Entrants, Limits, Quality, Run, read_quality, spread_over
+from upshift.inference.race.types import Contest, Limits, Quality, RaceRequest, Run, pick_evenly_from_stream, read_quality
 from upshift.inference.registry import EngineName, EngineSetup, Precision
-from upshift.inference.resumable_output import blocks, count_lines
+from upshift.inference.resumable_output import count_lines, read_blocks
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
-EMBEDDINGS = Recipe(output="embeddings", said_by="a test")
+EMBEDDINGS = EncodingConfig(output="embeddings", said_by="a test")
 
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 2000))
 def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = by_length(lengths, budget)
+    batches = batch_by_length(lengths, budget)
     assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
@@ -47,14 +47,14 @@ def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget
 def test_sorted_batches_pad_less_than_batches_as_they_come() -> None:
     tokens = [[1] * length for length in [200, 5, 7, 180, 6, 190, 5, 8]]
     sizes = [
-        sum(batch.ids.size for batch in padded(tokens, places, pad=0))
-        for places in (by_length(list(map(len, tokens)), 600), [[0, 1, 2], [3, 4, 5], [6, 7]])
+        sum(batch.ids.size for batch in pad_batches(tokens, places, pad=0))
+        for places in (batch_by_length(list(map(len, tokens)), 600), [[0, 1, 2], [3, 4, 5], [6, 7]])
     ]
     assert sizes[0] < sizes[1] / 1.5
 
 
 def test_padding() -> None:
-    (batch,) = padded([[5, 6, 7], [8], []], [[1, 0, 2]], pad=9)
+    (batch,) = pad_batches([[5, 6, 7], [8], []], [[1, 0, 2]], pad=9)
     assert batch.ids.tolist() == [[8, 9, 9], [5, 6, 7], [9, 9, 9]] and batch.mask.tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
 
 
@@ -82,22 +82,22 @@ def sentence_transformers_directory(folder: Path, pooling: dict[str, object], *m
 
 def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path: Path) -> None:
     source = sentence_transformers_directory(tmp_path, {"pooling_mode_cls_token": True}, "Normalize")
-    recipe = read_recipe(source)
+    recipe = read_encoding_config(source)
     assert (recipe.pooling, recipe.normalize, recipe.max_length) == ("cls", True, 77)
     for pooling, name in (({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode": ["max"]}, "max"), ({}, "mean")):
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-        assert read_recipe(source).pooling == name
+        assert read_encoding_config(source).pooling == name
 
 
 def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
     source = sentence_transformers_directory(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
     said = {"prompts": {"query": "query: "}, "default_prompt_name": None}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
-    assert read_recipe(source).prompt == ""
+    assert read_encoding_config(source).prompt == ""
     for name, message in (("query", "leaves the tokens of the prompt 'query: ' out"), ("document", "has no prompt 'document'")):
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said | {"default_prompt_name": name}))
         with pytest.raises(RequestError, match=message):
-            read_recipe(source)
+            read_encoding_config(source)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,19 @@ def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, pooling: dict[str, object], more: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        read_recipe(sentence_transformers_directory(tmp_path, pooling, *more))
+        read_encoding_config(sentence_transformers_directory(tmp_path, pooling, *more))
 
 
 @pytest.mark.parametrize(("ending", "output"), [("Sequence", "class scores"), ("Token", "token scores")])
 def test_a_classifier_gives_scores(tmp_path: Path, ending: str, output: str) -> None:
     config = {"model_type": "bert", "architectures": [f"BertFor{ending}Classification"]}
-    assert read_recipe(ModelSource(reference="m", directory=tmp_path, config=config)).output == output
+    assert read_encoding_config(ModelSource(reference="m", directory=tmp_path, config=config)).output == output
 
 
 def test_scores_are_of_a_texts_own_tokens() -> None:
     """Not of two special ones before and one behind, nor of padding; texts that have no other tokens give none."""
     logits = np.log(np.arange(1.0, 21.0, dtype=np.float32)).reshape(2, 5, 2)
-    recipe = Recipe(output="token scores", special=(2, 1), said_by="a test")
+    recipe = EncodingConfig(output="token scores", special=(2, 1), said_by="a test")
     found = score_tokens(logits, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]), recipe)
     assert found == pytest.approx(np.array([[5 / 11, 6 / 11], [7 / 15, 8 / 15], [15 / 31, 16 / 31]]), abs=1e-6)
     assert token_counts([5, 4, 3, 2], recipe).tolist() == [2, 1, 0, 0]
@@ -191,9 +191,9 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
     assert count_lines(lines) == 10
-    assert [text for block in blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
-    assert spread_over(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
-    assert spread_over(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
+    assert [text for block in read_blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
+    assert pick_evenly_from_stream(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
+    assert pick_evenly_from_stream(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
     plain = tmp_path / "texts.txt"
     plain.write_bytes(b"one\rstill one\r\n\nlast")
     assert count_lines(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]
@@ -229,7 +229,7 @@ def test_wrong_files_are_named(tmp_path: Path, name: str, content: str | None, o
 def test_quality() -> None:
     setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1024)
     run = Run(setup=setup, seconds=Spread.of([1.0]), per_second=1.0, largest_difference=2e-4, worst_cosine=0.9991)
-    assert not run.within(read_quality("exact")) and run.within(read_quality("0.999")) and not run.within(read_quality("0.9999"))
+    assert not run.meets(read_quality("exact")) and run.meets(read_quality("0.999")) and not run.meets(read_quality("0.9999"))
     for wrong in ("good", "0", "1.5"):
         with pytest.raises(RequestError, match="use exact, or a cosine"):
             read_quality(wrong)
@@ -247,22 +247,22 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
         "from upshift.inference.race.types import Run\n"
-        "from upshift.inference.race.early_stopping import contend\n"
+        "from upshift.inference.race.early_stopping import serve_race\n"
         "def run(entrants, setup, standing):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
         "        " + ends + "\n"
         "    return [Run(setup=setup, per_second=1.0)]\n"
         "def main(path, answer):\n"
-        "    contend(path, answer, run)\n"
+        "    serve_race(path, answer, run)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
-    entrants = Entrants(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
+    entrants = RaceRequest(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
     with fork_server("of_a_test.contest") as server:
-        first, second, third = race_module.runs_of(server, entrants)
+        first, second, third = race_module.stream_runs(server, entrants)
     assert first.per_second == 1.0 and said in (second.failure or "")
     assert (third.per_second == 1.0) is (ends != "os._exit(7)")
 
@@ -273,7 +273,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
     monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             if setup.engine == "nothing":
                 yield Run(setup=setup, per_second=1e6)
@@ -284,7 +284,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
                 one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([1.0]), per_second=speed, first_seconds=wait)
                 yield one.changed(largest_difference=0.0 if exact else 0.1, worst_cosine=1.0 if exact else 0.97)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1, 2, 4), hint="latency")
 
@@ -311,7 +311,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     raced = {("openvino", 256): 100.0, ("openvino", 512): 99.0, ("ctranslate2", 512): 98.0}
     finals: list[str] = []
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             again = len(entrants.contest.batches) == 1
             finals.extend([setup.engine] if again else [])
@@ -321,7 +321,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
                 one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([0.1]), per_second=rate, load_seconds=0.1)
                 yield one.changed(largest_difference=0.0, worst_cosine=1.0)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256, 512), hint="throughput")
 
@@ -332,7 +332,7 @@ def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch
     few = race(999.0, 0.9)
     assert (few.chosen.engine, few.chosen.batch, few.final, finals) == ("openvino", 256, (), [])
     many = race(1000.0)
-    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * TURNS
+    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * FINAL_TURNS
     shown = {run.setup.engine: run.per_second for run in many.best()}
     assert shown["ctranslate2"] == 95.0 and shown["openvino"] == 90.0
     assert race(1000.0).recalled and race(1000.0).chosen == many.chosen
@@ -346,12 +346,12 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
 
-    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: RaceRequest) -> Iterator[Run]:
         for setup in entrants.setups:
             one = Run(setup=setup, seconds=Spread.of([1.0]), per_second=speeds[setup.engine], load_seconds=30.0)
             yield one.changed(largest_difference=0.0, worst_cosine=1.0)
 
-    monkeypatch.setattr(race_module, "runs_of", ran)
+    monkeypatch.setattr(race_module, "stream_runs", ran)
     source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
     contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
 
@@ -383,16 +383,16 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
 RACED = """
 import json
 from upshift.inference.race.types import Run
-from upshift.inference.race.early_stopping import contend
+from upshift.inference.race.early_stopping import serve_race
 from upshift.record import Spread
 COSINES = {"fp32": 1.0, "int8-weights": 0.9995, "int8": 0.998, "int4-weights": 0.97, "int4": 0.96}
 RATES = {"llamacpp": 1.0, "torch": 2.0, "openvino": 4.0}
 def run(entrants, setup, standing):
     one = Run(setup=setup, largest_difference=0.0, worst_cosine=COSINES[setup.precision], seconds=Spread.of([1.0]))
     one = one.changed(per_second=RATES[setup.engine])
-    return [one.changed(stopped=standing.stopped(one, 1.0))]
+    return [one.changed(stopped=standing.stop(one, 1.0))]
 def main(path, answer):
-    contend(path, answer, run)
+    serve_race(path, answer, run)
 """
 
 
@@ -467,11 +467,11 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
         setup=some.changed(engine="torch"), per_second=40 / 0.05, seconds=Spread.of([0.05]), largest_difference=0.0,
         worst_cosine=1.0,
     )  # fmt: skip
-    entrants = Entrants(
+    entrants = RaceRequest(
         contest=contest, setups=(some,), sample=tmp_path / "sample.json", reference=tmp_path / "reference.npy", quality=0.99,
         before=(other,),
     )  # fmt: skip
-    (found,) = contest_module.run(entrants, some, Standing(entrants))
+    (found,) = contest_module.run_setup(entrants, some, EarlyStopping(entrants))
     assert found.stopped == (None if later < 0.05 else "behind")
     assert ((found.per_second or 0.0) > 40 / 0.05) == (later < 0.05)
 
@@ -479,9 +479,9 @@ def test_who_makes_kernels_in_the_first_pass_is_asked_again(
 SIGNALLED = """
 import os, signal
 import openvino
-from upshift.inference.openvino_runtime import core, signal_stack_kept
+from upshift.inference.openvino_runtime import core, keep_signal_stack
 core()
-with signal_stack_kept():
+with keep_signal_stack():
     one, other = openvino.Core(), openvino.Core()
     one.get_property("CPU", "FULL_DEVICE_NAME"), other.get_property("CPU", "FULL_DEVICE_NAME")
     del one
@@ -492,7 +492,7 @@ os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_signals_are_handled_after_cores_of_openvino_went() -> None:
-    """Without ``signal_stack_kept`` it ends with SIGSEGV (OpenVINO 2026.4)."""
+    """Without ``keep_signal_stack`` it ends with SIGSEGV (OpenVINO 2026.4)."""
     pytest.importorskip("openvino", reason="openvino is not installed")
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

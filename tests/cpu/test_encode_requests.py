@@ -25,12 +25,12 @@ from transformers import PreTrainedTokenizerFast
 import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import Tokens
+from upshift.inference.encoding.encoder import TextTokenizer
 from upshift.inference.encoding.files import Rows, check_files, read_texts
-from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.registry import EngineSetup
-from upshift.inference.resumable_output import Unfinished, UnfinishedLines
+from upshift.inference.resumable_output import UnfinishedLines, UnfinishedOutput
 from upshift.models.source import find_model
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -54,7 +54,8 @@ def save(folder: Path, model: Any, **tokens: str) -> str:
 
 @pytest.fixture
 def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = registry.ENGINES["torch"]._replace(doors={"encode": registry.Door("torch_engine:TorchEngine", ("fp32",))})
+    factory = registry.EngineFactory("torch_engine:TorchEngine", ("fp32",))
+    alone = registry.ENGINES["torch"]._replace(factories={"encode": factory})
     monkeypatch.setattr(registry, "ENGINES", {"torch": alone})
 
 
@@ -70,7 +71,7 @@ def test_scores_of_a_decoder_are_those_of_its_last_token(tmp_path: Path, pad: in
     encoder = upshift.Encoder(save(tmp_path, model, **tokens))
     texts = [text for text in TEXTS if text]
     with torch.inference_mode():
-        expected = np.concatenate([model(torch.tensor([ids])).logits for ids in encoder.tokens.of(texts)])
+        expected = np.concatenate([model(torch.tensor([ids])).logits for ids in encoder.tokenizer.tokenize(texts)])
     assert np.abs(encoder.encode(texts) - expected).max() < 1e-5
 
 
@@ -94,8 +95,8 @@ def test_an_encoder_decoder_gives_its_encoders_states(tmp_path: Path, kind: str)
         config = transformers.FSMTConfig(src_vocab_size=260, tgt_vocab_size=260, langs=["en", "de"], **BESIDE)
     model = getattr(transformers, kind)(config).eval()
     source = find_model(save(tmp_path, model))
-    recipe = read_recipe(source)
-    ids = Tokens(source, recipe).of(TEXTS)
+    recipe = read_encoding_config(source)
+    ids = TextTokenizer(source, recipe).tokenize(TEXTS)
     found = Encoding(source, recipe, EngineSetup(engine="torch", threads=1, batch=32, precision="fp32"), ids, pad=0).rows(ids)
     with torch.inference_mode():
         expected = [model.get_encoder()(torch.tensor([row]))[0][0].mean(0).numpy() if row else np.zeros(32) for row in ids]
@@ -203,7 +204,7 @@ def test_two_processes_fill_one_cache(model: str, engine: Any, maker: str, monke
 
     monkeypatch.setattr(f"{module}.{name}", slowly)
     source = find_model(model)
-    recipe, setup = read_recipe(source), EngineSetup(engine=engine, precision="fp32", threads=1, batch=64)
+    recipe, setup = read_encoding_config(source), EngineSetup(engine=engine, precision="fp32", threads=1, batch=64)
     ids = [[1, 2, 3], [4, 5, 6, 7]]
     with ThreadPoolExecutor(2) as pool:
         rows = list(pool.map(lambda _: Encoding(source, recipe, setup, ids, pad=0).rows(ids), range(2)))
@@ -270,7 +271,7 @@ def test_rows_go_on_with_the_same_recipe_alone(model: str, tmp_path: Path, upshi
         raise RequestError("stopped")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "finish", stop)
+        patch.setattr(UnfinishedOutput, "finish", stop)
         assert "stopped" in upshift(*command).err
     said = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
     (Path(model) / "1_Pooling").mkdir()

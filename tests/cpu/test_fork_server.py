@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from upshift.errors import JobFailed
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.value import Value
 
 WORKER = """
@@ -72,9 +72,9 @@ def server(worker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fo
             yield started
 
 
-def ask(server: ForkServer, text: str, limit: float = 60.0) -> tuple[list[str], Ending]:
+def ask(server: ForkServer, text: str, limit: float = 60.0) -> tuple[list[str], ChildExit]:
     *said, ending = server.ask(Said(text=text), Said, limit_seconds=limit)
-    assert isinstance(ending, Ending)
+    assert isinstance(ending, ChildExit)
     return [one.text for one in said if isinstance(one, Said)], ending
 
 
@@ -147,7 +147,7 @@ def test_an_interrupt_reaches_the_child_that_runs_and_the_next_one() -> None:
         next(answers)
         server.interrupt()
         for answer in (next(answers), list(server.ask(Said(text="sleep"), Said, limit_seconds=600.0))[-1]):
-            assert isinstance(answer, Ending) and answer.signal == signal.SIGINT and not answer.timed_out
+            assert isinstance(answer, ChildExit) and answer.signal == signal.SIGINT and not answer.timed_out
 
 
 def test_a_worker_that_cannot_be_imported_says_why() -> None:

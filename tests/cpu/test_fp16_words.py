@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upshift.cli.train import RunDisplay
+from upshift.cli.run_display import RunDisplay
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments

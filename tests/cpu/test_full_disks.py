@@ -15,10 +15,10 @@ from test_checkpoint import _mount
 from test_train import a_job, home, prepared  # noqa: F401  fixtures
 
 from upshift.cli import main as command_line
-from upshift.disk_full import full_disk, keep
+from upshift.disk_full import disk_full_message, write_cache_file
 from upshift.errors import JobFailed
 from upshift.training.data.dataset import TrainingData
-from upshift.training.job.processes import result_in, run_in, written
+from upshift.training.job.processes import job_folder, read_result, run_from_folder
 
 
 @pytest.fixture
@@ -40,25 +40,25 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_is_found_in_errors() -> None:
     full_one = OSError(errno.ENOSPC, "No space left on device", "/x/y")
-    assert full_disk(full_one) == "No space left on device: /x/y"
-    assert full_disk(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert full_disk(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
+    assert disk_full_message(full_one) == "No space left on device: /x/y"
+    assert disk_full_message(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert disk_full_message(RuntimeError("(sqlite3.OperationalError) database or disk is full"))
     for other in (OSError(errno.EACCES, "Permission denied"), ValueError("no"), KeyboardInterrupt()):
-        assert full_disk(other) is None
+        assert disk_full_message(other) is None
     try:
         try:
             raise full_one
         except OSError as error:
             raise RuntimeError("backend compiler failed") from error
     except RuntimeError as error:
-        assert full_disk(error) == "No space left on device: /x/y"
+        assert disk_full_message(error) == "No space left on device: /x/y"
     circle = ValueError("a")
     circle.__context__ = circle
-    assert full_disk(circle) is None
+    assert disk_full_message(circle) is None
 
 
 def test_a_cache_goes_without(full: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not keep("the numbers are", full / "folder" / "numbers.json", "x" * 10_000)
+    assert not write_cache_file("the numbers are", full / "folder" / "numbers.json", "x" * 10_000)
     assert "the numbers are not kept" in caplog.text and "UPSHIFT_CACHE names another folder" in caplog.text
     assert not list(full.rglob("numbers.json*"))
 
@@ -91,10 +91,10 @@ def test_the_process_of_a_job_says_it_in_words(
     home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     job = a_job(home, tmp_path / "run")
-    with written(job, prepared("llama")) as folder:
-        run_in(folder, lambda *given: full_compiler(), lambda event: None)
+    with job_folder(job, prepared("llama")) as folder:
+        run_from_folder(folder, lambda *given: full_compiler(), lambda event: None)
         with pytest.raises(JobFailed, match=r"No space left on device: .*x.cpp.*there is no earlier checkpoint; free some space"):
-            result_in(folder, 0, interrupted=False)
+            read_result(folder, 0, interrupted=False)
 
 
 def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
     from openvino import opset13
 
     from upshift.inference import registry
-    from upshift.inference.openvino_runtime import make
+    from upshift.inference.openvino_runtime import make_model_file
 
     def export() -> object:
         given = opset13.parameter([1, 600], np.float32)
@@ -111,7 +111,8 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
         return openvino.Model([opset13.matmul(given, weights, False, False)], [given])
 
     (full / "filler").write_bytes(bytes(600_000))  # room for the .xml alone
-    monkeypatch.setattr(registry, "_named", lambda *names: lambda build: make(full / "fp32.xml", export, None))
+    path = full / "fp32.xml"
+    monkeypatch.setattr(registry, "_import_attribute", lambda *names: lambda build: make_model_file(path, export, None))
     with pytest.raises(JobFailed, match=r"the files that openvino makes of the model could not be written \(.*UPSHIFT_CACHE"):
         registry.build_engine("encode", "openvino", None)
     assert sorted(path.name for path in full.iterdir() if path.suffix != ".lock") == ["filler"]

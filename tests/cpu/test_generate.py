@@ -45,8 +45,8 @@ from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_export import convert
 from upshift.inference.generation.model import generation_task
-from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
+from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, common_prefix, remaining_tokens
 from upshift.inference.generation.prompts import Prompts, read_prompts
 from upshift.inference.generation.quantize import rounding_of
 from upshift.inference.generation.sequence import GeneratedSequence
@@ -157,7 +157,7 @@ def test_a_model_without_room_runs_from_the_disk(kind: str, tmp_path: Path, upsh
     ids = torch.tensor(ids_of(["one two"], model))
     expected = auto.from_pretrained(model).eval().generate(ids, max_new_tokens=6, do_sample=False)[0]
     new = expected[len(ids[0]) if kind == "llama" else 1 :].tolist()
-    assert said["text"] == Prompts(find_weights(model), chat=False).text(new)
+    assert said["text"] == Prompts(find_weights(model), chat=False).decode(new)
     refused = upshift(*asked, "--max-memory", "cpu=300KiB")
     assert refused.code == 3 and "one layer at a time" in refused.err
 
@@ -235,7 +235,7 @@ def check_that_a_row_goes_on(decoder: Any, prompts: list[list[int]]) -> None:
     """Later, in several rows, beside others, and from less than all of it."""
     decoder.admit(prompts[:3])
     decoder.step(np.array([5, 6, 7]))
-    known = decoder.of_row(1)
+    known = decoder.prefix_of_row(1)
     said = [*prompts[1], 6]
     assert known.length == len(said)
     more = [[*said, 1, 2, 3], [*said, 9]]
@@ -475,9 +475,9 @@ def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
     source = find_weights(model)
     assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
-    assert unused(source) == {}
+    assert unused_settings(source) == {}
     (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4, "num_return_sequences": 1, "top_k": 5}')
-    assert unused(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
+    assert unused_settings(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
     assert read_options(source, {"do_sample": False, "temperature": None}).do_sample is False
     assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
 
@@ -495,9 +495,9 @@ def test_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) ->
     assert [{name: answer[name] for name in line} for line, answer in zip(lines, answers, strict=True)] == lines
     expected = by_transformers(made["llama"], ids_of(TEXTS, made["llama"]))
     texts = Prompts(find_weights(made["llama"]))
-    assert [answer["text"] for answer in answers[:-1]] == [texts.text(tokens) for tokens in expected]
+    assert [answer["text"] for answer in answers[:-1]] == [texts.decode(tokens) for tokens in expected]
     streamed = upshift("generate", made["llama"], "--prompt", TEXTS[1], *options)
-    assert streamed.out == texts.text(expected[1]) + "\n", streamed.err
+    assert streamed.out == texts.decode(expected[1]) + "\n", streamed.err
     wrong = upshift("generate", made["llama"], *files)
     assert wrong.code == 2 and "exists; give another name, or --overwrite" in wrong.err
 
@@ -556,25 +556,28 @@ def test_lines_that_are_no_prompt(tmp_path: Path, line: str) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 1), min_size=SHORTEST), st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4))
+@given(
+    st.lists(st.integers(0, 1), min_size=MIN_PREFIX_TOKENS),
+    st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4),
+)
 def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: list[list[int]]) -> None:
     prompts = [shared + tail for tail in tails]
     prefix = common_prefix(prompts)
     assert len(prefix) >= len(shared) and all(prompt[: len(prefix)] == prefix and prompt != prefix for prompt in prompts)
-    left = remainder(prompts, len(prefix))
-    states = left.place(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
+    left = remaining_tokens(prompts, len(prefix))
+    states = left.pad_states(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
     rows = np.concatenate([states, left.ids], axis=1)
     assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
-    for row, prompt, kept in zip(left.positions, prompts, left.kept, strict=True):
+    for row, prompt, kept in zip(left.positions, prompts, left.prefix_tokens, strict=True):
         assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "PASS_TOKENS", 3 * len(prompts))
-        parts = list(left.parts())
+        parts = list(left.chunks())
     assert max(part.ids.size for part in parts) <= 3 * len(prompts)
     for of in (lambda one: one.ids, lambda one: one.positions):
         assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))
-    assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
+    assert common_prefix([[1] * (MIN_PREFIX_TOKENS - 1) + tail for tail in ([0], [1, 1])]) == []
 
 
 @settings(max_examples=60)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GPT2Co
 
 from upshift.hardware import describe
 from upshift.inference.generation.engines.base import DecoderBuild
-from upshift.inference.generation.engines.torch_cuda_graphs import Given, Room, TorchaoDecoder, TorchGraphsDecoder
+from upshift.inference.generation.engines.torch_cuda_graphs import GraphStep, StaticKvCache, TorchaoDecoder, TorchGraphsDecoder
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.inference.race.types import cosines
 from upshift.inference.registry import EngineSetup, Precision, contestants
@@ -82,7 +82,7 @@ def test_a_step_asks_the_gpu_for_nothing(builds: dict[str, DecoderBuild], name: 
         decoder.model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16).eval()
         for layer in decoder.cache.layers:
             layer.keys, layer.values = (torch.empty(states.shape, dtype=torch.bfloat16) for states in (layer.keys, layer.values))
-        logits = decoder._replayed(Given(Room(decoder.cache, rows=2, places=256), 2))
+        logits = decoder._graph_logits(GraphStep(StaticKvCache(decoder.cache, rows=2, capacity=256), 2))
     assert logits.device.type == "meta" and tuple(logits.shape) == (2, 64)
 
 

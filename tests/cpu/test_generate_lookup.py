@@ -14,7 +14,7 @@ import upshift
 from upshift.errors import RequestError
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.options import read_options
-from upshift.inference.generation.prompt_lookup import AGAIN, LONGEST_MATCH, TRIALS, Lookup, continuation
+from upshift.inference.generation.prompt_lookup import MAX_MATCH, PAUSE_PASSES, TRIAL_PASSES, Lookup, find_continuation
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.weights import find_weights
 
@@ -71,7 +71,7 @@ def test_a_sampled_text_is_that_without_guesses(made: dict[str, str]) -> None:
 @settings(max_examples=50, deadline=None)
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30), most=st.integers(0, 6))
 def test_a_guess_followed_the_same_tokens(tokens: list[int], most: int) -> None:
-    found = continuation(tokens, most)
+    found = find_continuation(tokens, most)
     assert len(found) <= most
     if found:
         before = [start for start in range(1, len(tokens)) if tokens[start : start + len(found)] == found]
@@ -81,20 +81,20 @@ def test_a_guess_followed_the_same_tokens(tokens: list[int], most: int) -> None:
 
 
 def test_the_longest_match_is_taken() -> None:
-    assert LONGEST_MATCH == 3
-    assert continuation([1, 2, 3, 9, 7, 3, 8, 1, 2, 3], 2) == [9, 7]
-    assert continuation([5, 6], 4) == []
+    assert MAX_MATCH == 3
+    assert find_continuation([1, 2, 3, 9, 7, 3, 8, 1, 2, 3], 2) == [9, 7]
+    assert find_continuation([5, 6], 4) == []
 
 
 def test_guesses_rest_where_they_do_not_pay() -> None:
     lookup, tokens = Lookup(4), [1, 2, 1, 2]
     assert lookup.guess(tokens, 9) == []  # what a step takes is not known yet
     lookup.add(1, 1.0, guessed=False)
-    for _ in range(TRIALS):
+    for _ in range(TRIAL_PASSES):
         assert lookup.guess(tokens, 9) == [1, 2]
         lookup.add(1, 1.5, guessed=True)
-    assert [lookup.guess(tokens, 9) for _ in range(AGAIN + 1)] == [[]] * (AGAIN + 1)
-    for _ in range(2 * TRIALS):  # tried again, and paying now
+    assert [lookup.guess(tokens, 9) for _ in range(PAUSE_PASSES + 1)] == [[]] * (PAUSE_PASSES + 1)
+    for _ in range(2 * TRIAL_PASSES):  # tried again, and paying now
         assert lookup.guess(tokens, 1) == [1]
         lookup.add(2, 1.5, guessed=True)
 

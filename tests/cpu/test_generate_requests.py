@@ -18,8 +18,8 @@ import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prompts import Prompts, check_files, line_of, read_prompts
+from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import Contest
 from upshift.inference.resumable_output import UnfinishedLines
@@ -50,7 +50,7 @@ def test_a_chat_template_says_what_it_does_not_take(model: str, template: str, s
     prompts = Prompts(find_weights(model))
     prompts.tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"prompt 2 is not what the chat template of .* takes .*{said}"):
-        prompts.of(["a text", [{"role": "system", "content": "s"}]])
+        prompts.tokenize(["a text", [{"role": "system", "content": "s"}]])
 
 
 @pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [None], [3], [[]], [["hi"]], ["\ud800"]])
@@ -127,12 +127,12 @@ def test_a_model_says_how_long_a_text_may_be(tmp_path: Path, place: str) -> None
     expected = [reference.generate(torch.tensor([ids]), pad_token_id=0)[0, 1:].tolist() for ids in ids_of(prompts, model)]
     generator = upshift.Generator(model, engine="torch")
     assert [one.tokens for one in generator.generate(prompts)] == expected and len(expected[0]) == 19
-    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused(generator.source) == {}
+    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused_settings(generator.source) == {}
 
 
 def test_a_length_with_its_prompt_is_told(tmp_path: Path) -> None:
     source = find_weights(save(tmp_path, CONFIGS["llama"], max_length=99))
-    assert unused(source) == {"max_length": 99} and unused(source, {"max_new_tokens": 5}) == {}
+    assert unused_settings(source) == {"max_length": 99} and unused_settings(source, {"max_new_tokens": 5}) == {}
 
 
 def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: Path) -> None:
@@ -292,16 +292,16 @@ def test_tools_and_parts_are_used_or_refused(model: str) -> None:
     prompts.tokenizer.chat_template = PLAIN_TEMPLATE
     text = [{"role": "user", "content": "what now?"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]}]
-    assert prompts.of([parts]) == prompts.of([text]) == prompts.of([{"messages": parts}])
+    assert prompts.tokenize([parts]) == prompts.tokenize([text]) == prompts.tokenize([{"messages": parts}])
     named = [{**text[0], "name": "Ada"}]
     for prompt, word in (({"messages": text, "tools": TOOLS}, "tools"), (named, "name")):
         with pytest.raises(RequestError, match=f"prompt 1 has '{word}', which the chat template of .* does not use"):
-            prompts.of([prompt])
+            prompts.tokenize([prompt])
     prompts.tokenizer.chat_template = TOOL_TEMPLATE
-    assert len({tuple(ids) for ids in prompts.of([text, {"messages": text, "tools": TOOLS}, named])}) == 3
+    assert len({tuple(ids) for ids in prompts.tokenize([text, {"messages": text, "tools": TOOLS}, named])}) == 3
     image = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]
     with pytest.raises(RequestError, match="prompt 1 is no prompt: its content has a part of type 'image'"):
-        prompts.of([image])
+        prompts.tokenize([image])
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_line_with_tools_is_one_prompt(tmp_path: Path) -> None:
     call = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps(call) + "\n")
     first, second = read_prompts(tmp_path / "p.jsonl")
-    assert line_of(first) == chat and line_of(second) == call
+    assert prompt_record(first) == chat and prompt_record(second) == call
 
 
 @pytest.mark.parametrize("config", [CONFIGS["llama"], SEQ2SEQ["bart, absolute positions"]], ids=["decoder", "encoder-decoder"])

@@ -7,7 +7,7 @@ import torch
 
 from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
-from upshift.training.held_memory import begin_held_peak, held_bytes, held_peak_bytes
+from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.units import GIB
 
@@ -46,5 +46,5 @@ def test_held_on_a_gpu_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 80 * GIB))  # another user has the rest
     outside = round(outside_allocator(plan))
     assert (held_bytes(plan), held_peak_bytes(plan)) == (2 * GIB + outside, 3 * GIB + outside)
-    begin_held_peak(plan)
+    reset_held_peak(plan)
     assert held_peak_bytes(plan) == 2 * GIB + outside

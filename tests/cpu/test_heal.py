@@ -19,7 +19,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.elastic.supervisor import WORKER, check_healing, fixed_to_heal
+from upshift.training.elastic.supervisor import WORKER, check_healing, fixed_for_healing
 from upshift.training.loop.events import Event, StepDone, Waited
 from upshift.training.run import Watcher, train
 
@@ -140,8 +140,8 @@ def test_what_cannot_heal(fields: dict[str, Any], words: str, monkeypatch: pytes
 
 
 def test_only_whole_copies_are_planned() -> None:
-    fixed = fixed_to_heal(("tensor_parallel=2", "num_processes=2"), launched=False)
+    fixed = fixed_for_healing(("tensor_parallel=2", "num_processes=2"), launched=False)
     assert fixed[:2] == ("tensor_parallel=2", "num_processes=2")
     assert "fully_shard=no" in fixed and "optimizer_in_backward=false" in fixed and "tensor_parallel=1" not in fixed
     with pytest.raises(RequestError, match="a launcher did here; use upshift train --nproc 2 --heal alone"):
-        fixed_to_heal((), launched=True)
+        fixed_for_healing((), launched=True)

@@ -25,16 +25,16 @@ from upshift.training.distributed.context_parallel import document_of_each_token
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-from upshift.internals import internal
+from upshift.internals import lookup
 from upshift.internals.torch_names import COLLECTIVES
 import upshift
-find, gone = internal._find, []
+find, gone = lookup._import_name, []
 def without(name):
     if name == COLLECTIVES.name:
         return find(name)
     gone.append(name)
     raise AttributeError(name)
-internal._find, internal._mentions = without, lambda *_: False
+lookup._import_name, lookup._mentions = without, lambda *_: False
 for module in pkgutil.walk_packages(upshift.__path__, "upshift."):
     importlib.import_module(module.name)
 upshift.Trainer, upshift.Encoder, upshift.Generator
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Take names away, as a new version of their library would."""
-    find, mentions, of = lookup._find, lookup._mentions, Internal.of
+    find, mentions, of = lookup._import_name, lookup._mentions, Internal.of
 
     def take(*names: Internal) -> None:
         taken = {one.name for one in names}
@@ -65,7 +65,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise one.missing()
             return of(one, owner)
 
-        monkeypatch.setattr(lookup, "_find", without)
+        monkeypatch.setattr(lookup, "_import_name", without)
         monkeypatch.setattr(lookup, "_mentions", lambda module, name: f"{module}:{name}" not in taken and mentions(module, name))
         monkeypatch.setattr(Internal, "of", without_attribute)
         torch_names._torch_leaves.cache_clear()
@@ -125,12 +125,12 @@ def test_ranks_do_not_keep_pace_where_torch_has_no_exchange_to_count(
 ) -> None:
     """Said once; the run itself goes on."""
     layout = Layout(fully_shard="weights", shard_size=2)
-    fsdp._missing.cache_clear()
-    assert fsdp.can_keep_pace(layout)
+    fsdp._missing_internal.cache_clear()
+    assert fsdp.can_catch_up(layout)
     without(name)
-    fsdp._missing.cache_clear()
-    assert not fsdp.can_keep_pace(layout) and not fsdp.can_keep_pace(layout)
-    fsdp._missing.cache_clear()
+    fsdp._missing_internal.cache_clear()
+    assert not fsdp.can_catch_up(layout) and not fsdp.can_catch_up(layout)
+    fsdp._missing_internal.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
     assert name.attribute in line and "ends the run" in line
 

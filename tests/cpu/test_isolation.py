@@ -28,13 +28,13 @@ from upshift.planning.search.enumerate import enumerate_plans
 from upshift.planning.search.ranking import Rejected, cost_plan
 from upshift.planning.search.space import choices, parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.batches.plan_layout import layout_for, objective_of
+from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource, GlobalBatch
 from upshift.training.data.tokens import Sequences
-from upshift.training.hf_trainer.choose_plan import check_given, isolated
+from upshift.training.hf_trainer.choose_plan import check_plan, restrict_to_isolation
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.out_of_memory import halve
-from upshift.training.prepare import load_or_build, loss_of
+from upshift.training.prepare import compute_loss, load_or_build
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64}
 DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -84,7 +84,7 @@ def texts() -> Sequences:
 
 
 def batch_of(source: ModelSource, plan: Plan) -> GlobalBatch:
-    objective = objective_of(source)
+    objective = find_objective(source)
     data = BatchSource(sequences=texts(), global_batch=len(LENGTHS), layout=layout_for(plan, objective), objective=objective)
     return next(data.batches())
 
@@ -101,7 +101,7 @@ def loud(model: nn.Module) -> nn.Module:
 def loss_as_planned(model: nn.Module, source: ModelSource, plan: Plan) -> float:
     """Of the global batch, as training adds it up."""
     batch = batch_of(source, plan)
-    parts = [float(loss_of(model, plan, part).detach()) * part.num_label_tokens for part in batch.micro_batches]
+    parts = [float(compute_loss(model, plan, part).detach()) * part.num_label_tokens for part in batch.micro_batches]
     return sum(parts) / batch.num_label_tokens
 
 
@@ -133,7 +133,7 @@ def test_a_packed_row_is_its_texts_alone_or_is_refused(kind, tmp_path):
         assert packed != pytest.approx(alone, rel=1e-4), "the reference sees what the test saw"
     if isolates:
         assert packed == pytest.approx(alone, rel=1e-4)
-        loss_of(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
+        compute_loss(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients and all(gradient.isfinite().all() for gradient in gradients)
     assert source.hf_config.use_cache, "the model's config is as it was"
@@ -163,13 +163,13 @@ def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
     rejected = cost_plan(given, host=host, profile=profile, workload=workload())
     assert isinstance(rejected, Rejected) and "use packing=False" in rejected.reason
     model = load_or_build(source, plan_of(), from_config=True, seed=1)
-    split = isolated(Split("labels", trims=True, drops_mask=True, flattens=True), model)
+    split = restrict_to_isolation(Split("labels", trims=True, drops_mask=True, flattens=True), model)
     with pytest.raises(RequestError, match="the given plan is not possible"):
-        check_given(plan_of(packing=True, attention="sdpa"), split)
+        check_plan(plan_of(packing=True, attention="sdpa"), split)
 
 
 def test_what_cannot_be_tested_is_not_packed(monkeypatch):
-    monkeypatch.setattr(small_copy, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(small_copy, "MAX_PARAMETERS", 0)
     config = transformers.LlamaConfig(**DECODER)
     isolation = measure_isolation(config, transformers.LlamaForCausalLM, "causal-lm")
     assert not isolation.proven
@@ -226,7 +226,7 @@ def test_rows_that_padding_would_change_are_as_wide_as_their_texts(tmp_path):
     arguments = {name: value for name, value in SMALL.items() if name != "num_attention_heads"} | {"intermediate_size": 48}
     source = source_of(tmp_path, "FNetConfig", "FNetForMaskedLM", arguments)
     assert isolation_of(source).padding == "none"
-    objective = objective_of(source)
+    objective = find_objective(source)
     assert objective.padding == "none"
     layout = layout_for(plan_of(per_device_train_batch_size=4), objective)
     assert not layout.pads
@@ -239,7 +239,7 @@ def test_a_copy_has_every_kind_of_layer_and_small_sizes():
     config = transformers.Gemma3TextConfig()  # of 26 layers, five with a window to one without
     copy = next(small_copy.narrow_copies(config, transformers.Gemma3ForCausalLM))
     assert {*copy.layer_types} == {*config.layer_types} and copy.num_hidden_layers < config.num_hidden_layers
-    assert copy.hidden_size < config.hidden_size and copy.sliding_window == small_copy.SHORT
+    assert copy.hidden_size < config.hidden_size and copy.sliding_window == small_copy.SHORT_WINDOW
     assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
 
 
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_of_next_tokens_is_refused(tmp_path):
     source = source_of(tmp_path / "own", "XLNetConfig", "XLNetLMHeadModel", small)
     assert not isolation_of(source).loss_shifts
     with pytest.raises(RequestError, match="XLNetLMHeadModel compares a label with the output of the label's own place"):
-        objective_of(source)
+        find_objective(source)
     assert isolation_of(source_of(tmp_path / "next", "LlamaConfig", "LlamaForCausalLM", DECODER)).loss_shifts
 
 

@@ -75,7 +75,7 @@ def test_ranks_here_end_when_the_terminal_is_closed(launch: Callable[..., Launch
 def test_ranks_have_the_time_to_save_that_we_say(
     launch: Callable[..., Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchrun, "SECONDS_TO_SAVE", 1)
+    monkeypatch.setattr(torchrun, "SAVE_SECONDS", 1)
     seconds = check_that_they_end(launch("--deaf", hosts=("localhost",), nproc=1), tmp_path, signal.SIGINT)
     assert seconds < 30  # torchrun's own patience
 

@@ -20,11 +20,11 @@ from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
-from upshift.planning.cost.communication import Moved, Volumes, groups_of
-from upshift.planning.cost.memo import Known
-from upshift.planning.cost.memory import add_share, walk_stage
+from upshift.planning.cost.communication import Transfer, Volumes, rank_groups
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.memory import micro_batch_memory, step_memory
 from upshift.planning.cost.partition import share_of, stage_of
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
@@ -192,11 +192,11 @@ def predicted(traced: tuple[dict[str, ModelProfile], Measured]) -> Callable[[Cas
     def predict(case: Case, rank: int) -> float:
         model = traced[0][case.model]
         plan = case.plan(model.model_hash)
-        trace = trace_for(model, plan, Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch))
+        trace = plan_trace(model, plan, Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch))
         assert trace is not None
         stage = stage_of(model, plan, rank * case.layout.pipeline_parallel // case.world)
-        walk = walk_stage(model, trace, plan, stage, shape=(BATCH, SEQUENCE))
-        return add_share(walk, model, plan, stage, share_of(model, plan, stage)).peak
+        walk = micro_batch_memory(model, trace, plan, stage, shape=(BATCH, SEQUENCE))
+        return step_memory(walk, model, plan, stage, share_of(model, plan, stage)).peak
 
     return predict
 
@@ -242,7 +242,7 @@ def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, 
     case = {**REAL, **EXCHANGED}[name]
     model, plan = traced[0][case.model], case.plan("")
     expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for moved in Volumes(model, plan, stage_of(model, plan, 0), Known()).of_a_step():
+    for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo()).step_transfers():
         expected[moved.operation, ranks_of(moved, plan)] += moved.num_bytes * moved.times
     found = {(operation, tuple(ranks)): size for operation, ranks, size, _ in real[f"{name} rank 0"]["moved"] if len(ranks) > 1}
     exchanged = sorted(key for key in expected.keys() | found.keys() if len(key[1]) > 1)
@@ -252,11 +252,11 @@ def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, 
         assert expected[key] == pytest.approx(found.get(key, 0), rel=0.01, abs=64)
 
 
-def ranks_of(moved: Moved, plan: Plan) -> tuple[int, ...]:
+def ranks_of(moved: Transfer, plan: Plan) -> tuple[int, ...]:
     """With whom rank 0 exchanges."""
-    groups = groups_of(describe("8xh100"), plan)
-    if moved.among == "pipeline":
+    groups = rank_groups(describe("8xh100"), plan)
+    if moved.group == "pipeline":
         return (0, groups.pipeline_stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
-    group = getattr(groups, moved.among)
+    group = getattr(groups, moved.group)
     shared = plan.layout.expert_parallel if moved.same_experts else 1
     return tuple(range(0, group.stride * group.size, group.stride * shared))

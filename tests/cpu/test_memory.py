@@ -37,7 +37,7 @@ from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.optimizer import state_bytes
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.training.arguments import Arguments
@@ -192,7 +192,7 @@ def test_compiled_layers_are_predicted(name, precision, recomputed, tmp_path):
     predicted = {}
     for way in ("off", "layer"):
         plan = plan.changed(torch_compile=way)
-        trace = trace_for(profile, plan, Workload(sequence_length=SEQUENCE, global_batch=12))
+        trace = plan_trace(profile, plan, Workload(sequence_length=SEQUENCE, global_batch=12))
         assert trace is not None
         predicted[way] = predict_memory(profile, trace, plan).peak
     measured = measured_peak(source, plan, batch=6, sequence=SEQUENCE)

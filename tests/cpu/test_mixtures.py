@@ -17,9 +17,9 @@ from upshift.models.describe import count_parameters
 from upshift.models.profile import Variant
 from upshift.models.profile_cache import SegmentStore
 from upshift.models.source import find_model
-from upshift.models.tracing.active_experts import stacked
+from upshift.models.tracing.active_experts import expert_matrices
 from upshift.models.tracing.segments import Tracer
-from upshift.models.tracing.trace import _experts, trace_model
+from upshift.models.tracing.trace import _count_experts, trace_model
 
 # Fields that say it, in the order tried: read by this test alone.
 SAID = ("moe_topk", "top_k_experts", "num_experts_per_tok", "moe_k")
@@ -29,7 +29,7 @@ SIZES = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 2}
 def is_mixture(config: Any, name: str) -> bool:
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
-    return any(stacked(module) for module in model.modules())
+    return any(expert_matrices(module) for module in model.modules())
 
 
 def test_every_mixture_of_transformers(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_every_mixture_of_transformers(tmp_path: Path) -> None:
             continue
         config.save_pretrained(tmp_path / model_type)
         try:
-            found = _experts(Tracer(find_model(str(tmp_path / model_type))))
+            found = _count_experts(Tracer(find_model(str(tmp_path / model_type))))
         except Exception:  # a router that looks at numbers: inspect and plan refuse it, naming the module
             untraced.append(model_type)
             continue
@@ -72,7 +72,7 @@ def test_a_field_that_no_other_config_has_is_not_needed(tmp_path: Path) -> None:
         architectures=["MixtralForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    found = _experts(Tracer(find_model(str(tmp_path))))
+    found = _count_experts(Tracer(find_model(str(tmp_path))))
     assert found is not None and (found.count, found.per_token) == (8, 3)
     assert found.parameters == 2 * 8 * 3 * 32 * 48
 
@@ -81,7 +81,7 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     transformers.MambaConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, architectures=["MambaForCausalLM"]
     ).save_pretrained(tmp_path)
-    assert _experts(Tracer(find_model(str(tmp_path)))) is None
+    assert _count_experts(Tracer(find_model(str(tmp_path)))) is None
 
 
 @pytest.mark.parametrize(("tied", "tables"), [(True, {(64, 32)}), (False, {(96, 32), (64, 32)})])
@@ -107,8 +107,8 @@ def test_stacks_of_one_layer(encoder: int, decoder: int, tmp_path: Path) -> None
     )
     config.save_pretrained(tmp_path)
     variants = (Variant("fp32", "sdpa", False),)
-    kept = SegmentStore(tmp_path / "kept")
-    profile = trace_model(find_model(str(tmp_path)), key="", versions={}, sequence_length=16, variants=variants, kept=kept)
+    store = SegmentStore(tmp_path / "kept")
+    profile = trace_model(find_model(str(tmp_path)), key="", versions={}, sequence_length=16, variants=variants, store=store)
     assert [len(stack.assignment) for stack in profile.stacks] == [encoder, decoder]
 
 

@@ -19,10 +19,10 @@ from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
-from upshift.training.mup import check_base, scale_initial, scales
+from upshift.training.mup import check_base, scale_initial_weights, scales_of_parameters
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.run import train
-from upshift.tuning.mup_check import BOUND, Growth, checked, measure, write_narrow
+from upshift.tuning.mup_check import BOUND, Growth, check_transfer, measure_growth, write_narrow
 from upshift.tuning.tune import tune
 
 TOKENS, BATCH, LENGTH, STEPS = 64, 8, 16, 24
@@ -72,7 +72,7 @@ def loss_at(config: PretrainedConfig, rate: float, base: str) -> float:
     """Of the last batches of a short training."""
     model, losses = built(config), []
     if base:
-        scale_initial(model, base)
+        scale_initial_weights(model, base)
     optimizer = build_optimizer(model, plan_with(base), Arguments(max_steps=STEPS, learning_rate=rate))
     for batch in sentences():
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -100,8 +100,8 @@ def test_rates_and_initial_weights_by_shape() -> None:
     """Hidden matrices, heads, tables and vectors; weight decay goes against the rate, the rate asked for stands first."""
     base = KINDS["llama"][1]
     wide, narrow, plain = built(llama(256)), dict(built(llama(64)).named_parameters()), dict(built(llama(256)).named_parameters())
-    scale_initial(wide, base)
-    weights, found = dict(wide.named_parameters()), scales(wide, base)
+    scale_initial_weights(wide, base)
+    weights, found = dict(wide.named_parameters()), scales_of_parameters(wide, base)
     for name, rate, deviation in (
         ("model.layers.0.self_attn.k_proj.weight", 1 / 4, 1 / 2),
         ("model.layers.1.mlp.down_proj.weight", 1 / 4, 1 / 2),
@@ -122,7 +122,7 @@ def test_outputs_change_alike_at_every_width(kind: str, tmp_path: Path) -> None:
     """The coordinate check at 32, 64 and 128: flat within its bound, and not without muP."""
     KINDS[kind][0](128).save_pretrained(tmp_path / "whole")
     narrow = write_narrow(find_model(str(tmp_path / "whole")), 32, tmp_path / "narrow")
-    found = measure(str(narrow), str(tmp_path / "whole"))
+    found = measure_growth(str(narrow), str(tmp_path / "whole"))
     assert found.widths == (32, 64, 128) and found.is_flat and found.without > BOUND, found
 
 
@@ -203,4 +203,4 @@ def test_a_check_that_is_not_flat_ends_the_search(monkeypatch: pytest.MonkeyPatc
         user_attrs: dict[str, Any] = {}
 
     with pytest.raises(RequestError, match="differs 2.5 times .* more than 2 does not carry over"):
-        checked(Study(), "narrow", "whole")
+        check_transfer(Study(), "narrow", "whole")

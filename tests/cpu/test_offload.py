@@ -40,15 +40,15 @@ import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.safetensors_writer import NewTensor, header_of
+from upshift.loading.files.safetensors_writer import NewTensor, encode_header
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import disk_store
-from upshift.loading.offload.buffers import BufferSlots, PageSlots
+from upshift.loading.offload.buffers import HostBufferPool, PagePool
 from upshift.loading.offload.hooks import is_offloaded
-from upshift.loading.offload.prefetch import Reader, make_groups
-from upshift.loading.placement.apply import Where
-from upshift.loading.placement.modules import place_model, units_of
-from upshift.loading.placement.place import CPU, DISK, Work, place
+from upshift.loading.offload.prefetch import PrefetchReader, make_groups
+from upshift.loading.placement.apply import PlacementOptions
+from upshift.loading.placement.modules import place_model, placement_units
+from upshift.loading.placement.place import CPU, DISK, MemoryNeeds, place_units
 from upshift.models.source import find_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 500}
@@ -118,7 +118,7 @@ def test_everything_on_the_disk_says_what_memory_says(
     assert_same_answers(ours, theirs)
     offload = ours._upshift_offload
     assert offload.reader.bytes_read > 0
-    assert offload.reader.most_held <= offload.reader.budget
+    assert offload.reader.peak_bytes <= offload.reader.budget
     expected = theirs.state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
 
@@ -156,8 +156,8 @@ def test_tensors_need_not_be_aligned(folder: Folder, tmp_path: Path) -> None:
 def test_placed_by_memory_it_says_the_same_and_reads_what_was_said(folder: Folder) -> None:
     path = folder("untied")
     total = find_checkpoint(path).total_bytes
-    where = Where("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
-    ours = load_source(find_model(str(path)), where=where)
+    where = PlacementOptions("auto", {"cpu": total // 2}, batch=2, sequence_length=18)
+    ours = load_source(find_model(str(path)), placement_options=where)
     theirs = AutoModelForCausalLM.from_pretrained(path).eval()
     assert_same_answers(ours, theirs)
     with torch.device("meta"):
@@ -188,7 +188,7 @@ def test_gradients_pass_through_frozen_weights_that_are_read_again(folder: Folde
     reader = ours._upshift_offload.reader
     for _ in range(3):
         assert torch.equal(gradient(ours), gradient(theirs))
-    assert reader.most_held <= reader.budget
+    assert reader.peak_bytes <= reader.budget
     forward = sum(group.nbytes for group in reader.groups)
     assert reader.bytes_read >= 1.5 * 3 * forward  # not kept: each pass reads them forward and again backward
 
@@ -297,13 +297,13 @@ def test_groups_in_any_order_and_held_together_are_what_the_file_has(seed: int, 
                 groups[-1].append(StoredTensor(f"{group}.{number}", "U8", (size,), Path(file.name), end, size))
                 end += size + random.choice([0, 0, 17])
         made = make_groups(groups, budget, in_place=in_place)
-        slots = (PageSlots if in_place else BufferSlots)([Path(file.name)], keep=random.random() < 0.5)
-        reader = Reader(made, slots, budget=budget)
+        slots = (PagePool if in_place else HostBufferPool)([Path(file.name)], keep=random.random() < 0.5)
+        reader = PrefetchReader(made, slots, budget=budget)
         held, kept = [], []
         for _ in range(30):
             held.append(random.randrange(len(groups)))
-            for piece, memory in zip(made[held[-1]].pieces, reader.acquire(held[-1]), strict=True):
-                for stored, start in zip(piece.tensors, piece.starts, strict=True):
+            for piece, memory in zip(made[held[-1]].chunks, reader.acquire(held[-1]), strict=True):
+                for stored, start in zip(piece.tensors, piece.offsets, strict=True):
                     view = memory[start : start + stored.nbytes]
                     assert bytes(view.numpy()) == content[stored.offset : stored.offset + stored.nbytes]
                     kept += [(view, stored)] if random.random() < 0.05 else []
@@ -346,7 +346,7 @@ def test_no_more_is_read_from_the_disk_than_accelerate_leaves_there(name: str) -
     with init_empty_weights():
         model = kind.from_config(config)
     model.tie_weights()
-    units = units_of(model)
+    units = placement_units(model)
     total, largest = sum(unit.nbytes for unit in units), max(unit.nbytes for unit in units)
     assert total == sum(weight.numel() * weight.element_size() for weight in model.parameters())
     for limit in range(largest, total + 2 * largest, (total + largest) // 12):
@@ -355,7 +355,7 @@ def test_no_more_is_read_from_the_disk_than_accelerate_leaves_there(name: str) -
             weight.numel() * weight.element_size() for path, weight in model.named_parameters()
             if any(device == DISK and (f"{path}.".startswith(f"{module}.") or not module) for module, device in theirs.items())
         )  # fmt: skip
-        assert place(units, {CPU: limit}, Work(1, 1)).disk_read <= left
+        assert place_units(units, {CPU: limit}, MemoryNeeds(1, 1)).disk_read <= left
 
 
 # --- a model of one and a half times its memory -----------------------------------------------------------------------
@@ -381,9 +381,9 @@ def two_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     for name, tensors in zip(names, shards, strict=True):
         with (folder / name).open("wb", buffering=0) as file:
-            file.write(header_of(tensors, {"format": "pt"}))
+            file.write(encode_header(tensors, {"format": "pt"}))
             for tensor in tensors:
-                for piece in tensor.pieces():
+                for piece in tensor.chunks():
                     file.write(piece)
     of = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))

@@ -21,10 +21,10 @@ import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.key_mapping import map_names
-from upshift.loading.offload.hooks import dispatch
-from upshift.loading.placement.apply import check_placed_with_main
-from upshift.loading.placement.modules import units_of
-from upshift.loading.placement.place import CPU, DISK, Placement, Unit, Work, place
+from upshift.loading.offload.hooks import register_offload_hooks
+from upshift.loading.placement.apply import check_loose_parameters
+from upshift.loading.placement.modules import placement_units
+from upshift.loading.placement.place import CPU, DISK, MemoryNeeds, Placement, PlacementUnit, place_units
 
 GPU = "cuda:0"
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 300}
@@ -94,14 +94,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def divided(path: Path, shares: tuple[float, float]) -> tuple[PreTrainedModel, Placement, StandIn]:
     """With these shares of its weights on the device and on the host; the rest is on the disk."""
     model = upshift.load_model(str(path))
-    units, lanes = units_of(model), StandIn()
+    units, lanes = placement_units(model), StandIn()
     total, largest = sum(unit.nbytes for unit in units), max(unit.nbytes for unit in units)
     limits = {GPU: int(shares[0] * total) + largest, CPU: int(shares[1] * total) + largest}
-    placement = place(units, limits, Work(1, 1))
+    placement = place_units(units, limits, MemoryNeeds(1, 1))
     checkpoint = find_checkpoint(path)
     names = map_names(model, checkpoint.tensors)
     stored = {group.target: checkpoint.tensors[group.sources[0][1]] for group in names.groups}
-    dispatch(model, placement, stored, lanes=lanes)
+    register_offload_hooks(model, placement, stored, copy_stream=lanes)
     return model, placement, lanes
 
 
@@ -124,7 +124,7 @@ def test_divided_between_a_device_the_host_and_the_disk(name: str, shares: tuple
         assert torch.equal(one, other)
     reader = model._upshift_offload.reader
     assert reader.bytes_read > 0 and lanes.sent > 0
-    assert reader.most_held <= max(reader.budget, placement.stream_bytes[GPU])
+    assert reader.peak_bytes <= max(reader.budget, placement.stream_bytes[GPU])
 
 
 def test_gradients_pass_through_weights_that_are_sent_again(saved) -> None:
@@ -153,18 +153,18 @@ def test_weights_that_wait_are_frozen_and_errors_of_the_disk_are_one_error(saved
     def broken(*_: object) -> None:
         raise JobFailed("the disk is gone")
 
-    monkeypatch.setattr("upshift.loading.offload.buffers._read", broken)
+    monkeypatch.setattr("upshift.loading.offload.buffers._read_views", broken)
     with pytest.raises(JobFailed, match="the disk is gone"):
         for _ in range(3):
             model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
 def test_parameters_between_modules_are_on_the_main_device() -> None:
-    lone, layers = Unit(("scale",), 10, 10, streams=False), [Unit((f"layers.{i}",), 40, 40) for i in range(4)]
-    placement = place([*layers, lone], {GPU: 60, "cuda:1": 40, CPU: 200}, Work(1, 1))
+    lone, layers = PlacementUnit(("scale",), 10, 10, streams=False), [PlacementUnit((f"layers.{i}",), 40, 40) for i in range(4)]
+    placement = place_units([*layers, lone], {GPU: 60, "cuda:1": 40, CPU: 200}, MemoryNeeds(1, 1))
     assert placement.device_of("scale") == GPU
     with pytest.raises(NothingFits):
-        place([Unit(("scale",), 70, 70, streams=False), *layers], {GPU: 60, CPU: 200}, Work(1, 1))
+        place_units([PlacementUnit(("scale",), 70, 70, streams=False), *layers], {GPU: 60, CPU: 200}, MemoryNeeds(1, 1))
     apart = placement.modules[-1].changed(device=CPU)
     with pytest.raises(RequestError, match="scale is used by code between modules"):
-        check_placed_with_main(placement.changed(modules=(*placement.modules[:-1], apart)))
+        check_loose_parameters(placement.changed(modules=(*placement.modules[:-1], apart)))

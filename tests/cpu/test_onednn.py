@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Batch, Build
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild
 from upshift.inference.encoding.engines.onednn_engine import OneDnnEngine
 from upshift.inference.encoding.engines.torch_engine import TorchEngine
-from upshift.inference.encoding.model_config import read_recipe
+from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.race.types import cosines
 from upshift.inference.registry import EngineSetup
 from upshift.inference.weights import find_weights
@@ -48,7 +48,7 @@ def batches() -> list[Batch]:
 def outputs(engine: type[Any], folder: Path, precision: Any, *, hint: Any = "throughput") -> list[np.ndarray]:
     source = find_weights(str(folder))
     setup = EngineSetup(engine="torch", precision=precision, threads=2, batch=256, hint=hint)
-    built = engine(Build(source, read_recipe(source), setup, folder, []))
+    built = engine(EncoderBuild(source, read_encoding_config(source), setup, folder, []))
     return [found for _, found in built.outputs(batches())]
 
 

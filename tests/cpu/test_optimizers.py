@@ -29,12 +29,12 @@ from upshift.training.arguments import Arguments, LearningRateSchedule
 from upshift.training.batches.sampler import Position
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.optimizers.build import build_optimizer, parameter_groups, update_in_backward
-from upshift.training.optimizers.cpu_offload import OnHost
+from upshift.training.optimizers.cpu_offload import HostOptimizer
 from upshift.training.optimizers.schedule import build_schedule
-from upshift.training.prepare import activations_on_host, convert_to_fp8
-from upshift.training.step import Stepper
+from upshift.training.prepare import convert_to_fp8, offload_activations
+from upshift.training.step import TrainStep
 
 STEPS = 10
 ROOT = Path(__file__).parents[2]
@@ -251,7 +251,7 @@ def test_in_backward_with_tied_weights_and_recomputed_layers() -> None:
 def test_on_host_is_bit_for_bit(name: str) -> None:
     choices = RESUMED[name]
     plain, moved = Run(a_plan(**choices)), Run(a_plan(**choices, optim_offload=True))
-    assert isinstance(moved.optimizer, OnHost)
+    assert isinstance(moved.optimizer, HostOptimizer)
     assert moved.train(range(STEPS)) == plain.train(range(STEPS)) and same(plain, moved)
 
 
@@ -314,7 +314,7 @@ def test_activations_on_host_change_nothing() -> None:
     losses, gradients = [], []
     for moved in (False, True):
         model, tokens = llama(hidden_size=128), torch.arange(4 * 64).view(4, 64) % 96
-        with activations_on_host(model) if moved else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with offload_activations(model) if moved else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             loss = model(tokens, labels=tokens).loss
         loss.backward()
         losses.append(loss.item())
@@ -372,9 +372,9 @@ def test_in_backward_refuses_what_it_cannot_do() -> None:
         ({"precision": "fp16"}, {"max_grad_norm": 0.0}, "cannot skip a step"),
     ):
         with pytest.raises(RequestError, match=words):
-            Stepper(llama(), Place(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
+            TrainStep(llama(), Mesh(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
     with pytest.raises(RequestError, match="rounds its updates of bf16 weights to the nearest"):
-        Stepper(llama(), Place(a_plan(optim="sgd", precision="bf16-weights")), arguments())
+        TrainStep(llama(), Mesh(a_plan(optim="sgd", precision="bf16-weights")), arguments())
 
 
 def test_an_optimizer_of_one_file_trains(tmp_path: Path) -> None:

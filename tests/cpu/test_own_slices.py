@@ -64,8 +64,8 @@ def test_one_that_fits_is_not(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
     config.save_pretrained(tmp_path)
     tried: list[str | None] = []
-    fails = parallelize._fails
-    monkeypatch.setattr(parallelize, "_fails", lambda *given: tried.append(fails(*given)) or tried[-1])
+    fails = parallelize._rehearsal_error
+    monkeypatch.setattr(parallelize, "_rehearsal_error", lambda *given: tried.append(fails(*given)) or tried[-1])
     rehearsals = Rehearsals(find_model(str(tmp_path)))
     assert rehearsals.reason_not(a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True}))) is None
     assert tried == [None], "the divided layers ran"

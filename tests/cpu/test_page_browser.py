@@ -7,10 +7,10 @@ from pathlib import Path
 
 from headless import opened
 
-from upshift.benchmarking.claims import find_cases, standings
+from upshift.benchmarking.claims import claim_statuses, find_cases
 from upshift.reports.claims import claims_page
 from upshift.reports.plots import Candidate
-from upshift.reports.run.content import ComparisonRow, LossCurve, MemoryLife, MemorySample, RunPage, Sample
+from upshift.reports.run.content import ComparisonRow, LossCurve, MemoryHistory, MemorySample, RunPage, Sample
 from upshift.reports.run.page import write_run_page
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
@@ -37,7 +37,7 @@ def made_up_page() -> RunPage:
         comparison=(ComparisonRow(plan=HOSTILE, role="default", tokens_per_second=3.0),),
         candidates=(*plans, chosen),
         memory_limit_gib=40.0,
-        memory=MemoryLife(samples=tuple(memory), predicted_peak_gib=1.5),
+        memory=MemoryHistory(samples=tuple(memory), predicted_peak_gib=1.5),
         loss_curves=(LossCurve(name=HOSTILE, training=tuple(losses), held_out=((0, 4), (90, 3))),),
         samples=(Sample(prompt="Once", text=HOSTILE),),
     )
@@ -45,7 +45,7 @@ def made_up_page() -> RunPage:
 
 def test_claims_are_drawn_on_a_phone_without_an_error(tmp_path: Path) -> None:
     page = tmp_path / "claims.html"
-    page.write_text(claims_page(standings(find_cases(Path(__file__).parents[2] / "benchmarks" / "cases"))))
+    page.write_text(claims_page(claim_statuses(find_cases(Path(__file__).parents[2] / "benchmarks" / "cases"))))
     document, said = opened(page, tmp_path / "profile", width=390)
     assert said == [] and 'data-plots="2"' in document
 

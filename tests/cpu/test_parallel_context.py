@@ -7,7 +7,7 @@ import torch
 from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, run, with_references
 
 from upshift.models.build import build_model, choose_class
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 
 ULYSSES = {"context_parallel": 2, "context_kind": "ulysses"}
 MODELS = ("llama", "qwen2 tied", "gpt2", "bert", "mixture", "opt", "gpt neox", "phi3")
@@ -56,5 +56,5 @@ def test_what_cannot_share_sequences_is_refused_in_words(model: str) -> None:
     shared = ULYSSES | layout
     config = a_config(model)
     built = build_model(config, choose_class(config, model)[0], dtype=torch.float32)
-    reason = cannot_run(a_plan(Case(model, shared["context_parallel"], shared, plan)), built)
+    reason = why_cannot_run(a_plan(Case(model, shared["context_parallel"], shared, plan)), built)
     assert reason is not None and words in reason

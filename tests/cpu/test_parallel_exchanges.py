@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from upshift.models.build import build_model, choose_class, find_stacks
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.planning.cost.communication import PAIRS_A_LAYER
-from upshift.training.distributed.mesh import find_place
-from upshift.training.distributed.tensor_parallel import divide_tensors
+from upshift.training.distributed.mesh import init_mesh
+from upshift.training.distributed.tensor_parallel import shard_tensors
 
 TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -35,7 +35,7 @@ def count(layout: dict[str, Any], model: str = "llama") -> tuple[dict[str, int],
     plan = a_plan(Case(model, 2, layout))
     config = a_config(model)
     built = build_model(config, choose_class(config, model)[0], dtype=torch.float32)
-    divide_tensors(built, find_place(plan))
+    shard_tensors(built, init_mesh(plan))
     ((_, layers),) = find_stacks(built)
     hidden = torch.zeros(2, 32, config.hidden_size, requires_grad=True)
     positions = torch.arange(32)[None]

@@ -25,8 +25,8 @@ from upshift.models.build import build_model, choose_class
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict
-from upshift.training.distributed.parallelize import cannot_run
-from upshift.training.distributed.pipeline_stage import Stage, as_stage, find_parts
+from upshift.training.distributed.parallelize import why_cannot_run
+from upshift.training.distributed.pipeline_stage import Stage, bind_stage, find_split
 
 TWO = {"pipeline_parallel": 2}
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -117,8 +117,10 @@ def test_stages_are_the_model(name: str) -> None:
     whole = copy.deepcopy(model)
     loss = whole(**given).loss
     loss.backward()
-    parts = find_parts(model)
-    first, last = (as_stage(one, Stage(one, parts, number, 2, None)) for number, one in enumerate((model, copy.deepcopy(model))))
+    parts = find_split(model)
+    first, last = (
+        bind_stage(one, Stage(one, parts, number, 2, None)) for number, one in enumerate((model, copy.deepcopy(model)))
+    )
     sent = first(**given)
     received = sent.detach().requires_grad_()
     last.pipeline_stage.received = received
@@ -127,9 +129,9 @@ def test_stages_are_the_model(name: str) -> None:
     sent.backward(received.grad)
     assert float(ours) == pytest.approx(float(loss), abs=1e-6)
     found = [(name, weight) for stage in (first, last) for name, weight in stage.named_parameters()]
-    tied = set(last.pipeline_stage.shared)
+    tied, in_first = set(last.pipeline_stage.tied_names), first.pipeline_stage.tied_names
     for name, weight in whole.named_parameters():
-        gradients = [one.grad for other, one in found if other == name or (name in first.pipeline_stage.shared and other in tied)]
+        gradients = [one.grad for other, one in found if other == name or (name in in_first and other in tied)]
         assert torch.allclose(sum(gradients), weight.grad, atol=1e-6), name
 
 
@@ -142,15 +144,15 @@ def a_pipeline(ranks: int = 2, **choices: Any) -> Plan:
 def test_what_does_not_come_apart_is_told_before_launch() -> None:
     t5 = T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=97, decoder_start_token_id=0)
     llama, mixture = (a_model(a_config(name)) for name in ("llama", "mixture"))
-    assert cannot_run(a_pipeline(), llama) is None
-    assert "2 (encoder.block, decoder.block); use fully_shard=weights" in str(cannot_run(a_pipeline(), a_model(t5)))
-    assert "does not divide 4 layers; stages times ranks can be 2, 4" in str(cannot_run(a_pipeline(3), llama))
+    assert why_cannot_run(a_pipeline(), llama) is None
+    assert "2 (encoder.block, decoder.block); use fully_shard=weights" in str(why_cannot_run(a_pipeline(), a_model(t5)))
+    assert "does not divide 4 layers; stages times ranks can be 2, 4" in str(why_cannot_run(a_pipeline(3), llama))
     mixture.config.output_router_logits = True
-    assert "output_router_logits" in str(cannot_run(a_pipeline(), mixture))
-    assert "use torch_compile=layer" in str(cannot_run(a_pipeline(torch_compile="model"), llama))
+    assert "output_router_logits" in str(why_cannot_run(a_pipeline(), mixture))
+    assert "use torch_compile=layer" in str(why_cannot_run(a_pipeline(torch_compile="model"), llama))
     relative = a_model(MPNetConfig(**SIZES, **DRY, max_position_embeddings=64, architectures=["MPNetForMaskedLM"]))
     with pytest.raises(RequestError, match=r"mpnet.encoder.layer take more .* than hidden states.*use fully_shard=weights"):
-        find_parts(relative)
+        find_split(relative)
 
 
 @pytest.mark.parametrize(

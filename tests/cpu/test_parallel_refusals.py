@@ -9,7 +9,7 @@ import torch
 from parallel_runs import CONFIGS, Case, a_config, a_plan
 
 from upshift.models.build import build_model, choose_class
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 
 TENSOR = {"tensor_parallel": 2}
 EXPERTS = {"expert_parallel": 2}
@@ -55,7 +55,7 @@ def on_meta(model: str) -> Any:
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_shared_is_refused_with_the_next_best(name: str) -> None:
     case, words = WRONG[name]
-    problem = cannot_run(a_plan(case), on_meta(case.model))
+    problem = why_cannot_run(a_plan(case), on_meta(case.model))
     assert problem is not None
     assert all(word in problem for word in words), problem
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_shared_is_refused_with_the_next_best(name: str) -> None:
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_model_is_divided_or_refused(model: str) -> None:
     """Never a traceback, whatever it declares."""
-    problem = cannot_run(a_plan(Case(model, 2, TENSOR | {"sequence_parallel": True})), on_meta(model))
+    problem = why_cannot_run(a_plan(Case(model, 2, TENSOR | {"sequence_parallel": True})), on_meta(model))
     declares = bool(on_meta(model).config.base_model_tp_plan)
     assert (problem is None) == declares, problem
 
@@ -71,5 +71,5 @@ def test_a_model_is_divided_or_refused(model: str) -> None:
 def test_quantized_weights_are_not_gathered() -> None:
     model = on_meta("llama")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
-    problem = cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
+    problem = why_cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
     assert problem is not None and "fully_shard=optimizer" in problem

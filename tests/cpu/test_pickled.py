@@ -173,7 +173,7 @@ def in_fork(arguments: list[str], folder: Path) -> tuple[int, str]:
         try:
             os.chdir(folder)
             sys.stdout = (folder / "answer").open("w")
-            status = bin_process.answer(arguments)
+            status = bin_process.run_command(arguments)
             sys.stdout.close()
         finally:
             os._exit(status)

@@ -106,7 +106,7 @@ def test_another_model_or_host_is_said_by_name(upshift, locked, tmp_path):
     )
     model = find_model(str(other))
     with pytest.raises(RequestError, match=model.model_hash):
-        locking.check_same(locking.read_lock(locked), model, None)
+        locking.check_identity(locking.read_lock(locked), model, None)
 
 
 def test_another_host(upshift, locked, model):
@@ -224,9 +224,9 @@ def test_a_lock_of_this_machine_is_checked_on_it(model):
     source = find_model(str(model))
     planning = plan_training(source, describe("1xh100"), Workload(sequence_length=64, global_batch=4))
     made = locking.lock_plan(planning, source, fixed=(), described=False)
-    locking.check_same(made, source, planning.host)
+    locking.check_identity(made, source, planning.host)
     with pytest.raises(RequestError, match="1xl4"):
-        locking.check_same(made, source, describe("1xl4"))
+        locking.check_identity(made, source, describe("1xl4"))
     other = ModelSource(reference="other", directory=None, config={**source.config, "num_hidden_layers": 9})
     with pytest.raises(RequestError, match="other is LlamaForCausalLM"):
-        locking.check_same(made, other, None)
+        locking.check_identity(made, other, None)

@@ -99,7 +99,7 @@ def test_what_was_measured_beside_others_is_soon_measured_again(
 
 def test_torch_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"resident_bytes": None, "compiler": None, "exchanges": {}}
-    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: nothing)
+    monkeypatch.setattr(probe_module, "_run_base_process", lambda *_, **__: nothing)
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def test_torch_settings_are_restored_after_a_failure(monkeypatch: pytest.MonkeyP
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: {})
+    monkeypatch.setattr(probe_module, "_run_base_process", lambda *_, **__: {})
     monkeypatch.setattr(probe_module, "_dispatch_seconds", failing)
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     with pytest.raises(RuntimeError, match="planted"):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.safetensors_header import read_header
-from upshift.loading.files.safetensors_writer import copy_of, in_order, write_file
+from upshift.loading.files.safetensors_writer import copy_tensor, sort_tensors, write_file
 from upshift.loading.output_lock import LOCK_NAME
 from upshift.loading.rewrite.output_folder import MANIFEST, PARTIAL
 from upshift.loading.rewrite.rewrite import shard
@@ -85,7 +85,7 @@ def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path):
     made |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
     save_file(made, tmp_path / "theirs.safetensors", {"format": "pt"})
     header = read_header(tmp_path / "theirs.safetensors")
-    tensors = in_order(copy_of(stored) for stored in reversed(header.tensors))
+    tensors = sort_tensors(copy_tensor(stored) for stored in reversed(header.tensors))
     write_file(tmp_path / "ours.safetensors", tensors, header.metadata, lambda count: None)
     assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 

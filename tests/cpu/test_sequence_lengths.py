@@ -27,10 +27,10 @@ import upshift
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
 from upshift.models.profile_cache import positions_of
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths
 from upshift.models.source import find_model
 from upshift.models.tracing import trace
-from upshift.serving.engine.generation import Generating
+from upshift.serving.engine.generation import GenerationWorker
 from upshift.serving.messages import EngineRequest
 from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import train_byte_level_bpe
@@ -86,7 +86,7 @@ def test_a_model_without_a_limit_has_none(kind: str, tmp_path: Path) -> None:
 def test_positions_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = find_model(written(tmp_path, *TABLES["gpt2"]))
     assert positions_of(source) == FEW
-    monkeypatch.setattr("upshift.models.describe.empty_positions", None)
+    monkeypatch.setattr("upshift.models.describe.source_max_positions", None)
     assert positions_of(source) == FEW
 
 
@@ -180,20 +180,20 @@ def test_the_default_is_kept_where_it_fits(tmp_path: Path) -> None:
 
 
 def test_a_server_expects_what_the_model_has_positions_for(few: str) -> None:
-    ready = Generating(EngineRequest(model=few, engine="torch", concurrency=1)).prepare()
+    ready = GenerationWorker(EngineRequest(model=few, engine="torch", concurrency=1)).prepare()
     assert ready.rows == 1
-    given = Generating(EngineRequest(model=few, engine="torch", output_length=FEW - 2))
+    given = GenerationWorker(EngineRequest(model=few, engine="torch", output_length=FEW - 2))
     assert (given.prompt_length, given.output_length) == (2, FEW - 2)
     with pytest.raises(RequestError, match=f"--prompt-length 5 and --output-length {FEW}"):
-        Generating(EngineRequest(model=few, engine="torch", prompt_length=5, output_length=FEW))
+        GenerationWorker(EngineRequest(model=few, engine="torch", prompt_length=5, output_length=FEW))
 
 
 def test_an_encoder_and_a_decoder_have_positions_apart(tmp_path: Path) -> None:
     source = find_model(written(tmp_path, *TABLES["bart"]))
     lengths = {"defaults": (128, 128), "options": ("--prompt-length", "--output-length")}
-    assert prompt_and_answer_of(source, None, None, **lengths) == (FEW, FEW - 1)
+    assert prompt_and_answer_lengths(source, None, None, **lengths) == (FEW, FEW - 1)
     with pytest.raises(RequestError, match=f"--output-length {FEW} .* at most {FEW - 1}"):
-        prompt_and_answer_of(source, None, FEW, **lengths)
+        prompt_and_answer_lengths(source, None, FEW, **lengths)
 
 
 @pytest.mark.parametrize("lengths", [(), ("--prompt-length", FEW, "--output-length", FEW - 1)])
@@ -207,7 +207,7 @@ def test_an_answer_without_a_length_ends_where_positions_end(few: str, tmp_path:
     generator = upshift.Generator(few, engine="torch")
     prompts = ["one", "one two three four"]
     answers = generator.generate(prompts)
-    lengths = [len(ids) for ids in generator.prompts.of(prompts)]
+    lengths = [len(ids) for ids in generator.prompts.tokenize(prompts)]
     assert [len(answer.tokens) for answer in answers] == [FEW - length for length in lengths]
     alone = [upshift.Generator(few, engine="torch").generate([prompt])[0].tokens for prompt in prompts]
     assert [answer.tokens for answer in answers] == alone

@@ -16,7 +16,7 @@ from test_serving_parts import Counted, of_several
 
 from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.metrics import Metrics
-from upshift.serving.model_pool import Served
+from upshift.serving.model_pool import ModelPool
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 GOOD = {
@@ -60,7 +60,7 @@ TYPES = (None, "application/json", "application/json; charset=latin-1", FORM, "t
 
 def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
     metrics = Metrics()
-    app = make_app(Server(Served({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+    app = make_app(Server(ModelPool({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
 
     async def ask() -> httpx2.Response:
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)

@@ -19,10 +19,10 @@ from upshift.errors import JobFailed, RequestError
 from upshift.inference.generation.generator import Generator
 from upshift.models.source import ModelSource
 from upshift.serving.engine import embedding
-from upshift.serving.engine.embedding import embed
-from upshift.serving.engine.generation import Generating
+from upshift.serving.engine.embedding import serve_embeddings
+from upshift.serving.engine.generation import GenerationWorker
 from upshift.serving.engine_client import EngineDied, EngineProcess, RequestRefused
-from upshift.serving.messages import Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
+from upshift.serving.messages import Cancel, Embed, EngineRequest, Heartbeat, Ready, Refused, Vector
 
 VOCABULARY = 100
 
@@ -32,7 +32,7 @@ class Letters:
 
     def __init__(self, model: str, **more: Any) -> None:
         self.source = ModelSource(reference=model, directory=None, config={"model_type": "bert", "vocab_size": VOCABULARY})
-        self.tokens = self.encoding = self.setup = self
+        self.tokenizer = self.encoding = self.setup = self
         self.passes: list[int] = []
 
     def label(self) -> str:
@@ -41,7 +41,7 @@ class Letters:
     def prepare(self, texts: Any) -> Letters:
         return self
 
-    def of(self, texts: Any) -> list[list[int]]:
+    def tokenize(self, texts: Any) -> list[list[int]]:
         return [[ord(letter) - ord("!") for letter in text if letter != " "] for text in texts]
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
@@ -67,9 +67,9 @@ def embedded(monkeypatch: pytest.MonkeyPatch, *asked: Embed | Cancel, **more: An
         return made[0]
 
     monkeypatch.setattr(embedding, "Encoder", encoder)
-    embed(EngineRequest(model="m", prompt_length=2, **more), inbox, tell)
+    serve_embeddings(EngineRequest(model="m", prompt_length=2, **more), inbox, tell)
     assert isinstance(said[0], Ready)
-    return [one for one in said[1:] if not isinstance(one, Beat)], made[0]
+    return [one for one in said[1:] if not isinstance(one, Heartbeat)], made[0]
 
 
 def test_a_vector_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_a_vector_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vectors_are_shortened() -> None:
     rows = np.array([[0.6, 0.8, 0.0], [0.0, 0.6, 0.8]], dtype=np.float32)
-    assert embedding.shortened(rows, 2, normalize=False).tolist() == rows[:, :2].tolist()
-    np.testing.assert_allclose(embedding.shortened(rows, 2, normalize=True), [[0.6, 0.8], [0.0, 1.0]], atol=1e-6)
+    assert embedding.shorten(rows, 2, normalize=False).tolist() == rows[:, :2].tolist()
+    np.testing.assert_allclose(embedding.shorten(rows, 2, normalize=True), [[0.6, 0.8], [0.0, 1.0]], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,12 @@ def test_made_up_prompts_are_of_the_models_tokens(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Generator, "prepare", prepare)
     with pytest.raises(Prepared):
-        Generating(EngineRequest(model=str(tmp_path / "tiny"), engine="torch")).prepare()
+        GenerationWorker(EngineRequest(model=str(tmp_path / "tiny"), engine="torch")).prepare()
     assert len(found) == 8 and {token for ids in found for token in ids} == set(range(10))
     (tmp_path / "prompts.txt").write_text("the quick fox\n")
     with pytest.raises(RequestError, match="is not one of the model's 10"):
-        Generating(EngineRequest(model=str(tmp_path / "tiny"), engine="torch", prompts=str(tmp_path / "prompts.txt"))).prepare()
+        prompts = str(tmp_path / "prompts.txt")
+        GenerationWorker(EngineRequest(model=str(tmp_path / "tiny"), engine="torch", prompts=prompts)).prepare()
 
 
 PROCESS = """#!{python}
@@ -217,7 +218,7 @@ def test_who_leaves_is_told_to_the_engine(
     async def use(engine: EngineProcess) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.vectors(Embed(texts=("silent",))), 0.1)
-        await until(lambda: engine.beat.waiting == 1)  # the number of the request that it was told of
+        await until(lambda: engine.heartbeat.waiting == 1)  # the number of the request that it was told of
         with pytest.raises(RequestRefused) as refused:
             await engine.vectors(Embed(texts=("failing",)))
         assert refused.value.status == 500

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.base import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.prefix import SHORTEST
+from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.engine.generation import TextStream
-from upshift.serving.engine.scheduler import Pace, PromptCache, Scheduler, Ticket
+from upshift.serving.engine.scheduler import PromptCache, Scheduler, Ticket, TtftEstimator
 from upshift.serving.engine_client import RequestRefused
-from upshift.serving.load_test.client import Asked
-from upshift.serving.load_test.run import phase_of
+from upshift.serving.load_test.client import RequestResult
+from upshift.serving.load_test.run import summarize_phase
 from upshift.serving.load_test.traffic import Traffic, arrivals
 from upshift.serving.messages import EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.metrics import Metrics
-from upshift.serving.model_pool import NoRoom, Served
-from upshift.serving.replicas import Replicas
+from upshift.serving.model_pool import ModelPool, NoRoom
+from upshift.serving.replicas import ReplicaSet
 
 VOCABULARY, PASS_SECONDS, TOKEN_SECONDS = 16, 0.01, 0.001
 
@@ -55,7 +55,7 @@ class Toy(NoExtension):
     def compute(self, tokens: Listed[int]) -> Prefix:
         raise AssertionError("requests are not known beforehand")
 
-    def of_row(self, row: int) -> Prefix:
+    def prefix_of_row(self, row: int) -> Prefix:
         return Prefix(len(self.rows[row]), list(self.rows[row]))
 
     def admit(self, prompts: Listed[Listed[int]], prefix: Prefix | None = None) -> np.ndarray:
@@ -101,9 +101,9 @@ def answer(prompt: Listed[int], new: int) -> list[int]:
 
 
 def made(clock: Clock, *, joins: bool = True, mixes: bool = False, **more: Any) -> Scheduler:
-    pace = Pace(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=8)
+    pace = TtftEstimator(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=8)
     options: dict[str, Any] = {"rows": 2, "cache_tokens": None, **more}
-    return Scheduler(Toy(clock, joins=joins, mixes=mixes), pace=pace, clock=clock, **options)
+    return Scheduler(Toy(clock, joins=joins, mixes=mixes), estimator=pace, clock=clock, **options)
 
 
 def ticket(number: int, clock: Clock, *, prompt: int = 3, new: int = 4) -> Ticket:
@@ -113,7 +113,7 @@ def ticket(number: int, clock: Clock, *, prompt: int = 3, new: int = 4) -> Ticke
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
-    rows=st.integers(1, 4), kind=st.sampled_from([{"joins": False}, {}, {"mixes": True}, {"mixes": True, "part_tokens": 4}]),
+    rows=st.integers(1, 4), kind=st.sampled_from([{"joins": False}, {}, {"mixes": True}, {"mixes": True, "chunk_tokens": 4}]),
     cancelled=st.sets(st.integers(0, 11)),
 )  # fmt: skip
 def test_every_request_gets_its_tokens(
@@ -130,12 +130,12 @@ def test_every_request_gets_its_tokens(
         if step == 2:
             for number in cancelled:
                 scheduler.cancel(number)
-        if not scheduler.busy:
+        if not scheduler.is_busy:
             break
         for one, token in scheduler.step():
             first += [one.id] if one.id not in said else []
             said.setdefault(one.id, []).append(token)
-        assert len(scheduler.live) <= rows and sum(one.tokens for one in scheduler.live) <= 40
+        assert len(scheduler.live) <= rows and sum(one.reserved_tokens for one in scheduler.live) <= 40
     assert first == sorted(first), "first come, first served"
     for one, (_, new) in zip(tickets, lengths, strict=True):
         if one.id not in cancelled:
@@ -148,23 +148,24 @@ def test_a_conversation_goes_on_from_what_was_computed(mixes: bool) -> None:
     clock = Clock()
     scheduler = made(clock, rows=4, cache_tokens=2000, mixes=mixes)
 
-    def ask(prompt: list[int], *, goes_on: bool) -> tuple[int, list[int]]:
-        one = Ticket(0, GeneratedSequence(0, prompt, GenerationOptions(max_new_tokens=4), None), clock(), goes_on=goes_on)
+    def ask(prompt: list[int], *, is_conversation: bool) -> tuple[int, list[int]]:
+        sequence = GeneratedSequence(0, prompt, GenerationOptions(max_new_tokens=4), None)
+        one = Ticket(0, sequence, clock(), is_conversation=is_conversation)
         assert scheduler.add(one) is None
-        while scheduler.busy:
+        while scheduler.is_busy:
             scheduler.step()
         assert one.sequence.tokens == answer(prompt, 4)
-        return one.known, one.sequence.tokens
+        return one.cached_tokens, one.sequence.tokens
 
     history: list[int] = [9] * 40
     known = []
     for turn in range(3):
-        found, tokens = ask(history, goes_on=True)
+        found, tokens = ask(history, is_conversation=True)
         known.append(found)
-        ask([7] * 30 + [turn] * 40, goes_on=True)
+        ask([7] * 30 + [turn] * 40, is_conversation=True)
         history = [*history, *tokens, *[8] * 20]
     assert known == [0, 43, 67]  # all but the last token of each answer, which was never given to the engine
-    assert [ask([5] * 50 + [turn], goes_on=False)[0] for turn in range(3)] == [0, 0, 50]
+    assert [ask([5] * 50 + [turn], is_conversation=False)[0] for turn in range(3)] == [0, 0, 50]
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=60), st.booleans()), max_size=12))
@@ -174,7 +175,7 @@ def test_what_is_kept_is_the_longest_that_a_prompt_begins_with(prompts: list[tup
         tokens = [0] * 20 + tail
         found = cache.find(tokens)
         longest = max((len(commonprefix([one, tokens[:-1]])) for one in added), default=0)
-        assert (found.length if found else 0) == (longest if longest >= SHORTEST else 0)
+        assert (found.length if found else 0) == (longest if longest >= MIN_PREFIX_TOKENS else 0)
         if found is not None:
             assert found.states[: found.length] == tokens[: found.length]
         if keep:
@@ -216,7 +217,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request(mixes: bool) -> None
     tickets = [ticket(number, clock) for number in range(3)]
     tickets[1].sequence = Broken(0, tickets[1].sequence.prompt, tickets[1].sequence.options, None)
     assert all(scheduler.add(one) is None for one in tickets)
-    while scheduler.busy:
+    while scheduler.is_busy:
         scheduler.step()
     assert [(one.id, str(error)) for one, error in scheduler.failed] == [(1, "no scores")]
     for one in (tickets[0], tickets[2]):
@@ -224,7 +225,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request(mixes: bool) -> None
 
 
 class Broken(GeneratedSequence):
-    plain = property(lambda self: False)
+    is_greedy = property(lambda self: False)
 
     def choose(self, logits: np.ndarray) -> int:
         if self.tokens:
@@ -243,11 +244,11 @@ def test_admitted_requests_keep_what_was_promised(mixes: bool) -> None:
         due, waited = 0.0, list[float]()
         for number in range(3000):
             due = due + chance.exponential(1 / (load * goodput[0])) if load else clock.now
-            while scheduler.busy and (clock.now < due if load else len(scheduler.waiting) + len(scheduler.live) == 4):
-                waited += [clock.now - one.came for one, _ in scheduler.step() if len(one.sequence.tokens) == 1]
+            while scheduler.is_busy and (clock.now < due if load else len(scheduler.waiting) + len(scheduler.live) == 4):
+                waited += [clock.now - one.arrival for one, _ in scheduler.step() if len(one.sequence.tokens) == 1]
             clock.now = max(clock.now, due)
             new = ticket(number, clock, prompt=int(chance.integers(1, 12)), new=int(chance.integers(2, 16)))
-            new.came = due
+            new.arrival = due
             scheduler.add(new)
         kept = sum(one <= 0.2 for one in waited)
         goodput.append(kept / clock.now)
@@ -278,15 +279,15 @@ def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], size
 class Asleep:
     """An engine that says it is ready. ``size``: bytes that it then has."""
 
-    failed, pids = False, (1,)
+    has_failed, pids = False, (1,)
 
     def __init__(self, size: int) -> None:
         self.request = EngineRequest(model="m", max_waiting=2)
         self.state, self.last_used, self.in_flight, self.ready = "asleep", 0.0, 0, None
         self.size, self.starts = size, 0
-        self.beat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
+        self.heartbeat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
 
-    def on_restart(self, tell: Any) -> None: ...
+    def call_on_restart(self, tell: Any) -> None: ...
 
     async def start(self) -> Ready:
         self.state, self.starts = "ready", self.starts + 1
@@ -304,7 +305,7 @@ def test_the_least_recently_used_model_is_unloaded() -> None:
     engines: dict[str, Any] = {name: Asleep(10) for name in "abc"}
 
     async def use() -> None:
-        served = Served(engines, Metrics(), sizes=dict.fromkeys("abc", 10), memory_bytes=25)
+        served = ModelPool(engines, Metrics(), sizes=dict.fromkeys("abc", 10), memory_bytes=25)
         await served.start()
         assert [engine.state for engine in engines.values()] == ["ready", "ready", "asleep"]
         async with served.using("a"):
@@ -323,7 +324,7 @@ def test_the_least_recently_used_model_is_unloaded() -> None:
 def test_memory_is_limited_by_what_models_turn_out_to_take() -> None:
     """They are expected to take their weights alone."""
     engines: dict[str, Any] = {"a": Asleep(10), "b": Asleep(12), "large": Asleep(40)}
-    served = Served(engines, Metrics(), sizes=dict.fromkeys(engines, 4), memory_bytes=20)
+    served = ModelPool(engines, Metrics(), sizes=dict.fromkeys(engines, 4), memory_bytes=20)
 
     async def ask(name: str) -> list[str]:
         async with served.using(name):
@@ -349,7 +350,7 @@ def test_memory_is_limited_by_what_models_turn_out_to_take() -> None:
 def test_a_model_whose_weights_alone_are_too_large_is_refused_at_once() -> None:
     engines: dict[str, Any] = {"a": Asleep(10), "large": Asleep(40)}
     with pytest.raises(RequestError, match="large takes 40 B"):
-        asyncio.run(Served(engines, Metrics(), sizes={"large": 40}, memory_bytes=20).start())
+        asyncio.run(ModelPool(engines, Metrics(), sizes={"large": 40}, memory_bytes=20).start())
     assert engines["a"].starts == 0
 
 
@@ -361,7 +362,7 @@ class Slow(Asleep):
 
 def served_by(engine: Any, seconds: float, path: str, body: dict[str, Any]) -> httpx2.Response:
     metrics = Metrics()
-    app = make_app(Server(Served({"m": engine}, metrics), metrics, Limits(request_seconds=seconds)))
+    app = make_app(Server(ModelPool({"m": engine}, metrics), metrics, Limits(request_seconds=seconds)))
 
     async def ask() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://m") as client:
@@ -390,13 +391,13 @@ class Counted:
         yield Piece(id=1, text="yes", tokens=1, prompt_tokens=1, ending="stop")
 
 
-def of_several(*engines: Any) -> Replicas:
-    found = Replicas(EngineRequest(model="m"), len(engines))
+def of_several(*engines: Any) -> ReplicaSet:
+    found = ReplicaSet(EngineRequest(model="m"), len(engines))
     found.engines = list(engines)
     return found
 
 
-def ask_all(replicas: Replicas, prompts: Listed[Any]) -> list[str]:
+def ask_all(replicas: ReplicaSet, prompts: Listed[Any]) -> list[str]:
     async def ask() -> list[str]:
         return [piece.text for prompt in prompts async for piece in replicas.pieces(Generate(prompt=prompt))]
 
@@ -428,18 +429,18 @@ def test_arrivals_are_a_poisson_process() -> None:
     traffic = Traffic(rates=(5.0,), seconds=400.0, prompt_words=10, seed=3)
     found = list(arrivals(traffic, 5.0))
     assert found == list(arrivals(traffic, 5.0)) != list(arrivals(traffic.changed(seed=4), 5.0))
-    gaps = np.diff([one.at for one in found])
+    gaps = np.diff([one.due for one in found])
     assert 1850 < len(found) < 2150 and abs(gaps.mean() / gaps.std() - 1) < 0.1
     assert {len(one.prompt.split()) for one in found} == set(range(5, 16))
 
 
 def test_a_phase_counts_what_was_promised() -> None:
-    done = [Asked(status=200, due=0.0, first_seconds=at, seconds=1.0 + at, tokens=11) for at in (0.1, 0.2, 0.3, 0.6)]
+    done = [RequestResult(status=200, due=0.0, first_seconds=at, seconds=1.0 + at, tokens=11) for at in (0.1, 0.2, 0.3, 0.6)]
     other = [
-        Asked(status=429, due=0.0, seconds=0.1, why="later", retry_after=True),
-        Asked(status=0, due=0.0, seconds=0.1, why="gone"),
+        RequestResult(status=429, due=0.0, seconds=0.1, why="later", retry_after=True),
+        RequestResult(status=0, due=0.0, seconds=0.1, why="gone"),
     ]
-    phase = phase_of(3.0, 2.0, [*done, *other], 500.0)
+    phase = summarize_phase(3.0, 2.0, [*done, *other], 500.0)
     assert phase.statuses == {"200": 4, "429": 1, "0": 1} and phase.asked == 6
     assert (phase.answered_per_second, phase.goodput, phase.within_promise) == (2.0, 1.5, 0.75)
     assert phase.first_token["p99"] == 0.6 and phase.token["p50"] == pytest.approx(0.1) and phase.without_retry_after == 0

@@ -15,7 +15,7 @@ from command import Command
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import upshift
-from upshift.debugging.step_signs import ENOUGH, EVERY, LEAK_BYTES, LEAK_STEPS, SETTLING
+from upshift.debugging.step_signs import CHECK_INTERVAL, LEAK_BYTES, LEAK_STEPS, MIN_STEPS, SETTLING
 from upshift.training.loop.monitor import ATTRIBUTED_STEPS
 
 
@@ -79,7 +79,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_a_slow_data_loader_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], upshift: Command) -> None:
-    run(tmp_path, steps=SETTLING + ENOUGH + EVERY, rows=Rows(64, seconds=0.06))
+    run(tmp_path, steps=SETTLING + MIN_STEPS + CHECK_INTERVAL, rows=Rows(64, seconds=0.06))
     assert "data loader: " in capfd.readouterr().err
     [finding] = found(upshift, tmp_path)
     assert finding["subject"] == "data loader" and "dataloader_num_workers" in finding["fix"]
@@ -94,7 +94,7 @@ def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Com
 
 def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command) -> None:
     callback = KeepsTensors()
-    run(tmp_path, steps=SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + 2 * EVERY, rows=Rows(128), callbacks=(callback,))
+    run(tmp_path, steps=SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + 2 * CHECK_INTERVAL, rows=Rows(128), callbacks=(callback,))
     findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
     assert "memory leak in KeepsTensors" in findings, findings
     assert "loss.item()" in findings["memory leak in KeepsTensors"]["fix"]

@@ -6,17 +6,17 @@ import pytest
 from hostile_pages import HARMLESS, HOSTILE, assert_is_text, texts_not_shown
 
 from upshift.tuning.report import study_page_html
-from upshift.tuning.tune import Found, Row
+from upshift.tuning.tune import TrialRow, TuneResult
 
 
-def study(objective: str = "loss", parameter: str = "learning_rate") -> Found:
+def study(objective: str = "loss", parameter: str = "learning_rate") -> TuneResult:
     rows = tuple(
-        Row(number=number, state="complete" if number else "pruned", values={objective: 3.0 - number} if number else None,
+        TrialRow(number=number, state="complete" if number else "pruned", values={objective: 3.0 - number} if number else None,
             parameters={parameter: 0.1 * (number + 1), "optim": "adamw" if number % 2 else "muon"}, seconds=1.0, steps=4,
             reason="" if number else "stopped early")
         for number in range(4)
     )  # fmt: skip
-    return Found(
+    return TuneResult(
         study="study", storage="sqlite", objectives={objective: "minimize"}, best=rows[1:2], trials=rows, seconds=4.0,
         price_per_hour=2.0,
     )  # fmt: skip

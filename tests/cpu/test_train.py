@@ -57,7 +57,7 @@ from upshift.training.loop.events import (
 )
 from upshift.training.out_of_memory import Autopsy
 from upshift.training.run import train
-from upshift.training.step import Stepper
+from upshift.training.step import TrainStep
 
 LENGTH, GLOBAL_BATCH, VOCABULARY = 32, 8, 300
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
@@ -382,15 +382,15 @@ def test_out_of_memory_at_step_3_changes_the_micro_batch_and_nothing_else(
 ) -> None:  # fmt: skip
     """The allocator refuses everything over half of a micro-batch, after its gradients were added."""
     limit = 4 * LENGTH
-    accumulate = Stepper.accumulate
+    accumulate = TrainStep.accumulate
 
-    def refuse(stepper: Stepper, micro_batch: Any, labels: int, *, last: bool) -> torch.Tensor:
+    def refuse(stepper: TrainStep, micro_batch: Any, labels: int, *, last: bool) -> torch.Tensor:
         share = accumulate(stepper, micro_batch, labels, last=last)
         if int(stepper.schedule.last_epoch) >= 2 and micro_batch.num_padded_tokens > limit:
             raise torch.OutOfMemoryError("simulated")
         return share
 
-    monkeypatch.setattr(Stepper, "accumulate", refuse)
+    monkeypatch.setattr(TrainStep, "accumulate", refuse)
     events: list[Event] = []
     plan = a_plan(per_device_train_batch_size=8, gradient_accumulation_steps=1, **choices)
     record = run_job(a_job(home, tmp_path, plan=plan), prepared("llama"), on_event=events.append)
@@ -425,14 +425,14 @@ def test_optimizer_in_backward_goes_back_on_nothing(
     """Out of memory when some weights have moved is no smaller micro-batch but the end; a NaN stops before any has."""
     events: list[Event] = []
     plan = a_plan(**WHOLE, optimizer_in_backward=True)
-    accumulate, loss_of = Stepper.accumulate, step_module.loss_of
+    accumulate, loss_of = TrainStep.accumulate, step_module.compute_loss
 
-    def refuse(stepper: Stepper, *given: Any, last: bool) -> torch.Tensor:
+    def refuse(stepper: TrainStep, *given: Any, last: bool) -> torch.Tensor:
         accumulate(stepper, *given, last=last)
         raise torch.OutOfMemoryError("simulated")
 
     with monkeypatch.context() as patch, pytest.raises(JobFailed, match="out of memory"):
-        patch.setattr(Stepper, "accumulate", refuse)
+        patch.setattr(TrainStep, "accumulate", refuse)
         run_job(a_job(home, tmp_path / "one", plan=plan, max_grad_norm=0.0), prepared("llama"), on_event=events.append)
     assert not any(isinstance(event, OutOfMemory) for event in events)
     models: list[Any] = []
@@ -441,7 +441,7 @@ def test_optimizer_in_backward_goes_back_on_nothing(
         models.append((model, {name: p.detach().clone() for name, p in model.named_parameters()}))
         return loss_of(model, *given) * float("nan")
 
-    monkeypatch.setattr(step_module, "loss_of", nan)
+    monkeypatch.setattr(step_module, "compute_loss", nan)
     with pytest.raises(JobFailed, match="step 1: the loss became NaN"):
         run_job(a_job(home, tmp_path / "two", plan=plan, max_grad_norm=0.0), prepared("llama"))
     model, before = models[-1]
@@ -464,7 +464,7 @@ def test_what_cannot_be_halved_fails_in_words(
     def refuse(*_: Any, last: bool) -> torch.Tensor:
         raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(Stepper, "accumulate", refuse)
+    monkeypatch.setattr(TrainStep, "accumulate", refuse)
     with pytest.raises(JobFailed, match="out of memory"):
         run_job(a_job(home, tmp_path), prepared("llama"))
 

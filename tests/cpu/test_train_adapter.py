@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
-from upshift.models.source import find_model, find_to_train
+from upshift.models.source import find_model, find_model_to_train
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host, plan, plan_training
@@ -163,7 +163,7 @@ def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=words):
             upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
-    four = find_to_train(model, lora_rank=4, load_in_4bit=True)
+    four = find_model_to_train(model, lora_rank=4, load_in_4bit=True)
     assert four.quantized_from == "float32" and "quantization_config" in four.config
 
 
@@ -201,7 +201,7 @@ def test_frozen_weights_on_the_disk_train_bit_for_bit(
 
 
 def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
-    source = find_to_train(str(home / "model"), lora_rank=4)
+    source = find_model_to_train(str(home / "model"), lora_rank=4)
     workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
     host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
     # As of another machine: what ran on this one corrects nothing.

@@ -40,7 +40,7 @@ from upshift.training.checkpoint.directory import find_checkpoints
 from upshift.training.hf_trainer import checkpoint_files as trainer_files
 from upshift.training.hf_trainer import save as saving
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
-from upshift.training.hf_trainer.resume import PlainCheckpoints
+from upshift.training.hf_trainer.resume import CheckpointResuming
 from upshift.training.hf_trainer.transformers_state import NotPlain, from_json, to_json
 
 GPT2 = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=1)
@@ -48,7 +48,7 @@ BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attent
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 
 
-class T(StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
+class T(StreamedEvaluation, CheckpointResuming, transformers.Trainer):
     pass
 
 

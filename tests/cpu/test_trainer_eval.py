@@ -52,7 +52,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(params=["disk", "memory"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "disk":
-        monkeypatch.setattr(evaluation, "HELD_BYTES", 200)
+        monkeypatch.setattr(evaluation, "BUFFER_BYTES", 200)
     return str(request.param)
 
 
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_batches(concatenated: bool, tmp_path: Pat
 def test_views_do_not_keep_what_they_look_at(tmp_path: Path) -> None:
     column = spool.Spool(tmp_path, 2**40).column()
     column.add(torch.zeros(100, 1000)[:, :1])
-    assert column._held[0].untyped_storage().nbytes() == 400
+    assert column._buffer[0].untyped_storage().nbytes() == 400
 
 
 def test_files_are_gone_when_nobody_can_read_them(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_files_are_gone_when_nobody_can_read_them(tmp_path: Path) -> None:
     for _ in range(3):
         column.add(torch.ones(4, 5))
     assert list(tmp_path.iterdir()) == []
-    array = column.whole(-100)
+    array = column.concatenated(-100)
     del column
     gc.collect()
     assert array[2:].sum() == 50 and list(tmp_path.iterdir()) == []
@@ -332,7 +332,7 @@ class FullDisk:
 
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "HELD_BYTES", 100)
+    monkeypatch.setattr(evaluation, "BUFFER_BYTES", 100)
     monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda **options: FullDisk())
     with pytest.raises(JobFailed, match=r"the disk is full after .*; free space, name a larger disk in TMPDIR, or return less"):
         trainer(T, "tokens", tmp_path).evaluate()
@@ -364,4 +364,4 @@ def test_a_temporary_directory_in_memory_is_not_used(tmp_path: Path, monkeypatch
 
 
 def test_the_loop_of_transformers_makes_its_containers_by_this_name() -> None:
-    assert evaluation.CONTAINER in transformers.Trainer.evaluation_loop.__code__.co_names
+    assert evaluation.CONTAINER_NAME in transformers.Trainer.evaluation_loop.__code__.co_names

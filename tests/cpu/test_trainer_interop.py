@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import upshift
 from upshift.errors import RequestError
 from upshift.training.checkpoint import model as model_files
-from upshift.training.checkpoint.state import checksums_of, sealed
+from upshift.training.checkpoint.state import checksums_of, seal
 
 STEPS, STOP = 6, 3
 DIRECTIONS = [(upshift, transformers), (transformers, upshift), (upshift, upshift)]
@@ -199,6 +199,6 @@ def test_a_checkpoint_of_upshift_train_is_refused(tmp_path: Path) -> None:
         "optimizer": {"optimizer_class": "AdamW", "groups": [], "numbers": {}, "subclasses": {}},
         "train": {"step": 1, "position": {"epoch": 0, "batch": 0}, "seed": 0, "tokens_seen": 0, "plan": {}},
     }  # fmt: skip
-    (folder / "upshift_state.json").write_text(sealed(json.dumps(state, indent=1)))
+    (folder / "upshift_state.json").write_text(seal(json.dumps(state, indent=1)))
     with pytest.raises(RequestError, match="is of upshift train"):
         trained(upshift, tmp_path, resume=True)

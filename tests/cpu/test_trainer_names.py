@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import upshift.training.trainer
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import upshift
+import upshift.training.hf_trainer
 import upshift.tuning
 
 PREFIX = ("_upshift_", "upshift_")
@@ -52,7 +52,7 @@ def test_no_other_class_is_mixed_in() -> None:
     """The test above sees all there are: each class of these packages that overrides a method of transformers.Trainer."""
     mixed = {part for kind, _ in KINDS for part in kind.__mro__}
     found = []
-    for package in (upshift.training.trainer, upshift.tuning):
+    for package in (upshift.training.hf_trainer, upshift.tuning):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for part in vars(import_module(module.name)).values():
                 if isinstance(part, type) and part.__module__ == module.name and "evaluation_loop" in vars(part):
@@ -93,7 +93,7 @@ def test_names_of_an_instance(kind: Any, library: Any, tmp_path: Path) -> None:
 def test_a_subclass_may_use_any_name_without_the_prefix(tmp_path: Path) -> None:
     """Those that were ours once, and all that the mix-ins would have without the prefix."""
     plain = {name.removeprefix("_upshift").removeprefix("upshift_") for name in added(*KINDS[0]) if name.startswith(PREFIX)}
-    assert {"_tokenizer", "_place"} <= plain
+    assert {"_tokenizer", "_mesh"} <= plain
     theirs = set(dir(transformers.Trainer)) | _attributes_of(transformers.Trainer)
     taken = {name: f"the script's {name}" for name in plain - theirs}
     trainer = made(type("Own", (upshift.Trainer,), taken), tmp_path)

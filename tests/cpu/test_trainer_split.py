@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 
 import upshift
 from upshift.planning.plan import Plan
-from upshift.training.hf_trainer.loss_state import KeptState
+from upshift.training.hf_trainer.loss_state import StateSnapshot
 
 CLASSES, BATCH, STEPS = 12, 8, 4
 PLAN = Plan.model_validate({
@@ -305,7 +305,7 @@ def test_what_a_loss_keeps_is_found_and_put_back() -> None:
     holder.meter = meter  # type: ignore[attr-defined]
     for change in changes:
         COUNTER["calls"] = 0
-        state = KeptState(trainer=holder, model=holder.model, compute=compute, other=counting_in_a_global)
+        state = StateSnapshot(trainer=holder, model=holder.model, compute=compute, other=counting_in_a_global)
         assert state.changed() is None
         change()
         assert state.changed() is not None

@@ -13,14 +13,14 @@ from transformers import LlamaConfig
 
 from upshift.benchmarking.timing import LoadMeter, Timing
 from upshift.models.source import find_model
-from upshift.planning.cost.uncertainty import AGAIN
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_server
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.data.dataset import TrainingData, prepare_data, save_data
 from upshift.training.job.job import Job, run_job
-from upshift.training.step import Stepper
+from upshift.training.step import TrainStep
 from upshift.training.trials import worker
 from upshift.units import GIB
 
@@ -86,13 +86,13 @@ def a_job(model: str, plan: Plan, output: Path, *, seed: int = 42) -> Job:
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[GlobalBatch]:
     """What every optimizer step computes from now on."""
     seen: list[GlobalBatch] = []
-    step = Stepper.step
+    step = TrainStep.step
 
-    def watched(self: Stepper, batch: GlobalBatch, **options: Any) -> Any:
+    def watched(self: TrainStep, batch: GlobalBatch, **options: Any) -> Any:
         seen.append(batch)
         return step(self, batch, **options)
 
-    monkeypatch.setattr(Stepper, "step", watched)
+    monkeypatch.setattr(TrainStep, "step", watched)
     return seen
 
 
@@ -144,7 +144,7 @@ def test_what_was_timed_beside_other_programs_is_timed_again(
 ) -> None:
     """Some timings are not steps: updates and looks at the longest micro-batch."""
     monkeypatch.setattr(worker, "LoadMeter", Beside)
-    monkeypatch.setattr(worker, "BUSY_PATIENCE", 1e9)
+    monkeypatch.setattr(worker, "BUSY_FACTOR", 1e9)
     monkeypatch.setattr(Beside, "count", 0)
     monkeypatch.setattr(Beside, "disturbed", disturbed)
     found = tried(a_request(model, stored, a_plan(model), seconds=2.0), tmp_path)
@@ -161,7 +161,7 @@ def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: Trai
     record = run_job(a_job(model, plan, tmp_path / "out"), data, fresh_process=True)
     assert found.failure is None and found.resident_bytes and found.peak_bytes
     assert record.measured is not None and record.measured.resident_gib and record.measured.peak_gib
-    low, high = AGAIN["held"]
+    low, high = AGAIN_INTERVALS["held"]
     assert low <= record.measured.resident_gib * GIB / found.resident_bytes <= high
     assert 0.5 * found.peak_bytes < record.measured.peak_gib * GIB <= 1.001 * found.peak_bytes
     assert 0.0 <= record.details["waited_share"] <= 1.0 and record.details["cpu_seconds_per_step"] > 0.0

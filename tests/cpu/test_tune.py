@@ -22,10 +22,10 @@ from transformers import LlamaConfig
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.tuning.jobs import remove
+from upshift.tuning.jobs import remove_trial
 from upshift.tuning.report import write_study_page
-from upshift.tuning.study import Asked, count, make_pruner, open_study, reason_of, run_study, rungs
-from upshift.tuning.tune import Found, tune
+from upshift.tuning.study import StudyTrial, count_finished, decision_steps, make_pruner, open_study, reason_of, run_study
+from upshift.tuning.tune import TuneResult, tune
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
@@ -47,18 +47,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def searched(home: Path, output: Path, **more: Any) -> Found:
+def searched(home: Path, output: Path, **more: Any) -> TuneResult:
     options: dict[str, Any] = {"space": SPACE, "trials": 6, "from_config": True, "sequence_length": 32, "trial_seconds": 0.0}
     options |= {"arguments": {"max_steps": 9, "seed": 1}, "fixed": CHEAP}
     return tune(str(home / "llama"), str(home / "data.jsonl"), output=output, **options | more)
 
 
 @pytest.fixture(scope="module")
-def found(home: Path) -> Found:
+def found(home: Path) -> TuneResult:
     return searched(home, home / "out")
 
 
-def test_the_best_trial_and_its_model(home: Path, found: Found) -> None:
+def test_the_best_trial_and_its_model(home: Path, found: TuneResult) -> None:
     assert len(found.trials) == 6 and found.best[0].values is not None and found.checkpoint is not None
     complete = [row for row in found.trials if row.state == "complete"]
     assert found.best[0].values["eval_loss"] == min(row.values["eval_loss"] for row in complete if row.values)
@@ -77,7 +77,7 @@ def test_evaluations_that_decide_nothing_are_not_made(pruner: str, tmp_path: Pat
         """The best trial, and after which evaluation each one ended."""
         study = optuna.create_study(study_name="same", pruner=make_pruner(pruner, 27))
 
-        def run(asked: Asked) -> list[float]:
+        def run(asked: StudyTrial) -> list[float]:
             for number in range(1, 27):
                 if at is None or number in at:
                     asked.report(losses[asked.number, number - 1], number)
@@ -87,25 +87,25 @@ def test_evaluations_that_decide_nothing_are_not_made(pruner: str, tmp_path: Pat
         last = [max(one.intermediate_values) if one.state.name == "PRUNED" else None for one in study.trials]
         return study.best_trial.number, last
 
-    at = rungs(make_pruner(pruner, 27), 27)
+    at = decision_steps(make_pruner(pruner, 27), 27)
     assert ended(at) == ended(None) and len(set(ended(None)[1])) > 2
     assert len(at) == (27 if pruner == "median" else 4)
 
 
-def test_a_trial_is_evaluated_at_rungs_and_at_its_end(found: Found) -> None:
+def test_a_trial_is_evaluated_at_rungs_and_at_its_end(found: TuneResult) -> None:
     study = optuna.load_study(study_name=found.study, storage=found.storage)
     seen = {frozenset(trial.intermediate_values) for trial in study.trials if trial.state.name == "COMPLETE"}
     assert seen == {frozenset({1, 3})}
 
 
-def test_what_cannot_run_is_a_row_with_its_reason(found: Found) -> None:
+def test_what_cannot_run_is_a_row_with_its_reason(found: TuneResult) -> None:
     large = [row for row in found.trials if row.parameters["global_batch"] == 4096]
     assert large and all(row.state == "fail" and "use a smaller global batch" in row.reason for row in large)
     for row in found.trials:
         assert (row.reason == "") == (row.state == "complete"), row
 
 
-def test_a_study_goes_on_and_keeps_to_what_it_is(home: Path, found: Found) -> None:
+def test_a_study_goes_on_and_keeps_to_what_it_is(home: Path, found: TuneResult) -> None:
     more = searched(home, home / "out", trials=7)
     assert len(more.trials) == 7 and more.trials[:6] == found.trials
     with pytest.raises(RequestError, match="has space .* use the same, or another --output"):
@@ -125,10 +125,10 @@ def test_only_what_this_study_wrote_is_removed(home: Path, tmp_path: Path) -> No
     with pytest.raises(RequestError, match=r"trial-0 is not of this study's trials; move it away"):
         searched(home, tmp_path)
     (notes.parent / "upshift_run.json").write_text("{}")
-    remove(notes.parent)
+    remove_trial(notes.parent)
     assert notes.read_text() == "mine"
     notes.unlink()
-    remove(notes.parent)
+    remove_trial(notes.parent)
     assert not notes.parent.exists()
     with pytest.raises(RequestError, match=r"study.db cannot be used: .*give another --output"):
         searched(home, home / "out" / "study.db")
@@ -184,7 +184,7 @@ def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
     """30 would not fit, 5 crash, the rest say their loss at once: results are right and this process does not grow."""
     study = new_study(tmp_path)
 
-    def run(asked: Asked) -> list[float]:
+    def run(asked: StudyTrial) -> list[float]:
         kind, value = asked.trial.suggest_int("kind", 0, 99), asked.trial.suggest_float("x", -1, 1)
         if asked.number % 10 < 3:
             raise NothingFits(f"{kind} GiB")
@@ -214,7 +214,7 @@ def test_values_that_are_none_are_a_row_with_its_reason(values: list[float] | Va
     """Optuna lets such a trial fail as if its process had been killed: it would be run again, and again."""
     study, asked_for = new_study(tmp_path), []
 
-    def run(asked: Asked) -> list[float]:
+    def run(asked: StudyTrial) -> list[float]:
         asked_for.append(asked.number)
         assert len(asked_for) < 9
         if asked.number:
@@ -243,7 +243,7 @@ def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest
     time.sleep(2)
     study = new_study(tmp_path)
     run_study(study, lambda asked: [asked.trial.suggest_float("x", 0, 1)], trials=3)
-    assert count(study) == 3 and [reason_of(trial) for trial in study.trials if trial.state.name == "FAIL"] == [
+    assert count_finished(study) == 3 and [reason_of(trial) for trial in study.trials if trial.state.name == "FAIL"] == [
         "its process was killed; run again"
     ]
     killed, *_, again = study.trials
@@ -299,7 +299,7 @@ def reads_loss(measured: dict[str, float]) -> float:
 
 
 def test_a_search_goes_on_with_none_but_its_own_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upshift.tuning.trainer_study._run", lambda recipe, servers, asked: [1.0 / (1 + asked.number)])
+    monkeypatch.setattr("upshift.tuning.trainer_study._run_trial", lambda recipe, servers, asked: [1.0 / (1 + asked.number)])
     trainer = make_trainer(tmp_path, [])
 
     def search(**other: Any) -> Any:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from upshift.cli.main import app
 from upshift.errors import RequestError
 from upshift.tuning import trainer
-from upshift.tuning.storage import database, persistent, start_from
+from upshift.tuning.storage import enqueue_warm_start, open_database, open_storage
 
 RATE = FloatDistribution(1e-4, 1e-1, log=True)
 
@@ -101,7 +101,7 @@ def test_trials_of_two_ranks_give_what_one_gives(shared: tuple[str, str, Path]) 
 
 
 def earlier_study(folder: Path, trials: list[tuple[dict[str, Any], float]]) -> str:
-    study = optuna.create_study(study_name="other", storage=persistent(None, folder))
+    study = optuna.create_study(study_name="other", storage=open_storage(None, folder))
     for params, value in trials:
         kinds = {"rate": FloatDistribution(1e-6, 10.0), "kind": CategoricalDistribution(("a", "b", "c"))}
         study.add_trial(
@@ -119,7 +119,7 @@ def test_a_warm_start(tmp_path: Path) -> None:
     study = new_study(tmp_path)
     space = {"rate": RATE, "kind": CategoricalDistribution(("a", "b")), "more": RATE}
     for _ in range(2):
-        start_from(study, [place], space)
+        enqueue_warm_start(study, [place], space)
     assert [trial.system_attrs["fixed_params"] for trial in study.trials] == [
         {"kind": "a"}, {"rate": 0.02, "kind": "b"}, {"rate": 0.01},
     ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_warm_start(tmp_path: Path) -> None:
         (place, "within this space .other."),
     ):
         with pytest.raises(RequestError, match=words):
-            start_from(study, [given], {"other": RATE})
+            enqueue_warm_start(study, [given], {"other": RATE})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_storages_that_cannot_be_opened(url: str, words: str, monkeypatch: pytes
     for driver in ("psycopg2", "pymysql"):
         monkeypatch.setitem(sys.modules, driver, None)  # as if it were not installed
     with pytest.raises(RequestError, match=words) as raised:
-        database(url)
+        open_database(url)
     assert "secret" not in str(raised.value)
 
 
@@ -167,7 +167,7 @@ def test_a_population_keeps_its_own_rates() -> None:
     values = [{name: value for name, value in group.items() if name != "params"} for group in own[0].param_groups]
     for mine, theirs in zip(own, other, strict=True):
         mine.load_state_dict(theirs.state_dict())
-    trainer.keep_own(*own, values)
+    trainer.keep_hyperparameters(*own, values)
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.6) and own[0].param_groups[0]["weight_decay"] == 0.5
     step(*own)
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)
@@ -180,7 +180,7 @@ def test_a_study_is_begun_by_several_at_once(tmp_path: Path) -> None:
 
         def begin(_: int, url: str = f"sqlite:///{tmp_path / str(number)}.db", together: threading.Barrier = together) -> int:
             together.wait()
-            return len(database(url).get_all_studies())
+            return len(open_database(url).get_all_studies())
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(begin, range(4))) == [0] * 4

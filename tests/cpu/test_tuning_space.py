@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.tuning.backends import distributions, draw, parameters, space_of
+from upshift.tuning.backends import draw_values, optuna_distributions, space_of_sweep, wandb_parameters
 from upshift.tuning.space import Choices, Range, Space, make_space, read_space
 
 DRAWS = 4000
@@ -38,7 +38,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert read.parameters["learning_rate"] == Range(low=1e-5, high=1e-2, log=True)  # YAML says that 1e-5 is a word
     assert read.parameters["adam_beta1"] == Choices(choices=(0.9, 0.1))
     assert read.fixed == {"global_batch": 8} and set(read.searched) == {"learning_rate", "adam_beta1"}
-    assert isinstance(SPACE.parameters["weight_decay"], Range) and not SPACE.parameters["weight_decay"].whole
+    assert isinstance(SPACE.parameters["weight_decay"], Range) and not SPACE.parameters["weight_decay"].is_whole
     path.write_text(json.dumps(WRITTEN))
     assert read_space(path) == SPACE
     assert Space.from_json(SPACE.to_json()) == SPACE
@@ -85,17 +85,17 @@ def test_files_that_hold_no_space(tmp_path: Path) -> None:
 
 def by_optuna() -> list[dict[str, Any]]:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    return [draw(study.ask(), SPACE) for _ in range(DRAWS)]
+    return [draw_values(study.ask(), SPACE) for _ in range(DRAWS)]
 
 
 def by_ray() -> list[dict[str, Any]]:
     import numpy as np
 
-    from upshift.tuning.backends import domains
+    from upshift.tuning.backends import ray_domains
 
     np.random.seed(0)
     random.seed(0)
-    found = domains(SPACE)
+    found = ray_domains(SPACE)
     return [
         {name: one.sample() if hasattr(one, "sample") else one for name, one in found.items()} for _ in range(DRAWS)
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def by_wandb() -> list[dict[str, Any]]:
         drawn = math.exp(chance.uniform(math.log(low), math.log(high)))
         return round(drawn / said["q"]) * said["q"] if "q" in said else drawn
 
-    return [{name: one(said) for name, said in parameters(SPACE).items()} for _ in range(DRAWS)]
+    return [{name: one(said) for name, said in wandb_parameters(SPACE).items()} for _ in range(DRAWS)]
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +139,12 @@ def test_the_same_space_is_the_same_everywhere(name: str, other: Any, of_optuna:
 
 
 def test_wandb_there_and_back() -> None:
-    back = space_of({"parameters": parameters(SPACE)})
+    back = space_of_sweep({"parameters": wandb_parameters(SPACE)})
     assert back.parameters["lora_rank"] == SPACE.parameters["lora_rank"]
     assert back.parameters["learning_rate"] == SPACE.parameters["learning_rate"]
     assert back.parameters["warmup_steps"] == Choices(choices=(0, 10, 20, 30))
     with pytest.raises(RequestError, match="'normal'; use one of uniform"):
-        space_of({"parameters": {"a": {"distribution": "normal", "mu": 0, "sigma": 1}}})
+        space_of_sweep({"parameters": {"a": {"distribution": "normal", "mu": 0, "sigma": 1}}})
 
 
 steps = st.none() | st.integers(min_value=1, max_value=7)
@@ -153,7 +153,7 @@ steps = st.none() | st.integers(min_value=1, max_value=7)
 @given(low=st.integers(-1000, 1000), count=st.integers(1, 40), step=steps, scale=st.sampled_from([1, 0.25]))
 def test_every_range_is_a_distribution(low: int, count: int, step: int | None, scale: float) -> None:
     one = Range(low=low * scale, high=(low + count * (step or 1)) * scale, step=None if step is None else step * scale)
-    made = distributions(Space(parameters={"seed": one}))["seed"]
+    made = optuna_distributions(Space(parameters={"seed": one}))["seed"]
     assert (made.low, made.high) == (one.low, one.high)
     assert one.grid is None or (len(one.grid) == count + 1 and one.grid[-1] == one.high)
     assert all(made._contains(value) for value in one.grid or (one.low, one.high))

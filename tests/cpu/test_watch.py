@@ -16,8 +16,8 @@ from watched_ranks import GONE, STOPPED
 
 from upshift.debugging.run_report import examine_run
 from upshift.errors import JobFailed
-from upshift.training.distributed.watchdog import Pulse, Waiting, stalled, straggler
-from upshift.training.loop.monitor import death_reported
+from upshift.training.distributed.watchdog import Heartbeat, PendingCollective, describe_stall, find_straggler
+from upshift.training.loop.monitor import reporting_death
 
 WORLD = Path(__file__).with_name("watched_ranks.py")
 
@@ -81,25 +81,25 @@ def test_a_straggler_is_named_with_its_time(tmp_path: Path) -> None:
     assert re.search(holds_up, words), words
 
 
-def pulse(rank: int, **fields: object) -> Pulse:
-    return Pulse.model_validate({"rank": rank, "beat": 1, "step": 7, "seconds": 100.0, "in_step": True, **fields})
+def pulse(rank: int, **fields: object) -> Heartbeat:
+    return Heartbeat.model_validate({"rank": rank, "beat": 1, "step": 7, "seconds": 100.0, "in_step": True, **fields})
 
 
-def waiting(name: str, number: int, seconds: float = 95.0) -> Waiting:
-    return Waiting(name=name, number=number, group="0 default_pg", bytes=4096, seconds=seconds)
+def waiting(name: str, number: int, seconds: float = 95.0) -> PendingCollective:
+    return PendingCollective(name=name, number=number, group="0 default_pg", bytes=4096, seconds=seconds)
 
 
 def test_words() -> None:
     late = pulse(0, waiting=waiting("all_reduce", 40))
-    assert stalled([pulse(0, waiting=waiting("all_reduce", 40, 5.0)), pulse(1)], {}, patience=60) is None
-    words = stalled([late, pulse(1, at="training/batches/sampler.py:12 (read)")], {}, patience=60)
+    assert describe_stall([pulse(0, waiting=waiting("all_reduce", 40, 5.0)), pulse(1)], {}, patience=60) is None
+    words = describe_stall([late, pulse(1, at="training/batches/sampler.py:12 (read)")], {}, patience=60)
     assert words == (
         "rank 0 waits since 1 min 35 s in all_reduce 40 of group 0 default_pg (4.00 KiB), step 7; "
         "rank 1 is in no collective: step 7 since 1 min 40 s, at training/batches/sampler.py:12 (read)"
     )
-    words = stalled([late, pulse(1, waiting=waiting("all_gather", 39))], {}, patience=60)
+    words = describe_stall([late, pulse(1, waiting=waiting("all_gather", 39))], {}, patience=60)
     assert words is not None and words.endswith("ranks in one group must begin the same ones in the same order")
-    words = stalled([late, pulse(1, waiting=waiting("all_reduce", 40))], {1: 80.0}, patience=60)
+    words = describe_stall([late, pulse(1, waiting=waiting("all_reduce", 40))], {1: 80.0}, patience=60)
     assert words is not None and "rank 1 says nothing since 1 min 20 s" in words and "ranks 0, 1 wait" not in words
 
 
@@ -107,16 +107,16 @@ def test_words() -> None:
     ("own", "named"), [((1.0, 1.0, 1.1), None), ((1.0, 1.5, 1.0), 1), ((0.1, 0.2, 0.1), None), ((1.0, None, None), None)]
 )
 def test_who_is_slower(own: tuple[float | None, ...], named: int | None) -> None:
-    found = straggler([pulse(rank, own_seconds=seconds, step_seconds=1.6) for rank, seconds in enumerate(own)])
+    found = find_straggler([pulse(rank, own_seconds=seconds, step_seconds=1.6) for rank, seconds in enumerate(own)])
     assert (found and found[0]) == named
 
 
 def test_a_run_that_dies_leaves_where_and_why(tmp_path: Path) -> None:
-    with pytest.raises(JobFailed), death_reported(tmp_path, lambda: 7, rank=0, ranks=1):
+    with pytest.raises(JobFailed), reporting_death(tmp_path, lambda: 7, rank=0, ranks=1):
         raise JobFailed("the loss became NaN")
     (found,) = examine_run(tmp_path)
     assert "died in step 7: JobFailed: the loss became NaN" in found.what
     assert "debug='underflow_overflow'" in (found.fix or "")
-    with death_reported(tmp_path, lambda: 8, rank=0, ranks=1):
+    with reporting_death(tmp_path, lambda: 8, rank=0, ranks=1):
         pass
     assert not list(tmp_path.glob("*/rank-*.json"))  # a run that goes well takes away what the one before left

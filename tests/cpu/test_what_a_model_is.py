@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 import upshift
 from upshift.errors import RequestError
 from upshift.inference.encoding.engines.base import check_encodes
-from upshift.inference.encoding.model_config import is_encoder, read_recipe
+from upshift.inference.encoding.model_config import is_encoder, read_encoding_config
 from upshift.inference.generation.model import check_weights as check_generates
 from upshift.inference.generation.model import generation_task
 from upshift.models.build import choose_class, find_architecture
@@ -171,7 +171,7 @@ def test_what_is_refused_is_refused_on_every_road(case: str, tmp_path: Path) -> 
     roads: dict[str, Any] = {
         "load_model": lambda: upshift.load_model(folder),
         "train": lambda: check_trains(find_model(folder)),
-        "encode": lambda: check_encodes(find_model(folder), read_recipe(find_model(folder))),
+        "encode": lambda: check_encodes(find_model(folder), read_encoding_config(find_model(folder))),
         "generate": lambda: (generation_task(find_model(folder)), check_generates(find_model(folder))),
     }
     said = {}
@@ -202,13 +202,13 @@ def damaged(folder: Path, *names: str, **more: torch.Tensor) -> Path:
 def test_missing_weights_are_never_random(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = saved(transformers.LlamaForCausalLM, LLAMA, tmp_path)
     source = find_model(str(damaged(folder, "lm_head.weight")))
-    check_encodes(source, read_recipe(source))  # the states do not depend on it
+    check_encodes(source, read_encoding_config(source))  # the states do not depend on it
     for run in (lambda: upshift.load_model(str(folder)), lambda: check_trains(source), lambda: check_generates(source)):
         with pytest.raises(RequestError, match=r"lack 13\.0% of the weights of LlamaForCausalLM \(lm_head.weight\)"):
             run()
     damaged(folder, "model.norm.weight", "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(RequestError, match="of LlamaModel .*norm.weight"):
-        check_encodes(source, read_recipe(source))
+        check_encodes(source, read_encoding_config(source))
     loaded = upshift.load_model(str(folder), model_class=transformers.LlamaForCausalLM)  # the class is the caller's choice
     assert loaded.model.norm.weight.min() == 1.0
 
@@ -241,7 +241,7 @@ def test_vectors_are_those_of_the_model_inside(name: str, tmp_path: Path) -> Non
     folder = saved(model_class, config, tmp_path)
     source = find_model(str(folder))
     assert is_encoder(source)
-    recipe = read_recipe(source)
+    recipe = read_encoding_config(source)
     check_encodes(source, recipe)
     forward = load_forward(source, recipe)
     assert type(forward.model).__name__ == inside

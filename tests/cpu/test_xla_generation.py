@@ -42,8 +42,8 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from upshift.xla.generation.generator import (  # noqa: E402
     XlaGenerator,  # noqa: E402
-    groups,
-    width_of,
+    group_prompts,
+    padded_width,
 )
 from upshift.xla.generation.sampling import Sampling, sample  # noqa: E402
 from upshift.xla.model import build  # noqa: E402
@@ -240,10 +240,10 @@ def test_programs_are_kept(generators: Any, tmp_path: Path) -> None:
 
 
 def test_prompts_share_few_widths() -> None:
-    assert [width_of(length, multiple=None) for length in (1, 32, 33, 500)] == [32, 32, 64, 512]
-    assert width_of(33, multiple=48) == 48
-    found = list(groups([5, 40, 6, 7, 100, 8], rows=2))
-    assert [(group.places, group.width) for group in found] == [((0, 2), 32), ((3, 5), 32), ((1, 4), 128)]
+    assert [padded_width(length, multiple=None) for length in (1, 32, 33, 500)] == [32, 32, 64, 512]
+    assert padded_width(33, multiple=48) == 48
+    found = list(group_prompts([5, 40, 6, 7, 100, 8], rows=2))
+    assert [(group.indices, group.width) for group in found] == [((0, 2), 32), ((3, 5), 32), ((1, 4), 128)]
 
 
 @pytest.mark.parametrize(

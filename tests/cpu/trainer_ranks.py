@@ -133,7 +133,7 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
         model=model, args=arguments, train_dataset=data_of(kind, 64), eval_dataset=data_of(kind, 16, equal=True),
         data_collator=without_labels if bare else collate, callbacks=[seen], plan=plan, fixed=tuple(case.get("fixed", ())),
     )  # fmt: skip
-    step.overlaps = lambda plan: bool(case.get("overlaps"))  # as on GPUs
+    step.can_overlap = lambda plan: bool(case.get("overlaps"))  # as on GPUs
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     predicted = trainer.predict(data_of(kind, 13, equal=True))

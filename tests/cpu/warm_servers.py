@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.value import Value
 
 KEPT = 2  # idle servers: each holds a quarter of a GiB
@@ -37,10 +37,10 @@ class WarmServer:
     def is_idle(self) -> bool:
         return self.runs and self._asked == self._ended and not self._interrupted
 
-    def ask(self, request: Value, kind: type[V], *, limit_seconds: float) -> Iterator[V | Ending]:
+    def ask(self, request: Value, kind: type[V], *, limit_seconds: float) -> Iterator[V | ChildExit]:
         self._asked += 1
         for answer in self._server.ask(request, kind, limit_seconds=limit_seconds):
-            self._ended += isinstance(answer, Ending)
+            self._ended += isinstance(answer, ChildExit)
             yield answer
 
     def interrupt(self) -> None:

@@ -26,9 +26,9 @@ from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.training.arguments import Arguments
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.optimizers.build import build_optimizer
-from upshift.training.prepare import activations_on_host, autocast, computing, convert_to_fp8, no_cache, prepare
+from upshift.training.prepare import autocast, chunked_loss, convert_to_fp8, no_cache, offload_activations, prepare_model
 
 TINY = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
@@ -59,14 +59,14 @@ def batch_of(rows: int, length: int, vocabulary: int, device: str) -> dict[str, 
 
 def losses(plan: Plan, *, model: nn.Module | None = None, steps: int = STEPS) -> list[float]:
     """A plain loop on one batch, as the plan says."""
-    model = prepare(model if model is not None else llama(), plan, Place(plan))
+    model = prepare_model(model if model is not None else llama(), plan, Mesh(plan))
     optimizer = build_optimizer(model, plan, Arguments(max_steps=100, learning_rate=LEARNING_RATE))
     scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
     inputs = batch_of(plan.per_device_train_batch_size, plan.sequence_length, TINY.vocab_size, plan.device)
     found = []
     for _ in range(steps):
-        hooks = activations_on_host(model) if plan.activation_offload else nullcontext()
-        with computing(model, plan), autocast(plan), hooks, no_cache(model):
+        hooks = offload_activations(model) if plan.activation_offload else nullcontext()
+        with chunked_loss(model, plan), autocast(plan), hooks, no_cache(model):
             loss = model(**inputs).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -113,7 +113,7 @@ def test_predicted_peak_is_within_four_percent(precision: str, recomputed: int, 
     predicted = predict_memory(profile, profile.steps[0], plan).peak
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    prepare(model, plan, Place(plan))
+    prepare_model(model, plan, Mesh(plan))
     optimizer = build_optimizer(model, plan, Arguments(max_steps=100))
     inputs = batch_of(8, 256, SMALL.vocab_size, "cuda")
 
@@ -182,7 +182,7 @@ def test_packed_kernels_are_sdpa_on_packed_rows(name: str) -> None:
     found = {}
     for kernel in ("sdpa", name):
         plan = plan_of(attention=kernel, precision="bf16", packing=True)
-        model = prepare(llama(), plan, Place(plan))
+        model = prepare_model(llama(), plan, Mesh(plan))
         with autocast(plan), no_cache(model):
             loss = model(**inputs).loss
         loss.backward()

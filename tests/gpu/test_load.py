@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from upshift.loading.files.tensors import PIECE_BYTES
+from upshift.loading.files.tensors import CHUNK_BYTES
 from upshift.loading.load import load_model
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
-LARGE = PIECE_BYTES // (2 * SIZES["hidden_size"]) + 1  # words: an embedding of more than two pieces in fp32
+LARGE = CHUNK_BYTES // (2 * SIZES["hidden_size"]) + 1  # words: an embedding of more than two pieces in fp32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -44,7 +44,7 @@ def test_memory_of_the_gpu_is_the_model_and_two_pieces_for_each_reader(tmp_path)
     before = torch.cuda.memory_allocated()
     loaded = load_model(str(tmp_path), dtype="bfloat16", device_map={"": 0})
     held = sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
-    assert torch.cuda.max_memory_allocated() - before < held + 4 * PIECE_BYTES + 2**20
+    assert torch.cuda.max_memory_allocated() - before < held + 4 * CHUNK_BYTES + 2**20
 
 
 def answers(model):
@@ -73,7 +73,7 @@ def test_divided_between_the_gpu_the_host_and_the_disk(shares, tied, tmp_path):
     for one, other in zip(answers(model), expected, strict=True):
         assert torch.equal(one, other)
     assert model._upshift_offload.reader.bytes_read > 0
-    assert torch.cuda.max_memory_allocated() - before <= limits[0] + 4 * PIECE_BYTES + 2**21
+    assert torch.cuda.max_memory_allocated() - before <= limits[0] + 4 * CHUNK_BYTES + 2**21
     states = torch.randn(1, 6, 512, device="cuda", requires_grad=True)
     model(inputs_embeds=states, labels=torch.ones(1, 6, dtype=torch.long, device="cuda")).loss.backward()
     assert states.grad.isfinite().all()

@@ -11,7 +11,7 @@ from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.memory import predict_memory
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.cost.time import predict_time
 from upshift.planning.plan import Plan
 from upshift.planning.search import constraints
@@ -81,9 +81,9 @@ def test_only_what_is_visible_costs_time(name: str, profile: ModelProfile) -> No
         precision="bf16", packing=True,
     )  # fmt: skip
     plan = plain.changed(attention=name)
-    trace = trace_for(profile, plan, MIXED)
+    trace = plan_trace(profile, plan, MIXED)
     assert trace is not None and (trace.attention, trace.masked) == ("sdpa", False)
-    masked = trace_for(profile, plain, MIXED)
+    masked = plan_trace(profile, plain, MIXED)
     assert masked is not None and masked.masked
     mine, theirs = predict_time(profile, trace, plan, MIXED, host), predict_time(profile, masked, plain, MIXED, host)
     assert mine is not None and theirs is not None

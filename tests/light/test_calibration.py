@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from made_up_plans import made_up_planning
 
 from upshift.hardware import describe
-from upshift.planning.cost.uncertainty import MIN_RECORDS, STEP, held_spread
+from upshift.planning.cost.uncertainty import MIN_RECORDS, STEP_INTERVAL, held_memory_spread
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.trials import calibration
 from upshift.planning.trials.calibration import (
     Calibration,
-    Pair,
+    MeasuredPair,
     Sample,
+    append_samples,
     job_key,
-    made_with,
+    provenance,
     read_calibration,
-    remember,
     sample_of,
 )
 from upshift.units import GIB
@@ -47,9 +47,9 @@ def sample(number: int, ratio: float, *, of: Candidate | None = None, **changes:
     """Of a plan of another model, unless ``of`` says which."""
     like = (of or best()).plan
     job = job_key(like, planning().workload) if of else f"other-{number}"
-    pair = Pair(predicted=2.0, measured=2.0 * ratio)
+    pair = MeasuredPair(predicted=2.0, measured=2.0 * ratio)
     fields: dict[str, Any] = {
-        "made_with": made_with(like.host), "job": job, "precision": like.precision, "torch_compile": like.torch_compile,
+        "made_with": provenance(like.host), "job": job, "precision": like.precision, "torch_compile": like.torch_compile,
         "kind": "run", "numbers": {"step": pair, "held": pair},
     }  # fmt: skip
     return Sample(**fields | changes)
@@ -98,7 +98,7 @@ def test_others_never_change_allocated_memory(ratios: list[float]) -> None:
 
 
 def test_allocated_memory_is_taken_where_this_plan_was_measured() -> None:
-    pair = Pair(predicted=4.0, measured=5.0)
+    pair = MeasuredPair(predicted=4.0, measured=5.0)
     found = corrected(sample(0, 1.0, of=best(), numbers={"allocated": pair}), sample(1, 2.0))
     assert found.memory.peak == pytest.approx(1.25 * best().memory.peak)
     assert found.basis("allocated").tier == "measured" and found.basis("step").tier == "transferred"
@@ -107,7 +107,7 @@ def test_allocated_memory_is_taken_where_this_plan_was_measured() -> None:
 def test_nothing_ran() -> None:
     numbers = planning().numbers(best())
     assert corrected() is best()
-    assert (numbers.tier, numbers.interval, numbers.num_records) == ("formula", STEP, 0)
+    assert (numbers.tier, numbers.interval, numbers.num_records) == ("formula", STEP_INTERVAL, 0)
     assert numbers.peak_basis is not None and numbers.peak_basis.tier == "formula"
     assert numbers.resident_basis is not None and numbers.resident_basis.tier == "formula"
 
@@ -124,7 +124,7 @@ def test_those_alike_come_first_and_often_run_jobs_count_once() -> None:
 def test_ranking_follows_what_ran() -> None:
     first = best()
     slow = Calibration((sample(0, 3.0, of=first),))
-    ranking = slow.ranked(planning().ranking, HOST, planning().workload)
+    ranking = slow.rerank(planning().ranking, HOST, planning().workload)
     speeds = [one.tokens_per_second for one in ranking.candidates]
     assert speeds == sorted(speeds, reverse=True)
     assert ranking.candidates[0].plan != first.plan
@@ -136,7 +136,7 @@ def test_what_holds_more_here_no_longer_fits() -> None:
     held = max(one.resident for one in ranking.candidates)
     small = HOST.changed(cpu=HOST.cpu.changed(free_memory_bytes=int(1.1 * held)))  # type: ignore[union-attr]
     twice = Calibration(tuple(sample(number, 2.0) for number in range(MIN_RECORDS)))
-    again = twice.ranked(ranking, small, workload)
+    again = twice.rerank(ranking, small, workload)
     assert again.too_big and all("needs" in entry.reason for entry in again.rejected[: len(again.too_big)])
     assert all(one.resident <= 1.1 * held for one in again.candidates)
 
@@ -144,8 +144,8 @@ def test_what_holds_more_here_no_longer_fits() -> None:
 def test_risk_takes_the_spread_that_was_measured() -> None:
     tight = corrected(*(sample(number, 1.0) for number in range(30)))
     loose = corrected(*(sample(number, ratio) for number, ratio in enumerate([0.7, 0.8, 1.0, 1.25, 1.4])))
-    spread = held_spread(best().basis("held"))
-    assert held_spread(tight.basis("held")) < spread < held_spread(loose.basis("held"))
+    spread = held_memory_spread(best().basis("held"))
+    assert held_memory_spread(tight.basis("held")) < spread < held_memory_spread(loose.basis("held"))
     free = HOST.changed(cpu=HOST.cpu.changed(free_memory_bytes=int(1.1 * best().resident)))  # type: ignore[union-attr]
     chances = [one.numbers(model_flops_per_step=1.0, host=free).out_of_memory_probability for one in (tight, best(), loose)]
     assert chances == sorted(chances)  # type: ignore[type-var]
@@ -159,17 +159,17 @@ def cache_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_lines_cut_short_cost_only_themselves(cache_file: Path) -> None:
     kept = sample_of(best().plan, planning().workload, "run", {"step": (1.0, 2.0), "allocated": (GIB, None)})
-    remember([kept])
+    append_samples([kept])
     cache_file.write_bytes(cache_file.read_bytes() + kept.to_json().encode()[:70])
-    remember([kept])
+    append_samples([kept])
     cache_file.write_bytes(b"\xff\x00 nonsense\n[]\n" + cache_file.read_bytes())
     assert read_calibration(HOST).samples == (kept, kept)
     assert "allocated" not in kept.numbers
 
 
 def test_only_this_host_with_this_software_counts(cache_file: Path) -> None:
-    remember(
-        [sample(0, 2.0), sample(1, 2.0, made_with=made_with("another")), sample(2, 2.0, made_with=f"{HOST.fingerprint}-old")]
+    append_samples(
+        [sample(0, 2.0), sample(1, 2.0, made_with=provenance("another")), sample(2, 2.0, made_with=f"{HOST.fingerprint}-old")]
     )
     assert [one.job for one in read_calibration(HOST).samples] == ["other-0"]
 
@@ -177,14 +177,14 @@ def test_only_this_host_with_this_software_counts(cache_file: Path) -> None:
 def test_no_file_and_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "file"))
-    remember([sample(0, 1.0)])
+    append_samples([sample(0, 1.0)])
     assert read_calibration(HOST).samples == ()
 
 
 def test_the_file_stays_small(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MAX_BYTES", 4096)
     for number in range(60):
-        remember([sample(number, 1.0)])
+        append_samples([sample(number, 1.0)])
         assert cache_file.stat().st_size <= 4096
     found = [one.job for one in read_calibration(HOST).samples]
     assert found == [f"other-{number}" for number in range(60 - len(found), 60)] and len(found) >= 4
@@ -192,7 +192,7 @@ def test_the_file_stays_small(cache_file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def write_some(writer: int) -> None:
     for number in range(20):
-        remember([sample(number, 1.0, job=f"{writer} {number}")])
+        append_samples([sample(number, 1.0, job=f"{writer} {number}")])
 
 
 def test_writers_at_once_leave_whole_lines(cache_file: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from page_elements import Elements
 
 from upshift.benchmarking import documents
-from upshift.benchmarking.claims import CaseFile, Source, Standing, find_case, find_cases, standings
+from upshift.benchmarking.claims import CaseFile, ClaimStatus, Source, claim_statuses, find_case, find_cases
 from upshift.errors import RequestError
 from upshift.reports.claims import claims_page
 
@@ -62,9 +62,9 @@ def clone(tmp_path: Path) -> Path:
 def test_documents_say_what_the_rows_do() -> None:
     """Byte for byte: whatever is linked to rows, and every table between markers."""
     cases = find_cases(ROOT / "benchmarks" / "cases")
-    assert [str(one) for one in documents.stale(ROOT, cases)] == []
-    texts = {path: path.read_text(encoding="utf-8") for path in documents.documents(ROOT)}
-    assert all(documents.renewed(text, cases) == text for text in texts.values())
+    assert [str(one) for one in documents.find_stale(ROOT, cases)] == []
+    texts = {path: path.read_text(encoding="utf-8") for path in documents.document_paths(ROOT)}
+    assert all(documents.renew_text(text, cases) == text for text in texts.values())
     tables = [match[0] for text in texts.values() for match in documents.TABLED.finditer(text)]
     assert len(tables) >= 3 and len(documents.figures_of(texts[ROOT / "README.md"])) >= 10
 
@@ -97,16 +97,16 @@ def test_every_case_is_in_the_index_and_has_a_run_of_minutes() -> None:
 def test_a_wrong_number_is_found_and_renewed(clone: Path) -> None:
     cases, readme = find_cases(clone / "benchmarks" / "cases"), clone / "README.md"
     right = readme.read_text()
-    assert list(documents.stale(clone, cases)) == [] and documents.write(clone, cases) == []
+    assert list(documents.find_stale(clone, cases)) == [] and documents.renew_documents(clone, cases) == []
     readme.write_text("First.\n" + right.replace("3.1", "5.0"))
-    (wrong,) = documents.stale(clone, cases)
+    (wrong,) = documents.find_stale(clone, cases)
     assert str(wrong) == "README.md:2: toy/speed is written '5.0', and the rows say '3.1'"
-    assert documents.write(clone, cases) == [readme] and readme.read_text() == "First.\n" + right
+    assert documents.renew_documents(clone, cases) == [readme] and readme.read_text() == "First.\n" + right
     readme.write_text(right.replace("3.1", "3.140 times"))
-    assert list(documents.stale(clone, cases)) == []  # as many decimals as stand there
+    assert list(documents.find_stale(clone, cases)) == []  # as many decimals as stand there
     readme.write_text(right.replace("toy/speed", "toy/size"))
     with pytest.raises(RequestError, match="states no figure 'size'; it states speed"):
-        documents.write(clone, cases)
+        documents.renew_documents(clone, cases)
 
 
 def test_tables_are_what_the_newest_rows_have(clone: Path) -> None:
@@ -114,13 +114,13 @@ def test_tables_are_what_the_newest_rows_have(clone: Path) -> None:
     results = clone / "benchmarks/results/toy.jsonl"
     readme.write_text("<!-- rows: toy/sizes -->\n<!-- end -->\n<!-- rows: toy/faster -->\n<!-- end -->\n")
     with pytest.raises(RequestError, match="no row toy/toy of toy.jsonl has details.settings.sizes; run python"):
-        documents.write(clone, cases)
+        documents.renew_documents(clone, cases)
     newest = json.loads(row(5.0))
     newest["details"]["settings"]["sizes"] = {"one": {"ms": 1.26}, "two": {"ms": 2.0}}
     quick = json.loads(json.dumps(newest).replace("1.26", "9.0"))
     quick["details"]["quick"] = True
     results.write_text(results.read_text() + json.dumps(newest) + "\n" + json.dumps(quick) + "\n")
-    documents.write(clone, find_cases(clone / "benchmarks" / "cases"))
+    documents.renew_documents(clone, find_cases(clone / "benchmarks" / "cases"))
     assert [line for line in readme.read_text().splitlines() if line[0] == "|"] == [
         "| size | ms |", "| --- | ---: |", "| one | 1.3 |", "| two | 2.0 |",
         "| toy | times |", "| --- | ---: |", "| 2 | 5.00 |",
@@ -129,7 +129,7 @@ def test_tables_are_what_the_newest_rows_have(clone: Path) -> None:
 
 def test_a_case_is_read_without_running_it(clone: Path) -> None:
     case = find_case("toy", clone / "benchmarks" / "cases")
-    (standing,) = standings({"toy": case})
+    (standing,) = claim_statuses({"toy": case})
     assert [one.value for one in standing.readings] == [2.0, 3.14]  # other settings and --quick are no evidence
     assert standing.value == 3.14 and standing.share == pytest.approx(0.785) and standing.is_reached is False
     assert case.text == "Whether a toy is fast." and case.peers == {"none": "--contenders toy,none"}
@@ -159,9 +159,9 @@ def test_what_claims_share_is_named_once(clone: Path) -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    found = standings(find_cases(ROOT / "benchmarks" / "cases"))
+    found = claim_statuses(find_cases(ROOT / "benchmarks" / "cases"))
 
-    def key(one: Standing) -> tuple[bool, bool, float]:
+    def key(one: ClaimStatus) -> tuple[bool, bool, float]:
         return (not one.readings, one.share is None, one.share or 0.0)
 
     assert [key(one) for one in found] == sorted(key(one) for one in found)
@@ -173,7 +173,7 @@ def test_page(clone: Path) -> None:
     (cases / "toy.py").write_text(CASE.replace("the toy is fast", "the <b>toy</b> is fast"))
     (cases / "best.py").write_text(CASE.replace("goal=4.0", "goal=1.0"))
     (clone / "benchmarks/results/best.jsonl").write_text(row(2.0).replace("toy/toy", "best/toy") + "\n")
-    content = claims_page(standings(find_cases(cases)))
+    content = claims_page(claim_statuses(find_cases(cases)))
     page = Elements(content)
     assert {"distance", "claims", "history", "distances", "times"} <= page.ids()
     figures = json.loads(next(script for script in page.scripts if script.startswith("{")))

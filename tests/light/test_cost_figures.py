@@ -10,17 +10,17 @@ from upshift.errors import RequestError
 from upshift.hardware import describe, gemm_efficiency
 from upshift.hardware.spec import Link
 from upshift.models.profile import ParameterShape
-from upshift.planning.analysis.bottleneck import by_kind
+from upshift.planning.analysis.bottleneck import sum_by_kind
 from upshift.planning.analysis.compare_hosts import DURATIONS
-from upshift.planning.analysis.lock_file import _changes
+from upshift.planning.analysis.lock_file import _moved_numbers
 from upshift.planning.cost import memory, optimizer, process_memory, rates
 from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
 from upshift.planning.plan import Plan
-from upshift.planning.search.constraints import PACKED_KERNELS, why_not
-from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosened
+from upshift.planning.search.constraints import PACKED_KERNELS, why_kernel_unusable
+from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosen_tolerance
 from upshift.planning.workload import LengthHistogram, pack_rows
 
 PROFILE = make_profile()
@@ -78,23 +78,23 @@ def test_an_adapter_computes_with_the_weights_below_it() -> None:
 
 def test_gradients_exist_before_the_last_backward_pass() -> None:
     """Where micro-batches add up, where GPUs exchange buckets, and where ranks share the job; else they are born in it."""
-    assert not memory.accumulates(plan_of())
-    assert not memory.accumulates(plan_of(device="cpu", num_processes=2))
-    assert memory.accumulates(plan_of(gradient_accumulation_steps=2))
-    assert memory.accumulates(plan_of(num_processes=2))
-    assert memory.accumulates(plan_of(device="cpu", num_processes=2, layout=Layout(tensor_parallel=2)))
+    assert not memory.has_earlier_gradients(plan_of())
+    assert not memory.has_earlier_gradients(plan_of(device="cpu", num_processes=2))
+    assert memory.has_earlier_gradients(plan_of(gradient_accumulation_steps=2))
+    assert memory.has_earlier_gradients(plan_of(num_processes=2))
+    assert memory.has_earlier_gradients(plan_of(device="cpu", num_processes=2, layout=Layout(tensor_parallel=2)))
 
 
 def test_logits_are_tokens_by_words() -> None:
     """Two bytes each under bf16, four under fp32; none where the loss comes in chunks or by a kernel of its own."""
-    assert memory._logits(PROFILE, plan_of(), 100) == 100 * VOCABULARY * 2
-    assert memory._logits(PROFILE, plan_of(precision="fp32"), 100) == 100 * VOCABULARY * 4
+    assert memory._logits_bytes(PROFILE, plan_of(), 100) == 100 * VOCABULARY * 2
+    assert memory._logits_bytes(PROFILE, plan_of(precision="fp32"), 100) == 100 * VOCABULARY * 4
     shared = Layout(tensor_parallel=2, vocabulary_parallel=True)
-    assert memory._logits(PROFILE, plan_of(num_processes=2, layout=shared), 100) == 100 * VOCABULARY
-    assert memory._logits(PROFILE, plan_of(num_processes=2, layout=Layout(tensor_parallel=2)), 100) == 200 * VOCABULARY
-    assert memory._logits(PROFILE, plan_of(loss_chunk_tokens=512), 100) == 0.0
-    assert memory._logits(PROFILE, plan_of(loss_kernel="fused"), 100) == 0.0
-    assert memory._logits(PROFILE.changed(vocab_size=None), plan_of(), 100) == 0.0
+    assert memory._logits_bytes(PROFILE, plan_of(num_processes=2, layout=shared), 100) == 100 * VOCABULARY
+    assert memory._logits_bytes(PROFILE, plan_of(num_processes=2, layout=Layout(tensor_parallel=2)), 100) == 200 * VOCABULARY
+    assert memory._logits_bytes(PROFILE, plan_of(loss_chunk_tokens=512), 100) == 0.0
+    assert memory._logits_bytes(PROFILE, plan_of(loss_kernel="fused"), 100) == 0.0
+    assert memory._logits_bytes(PROFILE.changed(vocab_size=None), plan_of(), 100) == 0.0
 
 
 def test_outputs_of_weights_are_a_row_for_each_token() -> None:
@@ -105,11 +105,11 @@ def test_outputs_of_weights_are_a_row_for_each_token() -> None:
     from upshift.planning.cost.partition import stage_of
 
     first, last = (stage_of(PROFILE, plan, rank) for rank in (0, 1))
-    assert memory._outputs_of_weights(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
-    assert memory._outputs_of_weights(PROFILE, plan, last, 10) == 10 * 2 * (inner / 2 + VOCABULARY)
+    assert memory._weight_output_bytes(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
+    assert memory._weight_output_bytes(PROFILE, plan, last, 10) == 10 * 2 * (inner / 2 + VOCABULARY)
     mixture = model_of("mixture", "causal-lm", longest=4096)
     each = LAYERS * (4 * HIDDEN + 2 * 3 * FEED_FORWARD // 8)
-    assert memory._outputs_of_weights(mixture, plan, first, 10) == 10 * 2 * each / 2
+    assert memory._weight_output_bytes(mixture, plan, first, 10) == 10 * 2 * each / 2
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
@@ -125,7 +125,7 @@ def test_states_of_one_tensor() -> None:
     shape, vector = ParameterShape(shape=(3, 4, 5), count=1), ParameterShape(shape=(7,), count=1)
 
     def state(optim: str, one: ParameterShape, options: str = "") -> float:
-        return optimizer._state_of(optim, plan_of(optim=optim, optim_args=options), 4.0)(one)
+        return optimizer._state_bytes_function(optim, plan_of(optim=optim, optim_args=options), 4.0)(one)
 
     assert state("adafactor", shape) == 4 + 4 * 3 * (4 + 5)
     assert state("adafactor", vector) == 4 + 4 * 7
@@ -164,13 +164,13 @@ def test_memory_of_a_host_is_shared_by_its_processes() -> None:
 
 def test_communicators_are_counted_by_kind() -> None:
     """Two of tensor parallelism, four that share gradients: 2 kinds of groups; with ZeRO in halves the rest replicates."""
-    assert process_memory._communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
-    assert process_memory._communicators(plan_of()) == 0
+    assert process_memory._num_communicators(plan_of(num_processes=8, layout=Layout(tensor_parallel=2))) == 2
+    assert process_memory._num_communicators(plan_of()) == 0
     halves = Layout(fully_shard="weights", shard_size=2)
-    assert process_memory._communicators(plan_of(num_processes=4, layout=halves)) == 2
-    assert process_memory._communicators(plan_of(num_processes=2, layout=halves)) == 1
+    assert process_memory._num_communicators(plan_of(num_processes=4, layout=halves)) == 2
+    assert process_memory._num_communicators(plan_of(num_processes=2, layout=halves)) == 1
     shared = Layout(context_parallel=2)
-    assert process_memory._communicators(plan_of(num_processes=2, layout=shared)) == 2
+    assert process_memory._num_communicators(plan_of(num_processes=2, layout=shared)) == 2
 
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
@@ -230,9 +230,9 @@ def test_kernels_run_on_the_devices_that_they_are_written_for(on: str, can: set[
     monkeypatch.setattr("upshift.planning.search.constraints.find_spec", lambda name: object())
     declares = PROFILE.declares.changed(attention_kernels=("sdpa", *PACKED_KERNELS))
     profile = PROFILE.changed(declares=declares)
-    assert {name for name in PACKED_KERNELS if why_not(name, describe(on), profile) is None} == can
+    assert {name for name in PACKED_KERNELS if why_kernel_unusable(name, describe(on), profile) is None} == can
     undeclared = "TestForCausalLM does not declare it, or drops attention weights"
-    assert why_not("flex_attention", describe("h100"), PROFILE) == undeclared
+    assert why_kernel_unusable("flex_attention", describe("h100"), PROFILE) == undeclared
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])
@@ -267,10 +267,10 @@ def test_waste_of_padding_by_hand() -> None:
 
 def test_what_moved_is_told_from_the_most() -> None:
     """Of a whole of 100: less than 0.2 is not worth saying, what is new or gone counts whole."""
-    found = _changes({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, least=100.0)
+    found = _moved_numbers({"a": 10.0, "b": 5.0, "gone": 1.0}, {"a": 10.1, "b": 8.0, "new": 2.0}, whole=100.0)
     told = [(change.name, change.before, change.now) for change in found]
     assert told == [("b", 5.0, 8.0), ("new", None, 2.0), ("gone", 1.0, None)]
-    assert [change.name for change in _changes({"a": 1.0}, {"a": 1.1}, least=None)] == ["a"]
+    assert [change.name for change in _moved_numbers({"a": 1.0}, {"a": 1.1}, whole=None)] == ["a"]
 
 
 def test_terms_of_a_step_by_kind() -> None:
@@ -278,10 +278,10 @@ def test_terms_of_a_step_by_kind() -> None:
         "matrix products": 1.0, "attention": 2.0, "memory traffic": 4.0, "page faults": 8.0, "dispatch": 16.0,
         "pipeline idle": 32.0, "update": 64.0, "gradient exchange": 128.0, "waiting for the slowest node": 256.0,
     }  # fmt: skip
-    assert sorted(by_kind(terms).values()) == [1.0, 2.0, 12.0, 48.0, 64.0, 384.0]
+    assert sorted(sum_by_kind(terms).values()) == [1.0, 2.0, 12.0, 48.0, 64.0, 384.0]
 
 
 def test_a_loss_of_few_labels_may_differ_more() -> None:
-    assert loosened(0.1, LABELS_OF_A_LOSS) == loosened(0.1, 4 * LABELS_OF_A_LOSS) == 0.1
-    assert loosened(0.1, LABELS_OF_A_LOSS // 4) == pytest.approx(0.2)
-    assert loosened(0.1, 0) == pytest.approx(0.1 * LABELS_OF_A_LOSS**0.5)
+    assert loosen_tolerance(0.1, LABELS_OF_A_LOSS) == loosen_tolerance(0.1, 4 * LABELS_OF_A_LOSS) == 0.1
+    assert loosen_tolerance(0.1, LABELS_OF_A_LOSS // 4) == pytest.approx(0.2)
+    assert loosen_tolerance(0.1, 0) == pytest.approx(0.1 * LABELS_OF_A_LOSS**0.5)

@@ -17,7 +17,7 @@ from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
 from upshift.planning.analysis.compare_hosts import (
     DURATIONS,
-    Terms,
+    ComparisonTerms,
     compare,
     price_names,
     read_duration,
@@ -27,7 +27,7 @@ from upshift.planning.analysis.compare_hosts import (
 )
 from upshift.planning.analysis.explain import shadow_price
 from upshift.planning.analysis.max_size import find_largest, largest_multiple, with_layers
-from upshift.planning.analysis.what_if import shadow_prices, too_big, why
+from upshift.planning.analysis.what_if import describe_shortage, explain_choice, shadow_prices
 from upshift.planning.plan import plain_default
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, cost_plan
@@ -76,7 +76,7 @@ def one() -> Planning:
 def test_why_not_a_slower_choice(four: Planning) -> None:
     best = four.ranking.candidates[0]
     degree = 4 if best.plan.layout.tensor_parallel != 4 else 2
-    found = why(four, f"tensor_parallel={degree}", fixed=(), trace=TRACE)
+    found = explain_choice(four, f"tensor_parallel={degree}", fixed=(), trace=TRACE)
     assert found.outcome == "slower" and found.plan is not None and found.plan.layout.tensor_parallel == degree
     assert found.gain is not None and found.gain < 0
     assert "tensor parallel +" in found.why and found.more_ms["tensor parallel"] > 0
@@ -85,7 +85,7 @@ def test_why_not_a_slower_choice(four: Planning) -> None:
 
 
 def test_the_differences_add_up_to_the_step(four: Planning) -> None:
-    found = why(four, "precision=fp32", fixed=(), trace=TRACE)
+    found = explain_choice(four, "precision=fp32", fixed=(), trace=TRACE)
     assert found.predicted is not None and found.predicted.step_ms is not None
     best = 1000 * four.ranking.candidates[0].time.total
     left_out = 0.005 * best * 20  # of each term that is not worth saying
@@ -95,36 +95,36 @@ def test_the_differences_add_up_to_the_step(four: Planning) -> None:
 
 def test_why_not_the_choice_that_was_made(four: Planning) -> None:
     precision = four.ranking.candidates[0].plan.precision
-    found = why(four, f"precision={precision}", fixed=(), trace=TRACE)
+    found = explain_choice(four, f"precision={precision}", fixed=(), trace=TRACE)
     assert (found.outcome, found.gain, found.plan) == ("chosen", 0.0, four.ranking.candidates[0].plan)
 
 
 def test_why_not_replaces_what_is_fixed() -> None:
     planning = planned(ONE, fixed=("precision=fp32",))
-    found = why(planning, "precision=bf16", fixed=("precision=fp32",), trace=TRACE)
+    found = explain_choice(planning, "precision=bf16", fixed=("precision=fp32",), trace=TRACE)
     assert found.outcome == "faster" and found.plan is not None and found.plan.precision == "bf16"
 
 
 def test_why_not_what_does_not_fit() -> None:
     fixed = ("per_device_train_batch_size=4",)
-    found = why(planned(ONE, sequence=16384, fixed=fixed), "activation_checkpointing=0", fixed=fixed, trace=TRACE)
+    found = explain_choice(planned(ONE, sequence=16384, fixed=fixed), "activation_checkpointing=0", fixed=fixed, trace=TRACE)
     assert found.outcome == "does not fit" and found.gain is None
     for word in ("needs", "GiB of", "phase", "activations"):
         assert word in found.why
 
 
 def test_why_not_what_changes_the_mathematics(one: Planning) -> None:
-    found = why(one, "optim=adafactor", fixed=(), trace=TRACE)
+    found = explain_choice(one, "optim=adafactor", fixed=(), trace=TRACE)
     assert found.allow == ("adafactor",) and "--allow adafactor" in found.why
     assert found.plan is not None and found.plan.optim == "adafactor"
 
 
 def test_why_not_what_is_not_possible(four: Planning, one: Planning) -> None:
-    found = why(four, "tensor_parallel=3", fixed=(), trace=TRACE)
+    found = explain_choice(four, "tensor_parallel=3", fixed=(), trace=TRACE)
     assert found.outcome == "not possible" and "1, 2, 4" in found.why and "--set" not in found.why
-    assert why(one, "tensor_parallel=2", fixed=(), trace=TRACE).outcome == "not possible"
-    assert why(one, "tensor_parallel=1", fixed=(), trace=TRACE).outcome == "chosen"
-    assert why(one, "per_device_train_batch_size=3", fixed=(), trace=TRACE).outcome == "not possible"
+    assert explain_choice(one, "tensor_parallel=2", fixed=(), trace=TRACE).outcome == "not possible"
+    assert explain_choice(one, "tensor_parallel=1", fixed=(), trace=TRACE).outcome == "chosen"
+    assert explain_choice(one, "per_device_train_batch_size=3", fixed=(), trace=TRACE).outcome == "not possible"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ def test_why_not_what_is_not_possible(four: Planning, one: Planning) -> None:
 )
 def test_a_wrong_question_is_one_line(one: Planning, asked: str, words: list[str]) -> None:
     with pytest.raises(RequestError) as problem:
-        why(one, asked, fixed=(), trace=TRACE)
+        explain_choice(one, asked, fixed=(), trace=TRACE)
     assert "\n" not in str(problem.value)
     assert all(word in str(problem.value) for word in words)
 
 
 def test_only_what_is_missing_is_traced() -> None:
     trace, planning = Traced(), planned(ONE)
-    why(planning, "optim=sgd", fixed=(), trace=trace)
+    explain_choice(planning, "optim=sgd", fixed=(), trace=trace)
     assert trace.lengths == []
-    why(planning, "precision=bf16-weights", fixed=(), trace=trace)
+    explain_choice(planning, "precision=bf16-weights", fixed=(), trace=trace)
     assert trace.lengths == [4096]
 
 
@@ -368,7 +368,7 @@ def test_wrong_prices(text: str) -> None:
 def compared(hosts: str, prices: str | None, **terms: float | int) -> list[tuple[str, float | None]]:
     found = compare(
         read_hosts(hosts), Workload(sequence_length=4096, global_batch=BATCH),
-        Terms(prices=read_prices(prices) if prices else {}, **terms),  # type: ignore[arg-type]
+        ComparisonTerms(prices=read_prices(prices) if prices else {}, **terms),  # type: ignore[arg-type]
         plan_on=lambda host, workload: planned(host),
     )  # fmt: skip
     return [(row.host, row.money) for row in found.hosts]
@@ -385,7 +385,8 @@ def test_hosts_are_sorted_by_money_where_all_have_a_price() -> None:
 def test_the_arithmetic_of_a_comparison() -> None:
     found = compare(
         read_hosts("4xh100"), Workload(sequence_length=4096, global_batch=BATCH),
-        Terms(prices={"h100-sxm": 2.0}, tokens=10**9, deadline_seconds=60.0), plan_on=lambda host, workload: planned(host),
+        ComparisonTerms(prices={"h100-sxm": 2.0}, tokens=10**9, deadline_seconds=60.0),
+        plan_on=lambda host, workload: planned(host),
     ).hosts[0]  # fmt: skip
     assert found.seconds and found.device_hours and found.predicted and found.predicted.tokens_per_second
     steady = 10**9 / (BATCH * 4096) * found.predicted.step_ms.p50 / 1000  # type: ignore[union-attr]
@@ -403,15 +404,15 @@ def test_a_host_on_which_nothing_fits_is_a_row() -> None:
         return planned(host)
 
     workload = Workload(sequence_length=4096, global_batch=BATCH)
-    rows = compare(read_hosts("1xt4,4xh100"), workload, Terms(prices={}, tokens=10**9), plan_on=plan_on).hosts
+    rows = compare(read_hosts("1xt4,4xh100"), workload, ComparisonTerms(prices={}, tokens=10**9), plan_on=plan_on).hosts
     assert [row.host for row in rows] == ["4xh100", "1xt4"]
     assert rows[1].plan is None and rows[1].why == "nothing fits here"
     with pytest.raises(NothingFits):
-        compare(read_hosts("1xt4"), workload, Terms(prices={}), plan_on=plan_on)
+        compare(read_hosts("1xt4"), workload, ComparisonTerms(prices={}), plan_on=plan_on)
 
 
 def test_a_link_that_is_unknown_is_stated_where_the_host_is_named() -> None:
-    workload, terms = Workload(sequence_length=4096, global_batch=BATCH), Terms(prices={})
+    workload, terms = Workload(sequence_length=4096, global_batch=BATCH), ComparisonTerms(prices={})
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         return plan_training(SOURCE, host, workload, described=True)
@@ -441,5 +442,5 @@ def test_names_of_prices() -> None:
 
 
 def test_what_is_too_big_says_where(one: Planning) -> None:
-    text = too_big(one.ranking.too_big[-1], ONE, one.workload)
+    text = describe_shortage(one.ranking.too_big[-1], ONE, one.workload)
     assert text.startswith("needs ") and " of " in text and "phase: " in text

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from made_profile import make_profile
 
-from upshift.cli.options import FLAGS
+from upshift.cli.options import LAYOUT_FLAGS
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link, Measured, Rates
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
-from upshift.planning.search.layouts import layouts
+from upshift.planning.search.layouts import enumerate_layouts
 from upshift.planning.search.ranking import Candidate, Coster, Ranking
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
@@ -88,7 +88,7 @@ def test_processes_of_several_hosts_are_counted_on_each() -> None:
     plans = [candidate.plan for candidate in searched(TWO).candidates]
     assert {plan.num_processes for plan in plans} == {2} and {plan.threads_per_process for plan in plans} == {192}
     assert {plan.num_processes for plan in (c.plan for c in searched(TWO, "tensor_parallel=2").candidates)} == {4}
-    assert {layout.tensor_parallel for _, layout in layouts(TWO, PROFILE, WORKLOAD, ranks=4)} == {1, 2}  # inside a host
+    assert {layout.tensor_parallel for _, layout in enumerate_layouts(TWO, PROFILE, WORKLOAD, ranks=4)} == {1, 2}  # inside a host
     assert {plan.threads_per_process for plan in (c.plan for c in searched(TWO, "num_processes=8").candidates)} == {48}
 
 
@@ -209,7 +209,7 @@ def test_memory_of_a_host_is_shared_by_its_processes() -> None:
 
 def test_flags_name_fields_of_a_plan() -> None:
     fields = {**Plan.model_fields, **Layout.model_fields}
-    assert all(flag.field in fields for flag in FLAGS.values())
+    assert all(flag.field in fields for flag in LAYOUT_FLAGS.values())
 
 
 def test_the_plain_default_is_not_chosen_against_what_was_asked_for() -> None:

@@ -166,7 +166,7 @@ def names_of(module: str) -> set[str]:
 
 def signature(name: str) -> ast.arguments | None:
     """Of upshift.NAME, a function or a class with its own __init__."""
-    tree = module_tree(upshift._HOME[name])
+    tree = module_tree(upshift._MODULE_OF[name])
     node = next(node for node in tree.body if getattr(node, "name", None) == name) if tree else None
     if isinstance(node, ast.ClassDef):
         node = next((inner for inner in node.body if getattr(inner, "name", None) == "__init__"), None)
@@ -219,7 +219,7 @@ def test_a_mistake_in_python_is_found() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     told = re.findall(r"^## upshift\.(\w+)\n(?:.*\n)*?::: (\S+)$", text, flags=re.MULTILINE)
-    assert dict(told) == {name: f"{home}.{name}" for name, home in upshift._HOME.items()}
+    assert dict(told) == {name: f"{home}.{name}" for name, home in upshift._MODULE_OF.items()}
 
 
 OF_THE_GUIDES = """batch size|dimension and tile multiples|gradient accumulation|activation checkpointing|bf16, fp16, tf32

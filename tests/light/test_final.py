@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from upshift.inference.race.policy import FINAL_SECONDS, FINAL_TURNS, MAX_FINALISTS, finalists, run_final
-from upshift.inference.race.types import Contest, Entrants, LeftOut, Run
+from upshift.inference.race.types import Contest, RaceRequest, Run, Skipped
 from upshift.inference.registry import EngineName, EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -22,7 +22,7 @@ def ran(engine: EngineName, rate: float, *, batch: int = 256, **fields: Any) -> 
 
 
 SOURCE = ModelSource(reference="m", directory=None, config={})
-ENTRANTS = Entrants(
+ENTRANTS = RaceRequest(
     contest=Contest(task="encode", source=SOURCE, asked="", pad=0, batches=(256, 512), hint="latency"),
     setups=(), sample=Path("s"), reference=Path("r"),
 )  # fmt: skip
@@ -49,7 +49,7 @@ def test_they_run_in_turn_and_the_middle_turn_counts() -> None:
     rates = {"openvino": iter((90.0, 120.0, 119.0)), "ctranslate2": iter((130.0, 100.0, 101.0))}
     order: list[str] = []
 
-    def again(entrants: Entrants) -> Iterator[Run | LeftOut]:
+    def again(entrants: RaceRequest) -> Iterator[Run | Skipped]:
         (setup,) = entrants.setups
         order.append(setup.engine)
         assert entrants.contest.batches == (setup.batch,) and 0.0 < entrants.seconds <= FINAL_SECONDS
@@ -64,17 +64,17 @@ def test_they_run_in_turn_and_the_middle_turn_counts() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, 1.0])
 def test_without_time_for_all_nobody_runs(seconds: float) -> None:
-    def again(entrants: Entrants) -> Iterator[Run | LeftOut]:
+    def again(entrants: RaceRequest) -> Iterator[Run | Skipped]:
         raise AssertionError(entrants.setups)
 
     assert run_final([ran("openvino", 100.0), ran("ctranslate2", 99.0)], ENTRANTS, again, seconds=seconds) == []
 
 
 def test_a_turn_that_time_cut_off_does_not_count_and_a_failure_does() -> None:
-    def cut(entrants: Entrants) -> Iterator[Run | LeftOut]:
-        yield LeftOut(setup=entrants.setups[0], reason="time")
+    def cut(entrants: RaceRequest) -> Iterator[Run | Skipped]:
+        yield Skipped(setup=entrants.setups[0], reason="time")
 
-    def fails(entrants: Entrants) -> Iterator[Run | LeftOut]:
+    def fails(entrants: RaceRequest) -> Iterator[Run | Skipped]:
         setup = entrants.setups[0]
         yield Run(setup=setup, failure="killed") if setup.engine == "openvino" else ran("ctranslate2", 99.0)
 

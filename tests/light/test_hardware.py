@@ -32,7 +32,7 @@ from upshift.hardware import (
     torch_build,
 )
 from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
-from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find
+from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.nvml import find_gpus, usable_handles
@@ -116,17 +116,17 @@ def test_describe_refuses_near_misses(text: str) -> None:
 
 @pytest.mark.parametrize("key", [*GPUS, *CPUS])
 def test_a_product_is_found_however_its_words_are_joined(key: str) -> None:
-    facts = find(key)
+    facts = find_product(key)
     for joint in ("", " ", "_", "-", "."):
         for text in (joint.join(key.split("-")), joint.join(key.upper().split("-"))):
-            assert find(text) == facts, text
+            assert find_product(text) == facts, text
     if key in GPUS:
         counted = describe(f"2 x 1 x {key.upper().replace('-', ' ')}")
         assert (counted.num_nodes, counted.gpus_per_node, counted.gpu) == (2, 1, GPUS[key].gpu)
     name = GPUS[key].gpu.name if key in GPUS else CPUS[key].cpu.model_name
     assert name is not None
-    assert find(name) == facts
-    assert find(name.replace(" ", "-").lower()) == facts
+    assert find_product(name) == facts
+    assert find_product(name.replace(" ", "-").lower()) == facts
 
 
 def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
@@ -861,9 +861,9 @@ def test_a_torch_that_cannot_use_the_gpu_is_told_before_planning(
     monkeypatch.setattr(torch_build, "torch_cuda", lambda: (built, is_known))
     monkeypatch.setattr(torch_build, "find_nvml", lambda: nvml)
     host = detect(tmp_path, nvml=nvml)
-    torch_build.check_gpus_are_used(host.cpu_alone())
+    torch_build.check_torch_uses_gpus(host.cpu_alone())
     if words is None:
-        torch_build.check_gpus_are_used(host)
+        torch_build.check_torch_uses_gpus(host)
         return
     monkeypatch.setattr(planner, "detect", lambda: host)
     with pytest.raises(RequestError, match=f"{H100}.*{words}.*CUDA_VISIBLE_DEVICES"):

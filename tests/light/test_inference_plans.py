@@ -37,7 +37,7 @@ from upshift.planning.inference.memory import (
     weight_bytes,
 )
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS, WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape
-from upshift.planning.inference.planner import InferencePlanning, plan_profile, rank
+from upshift.planning.inference.planner import InferencePlanning, plan_profile, rank_plans
 from upshift.planning.inference.space import check_allow
 from upshift.planning.inference.time import build_engine
 from upshift.units import GIB, KIB
@@ -369,7 +369,7 @@ def test_other_wrong_requests() -> None:
 
 
 def test_every_rejection_keeps_its_reason() -> None:
-    ranking = rank(describe("2xl40s"), LLAMA_8B, ASK.changed(max_ttft_ms=400.0), fixed={})
+    ranking = rank_plans(describe("2xl40s"), LLAMA_8B, ASK.changed(max_ttft_ms=400.0), fixed={})
     assert ranking.rejected and all(entry.reason for entry in ranking.rejected)
     assert any("of the" in entry.reason for entry in ranking.rejected)
     assert any("over --max-ttft-ms 400" in entry.reason for entry in ranking.rejected)
@@ -428,7 +428,7 @@ def test_a_plan_costs_few_calls() -> None:
     second (docs/inference_planning.md)."""
     host, workload = describe("8xh100"), ASK.changed(allow=("fp8-weights", "fp8-kv"))
     profiler = cProfile.Profile()
-    ranking = profiler.runcall(rank, host, LLAMA_8B, workload, fixed={})
+    ranking = profiler.runcall(rank_plans, host, LLAMA_8B, workload, fixed={})
     assert ranking.num_plans > 1000
     assert pstats.Stats(profiler).total_calls < 300 * ranking.num_plans
 

@@ -128,7 +128,7 @@ def test_a_name_that_is_gone_is_refused_in_words(one: Internal, monkeypatch: pyt
     def gone(*_: object) -> None:
         raise AttributeError
 
-    monkeypatch.setattr(lookup, "_find", gone)
+    monkeypatch.setattr(lookup, "_import_name", gone)
     monkeypatch.setattr(lookup, "_mentions", lambda *_: False)
     monkeypatch.setattr(lookup, "installed_version", lambda library: "99.1")
     ways = [lambda: one.get()] if ":" in one.name and not isinstance(one, Mark) else [lambda: one.of(object())]

@@ -14,13 +14,13 @@ from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
-from upshift.planning.cost.partition import divide, share_of, stages
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.partition import deciding_stages, share_of, tensor_parallel_trace
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training
-from upshift.planning.search.enumerate import Plans
-from upshift.planning.search.layouts import layouts
+from upshift.planning.search.enumerate import PlanSpace
+from upshift.planning.search.layouts import enumerate_layouts
 from upshift.planning.search.ranking import Candidate, Coster, Rejected
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
@@ -45,7 +45,7 @@ def plan_of(host: Host, layout: Layout, *, batch: int = 1, accumulation: int = 4
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_layouts_use_every_device_and_stay_legal(name: str) -> None:
-    host, found = describe(name), list(layouts(describe(name), PROFILE, workload()))
+    host, found = describe(name), list(enumerate_layouts(describe(name), PROFILE, workload()))
     assert len(found) == len(set(found)) > 3
     for data, layout in found:
         assert data * layout.ranks_per_replica == host.num_devices
@@ -64,7 +64,7 @@ def test_experts_are_shared_by_what_divides_them() -> None:
             "declares": PROFILE.declares.changed(expert_parallel=True),
         }
     )
-    degrees = {layout.expert_parallel for _, layout in layouts(describe("2x8xh100"), mixture, workload())}
+    degrees = {layout.expert_parallel for _, layout in enumerate_layouts(describe("2x8xh100"), mixture, workload())}
     assert degrees == {1, 2, 4, 8}
 
 
@@ -131,12 +131,12 @@ def test_what_is_divided_goes_with_the_degree(ranks: int) -> None:
     whole = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     half = PROFILE.step(precision="bf16", attention="sdpa", masked=False, tensor_parallel=2)
     assert whole is not None and half is not None
-    found = divide(whole, half, ranks, sequence_parallel=False, hidden_size=2048)
+    found = tensor_parallel_trace(whole, half, ranks, sequence_parallel=False, hidden_size=2048)
     layer, one, two = (trace.stacks[0].plain[0].forward for trace in (found, whole, half))
     assert layer.matmul_flops.bs == pytest.approx(one.matmul_flops.bs / ranks)
     fixed = 2 * two.left.bs - one.left.bs  # what each rank has
     assert layer.left.bs == pytest.approx(fixed + (one.left.bs - fixed) / ranks)
-    shared = divide(whole, half, ranks, sequence_parallel=True, hidden_size=2048)
+    shared = tensor_parallel_trace(whole, half, ranks, sequence_parallel=True, hidden_size=2048)
     assert shared.stacks[0].plain[0].forward.left.bs <= layer.left.bs + 2 * 2 * 2048
 
 
@@ -146,7 +146,7 @@ def test_dividing_more_holds_less(recomputed: int, batch: int) -> None:
 
     def peak(layout: Layout) -> float:
         plan = plan_of(host, layout, batch=batch, recomputed=recomputed)
-        trace = trace_for(PROFILE, plan, workload())
+        trace = plan_trace(PROFILE, plan, workload())
         assert trace is not None
         return predict_memory(PROFILE, trace, plan).peak
 
@@ -165,11 +165,13 @@ def test_dividing_more_holds_less(recomputed: int, batch: int) -> None:
 
 def test_stages_have_all_layers_between_them() -> None:
     plan = plan_of(describe("8xh100"), Layout(pipeline_parallel=4))
-    first, last = stages(PROFILE, plan)
+    first, last = deciding_stages(PROFILE, plan)
     assert (first.first, first.last, last.first, last.last) == (0, 6, 18, 24)
     assert first.has_embedding and last.has_head and not first.has_head and not last.has_embedding
     held = [share_of(PROFILE, plan, stage).weights for stage in (first, last)]
-    whole = share_of(PROFILE, plan_of(describe("1xh100"), Layout()), stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0])
+    whole = share_of(
+        PROFILE, plan_of(describe("1xh100"), Layout()), deciding_stages(PROFILE, plan_of(describe("1xh100"), Layout()))[0]
+    )
     assert sum(held) < whole.weights < 2.5 * sum(held)
 
 
@@ -186,7 +188,7 @@ def test_search_is_deterministic_and_keeps_reasons(name: str) -> None:
 def test_what_a_search_remembers_is_what_each_plan_alone_costs() -> None:
     """Plans of every way to share: what they have in common is computed once, for the first of them."""
     host, asked = describe("8xh100"), workload(batch=8)
-    plans = [plan for plan in Plans(host, PROFILE, asked).all() if plan.optim == "adamw_torch_fused"][::23]
+    plans = [plan for plan in PlanSpace(host, PROFILE, asked).all() if plan.optim == "adamw_torch_fused"][::23]
     together = Coster(host, PROFILE, asked)
     assert len({plan.layout for plan in plans}) > 40
     for plan in plans:

@@ -64,7 +64,7 @@ def typed_names() -> dict[str, str]:
 
 
 def test_type_checkers_see_the_names_that_are_loaded() -> None:
-    assert typed_names() == upshift._HOME
+    assert typed_names() == upshift._MODULE_OF
 
 
 @pytest.mark.parametrize("name", LIGHT_NAMES)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from page_elements import Elements
 
 from upshift.errors import RequestError
-from upshift.reports.plots import MAX_DRAWN, Candidate, frontier, placed
+from upshift.reports.plots import MAX_DRAWN, Candidate, frontier, placed_candidates
 from upshift.reports.run.charts import MAX_POINTS, candidate_plot, loss_figure, memory_figure, moving_mean
 from upshift.reports.run.content import (
     ComparisonRow,
     Fact,
     LossCurve,
-    MemoryLife,
+    MemoryHistory,
     MemorySample,
     PredictionRow,
     Reason,
@@ -58,7 +58,7 @@ def full_page(words: str = "words") -> RunPage:
             Candidate(label="big", status="rejected", reason=words, tokens_per_second=3000.0, peak_gib=90.0),
         ),
         memory_limit_gib=8.0,
-        memory=MemoryLife(samples=tuple(memory), predicted_peak_gib=1.4),
+        memory=MemoryHistory(samples=tuple(memory), predicted_peak_gib=1.4),
         loss_curves=(LossCurve(name=words, training=((1, 9.0), (2, None), (3, 7.5)), held_out=((3, 7.7),)),),
         samples=(Sample(prompt=words, text=words),),
         commands=(words,),
@@ -141,7 +141,7 @@ def test_ratios_are_against_the_plain_default() -> None:
 
 
 def test_frontier_holds_the_fastest_plan_of_every_memory_size() -> None:
-    points = placed([
+    points = placed_candidates([
         Candidate(label=label, status=status, tokens_per_second=speed, peak_gib=peak)
         for label, status, speed, peak in (("a", "candidate", 5.0, 1.0), ("b", "candidate", 4.0, 2.0),
                                            ("c", "tried", 9.0, 3.0), ("d", "rejected", 99.0, 1.0),
@@ -163,13 +163,13 @@ def test_thinning_keeps_tried_and_frontier_and_is_said() -> None:
     assert f"Of 20,000 plans {drawing.num_drawn:,} are drawn" in page
     assert drawing.figure is not None
     texts = "".join("".join(trace.get("text", [])) for trace in drawing.figure["data"])
-    assert all(f"<b>{label}</b>" in texts for label in ["p5", *(p.candidate.label for p in frontier(placed(many)))])
+    assert all(f"<b>{label}</b>" in texts for label in ["p5", *(p.candidate.label for p in frontier(placed_candidates(many)))])
 
 
 def test_long_series_keep_their_peaks_and_ends() -> None:
     samples = [MemorySample(seconds=at, phase="steady", parts={"weights": 1.0}) for at in range(10_000)]
     samples[4321] = samples[4321].changed(parts={"weights": 7.0})
-    figure = memory_figure(MemoryLife(samples=tuple(samples)), limit_gib=None)
+    figure = memory_figure(MemoryHistory(samples=tuple(samples)), limit_gib=None)
     assert figure is not None
     assert max(figure["data"][0]["y"]) == 7.0 and len(figure["data"][0]["y"]) <= MAX_POINTS
     points = tuple((float(at), 1.0) for at in range(10_000))
@@ -203,7 +203,7 @@ PAGES = st.builds(
     candidates=with_numbers(Candidate),
     memory_limit_gib=NUMBERS,
     memory=st.builds(
-        MemoryLife,
+        MemoryHistory,
         samples=with_numbers(
             MemorySample, seconds=st.floats(0, 1e15), parts=st.dictionaries(st.text(), st.floats(0, 1e15), max_size=3)
         ),

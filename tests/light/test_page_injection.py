@@ -11,7 +11,7 @@ from made_up_plans import made_up_planning
 from page_elements import Elements
 from test_page import full_page
 
-from upshift.benchmarking.claims import Claim, Reading, Standing
+from upshift.benchmarking.claims import Claim, ClaimStatus, Reading
 from upshift.planning.planner import Planning
 from upshift.reports import document
 from upshift.reports.blocks import (
@@ -93,7 +93,7 @@ def test_no_text_of_a_run_becomes_markup() -> None:
 def test_no_text_of_a_claim_becomes_markup() -> None:
     claim = Claim(name="claim", text="text", ours="ours", baseline="baseline", goal=2.0)
     readings = tuple(Reading(time="2026-11-23T09:00", commit="abc", value=value) for value in (1.0, 1.5))
-    standing = Standing(name="case/claim", claim=claim, command="python case.py", readings=readings)
+    standing = ClaimStatus(name="case/claim", claim=claim, command="python case.py", readings=readings)
     count, hidden = texts_not_shown(standing, lambda one: claims_page([one]))
     # A time is cut to the minute, a command is shown word by word; the claim's name and options stand in the standing's.
     assert count >= 9 and hidden <= {"name", "options", "time", "command", "row", "value"}

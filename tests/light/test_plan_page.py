@@ -16,9 +16,9 @@ from upshift.errors import RequestError
 from upshift.planning.cost.pipeline_schedule import simulate
 from upshift.planning.planner import Planning
 from upshift.reports.document import write_page
-from upshift.reports.plan.charts import MAX_DRAWN, MAX_PASSES, num_drawn, picture, schedule_figure
-from upshift.reports.plan.page import pipelined, plan_page_html, write_plan_page
-from upshift.reports.plan.what_if_grid import family_grid, fits
+from upshift.reports.plan.charts import MAX_DRAWN, MAX_PASSES, draw_plans, num_drawn, schedule_figure
+from upshift.reports.plan.page import fastest_pipelined, plan_page_html, write_plan_page
+from upshift.reports.plan.what_if_grid import family_grid, is_fitting
 from upshift.reports.plan.words import held_gib, limit_gib, memory_by_phase
 
 HOSTILE = "</script><script>boom()</script><img src=https://x.test/a onerror='boom()'>\"&{{%{x}}}\u2028"
@@ -109,7 +109,7 @@ def test_no_reason_is_given_for_what_trials_have_put_aside(planning: Planning) -
 
 
 def test_the_picture_holds_the_front_the_best_and_what_is_too_big(planning: Planning, figures: dict[str, Any]) -> None:
-    drawing, limit = picture(planning), limit_gib(planning)
+    drawing, limit = draw_plans(planning), limit_gib(planning)
     assert limit is not None and planning.ranking.too_big
     traces = figures["plot-plans"]["data"]
     hollow = [trace for trace in traces if trace.get("marker", {}).get("symbol") == "circle-open"]
@@ -161,7 +161,7 @@ def test_the_grid_holds_the_best_plan_where_it_stands(planning: Planning) -> Non
     assert max(grid.sequence_lengths) == planning.profile.max_positions
     for cells in grid.cells:
         for one in cells:
-            assert one.fits == fits(one.shown, planning) == any(fits(plan, planning) for plan in one.plans)
+            assert one.fits == is_fitting(one.shown, planning) == any(is_fitting(plan, planning) for plan in one.plans)
             assert one.shown.plan.global_batch == planning.workload.global_batch
     smallest = [cells[0].plans[0].resident for cells in grid.cells]
     assert smallest == sorted(smallest)
@@ -174,7 +174,7 @@ def test_lengths_that_were_not_traced_say_so(elements: Elements) -> None:
 
 
 def test_the_schedule_is_drawn_whole_or_says_how_much(planning: Planning) -> None:
-    candidate = pipelined(planning)
+    candidate = fastest_pipelined(planning)
     assert candidate is not None
     plan = candidate.plan.changed(
         gradient_accumulation_steps=4096,

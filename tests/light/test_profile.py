@@ -6,7 +6,7 @@ import pytest
 from made_profile import make_profile
 
 from upshift.hardware import describe
-from upshift.planning.analysis.bottleneck import Measured, by_kind, find_changes
+from upshift.planning.analysis.bottleneck import Measured, find_changes, sum_by_kind
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.search import search
@@ -16,12 +16,12 @@ from upshift.training.profiling.breakdown import (
     HEAD_RANGE,
     STEP_RANGE,
     UPDATE_RANGE,
-    Account,
-    HostTime,
+    HostBreakdown,
     Span,
-    device_time,
-    kind_of,
-    without_recording,
+    TimeBreakdown,
+    break_down_device,
+    kind_of_operator,
+    subtract_recording,
 )
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -42,7 +42,7 @@ def ms(seconds: dict[str, float]) -> dict[str, int]:
     ],
 )  # fmt: skip
 def test_kinds_of_operators(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert kind_of_operator(name) == kind
 
 
 def test_the_innermost_has_the_time_and_all_of_it_is_somewhere() -> None:
@@ -57,7 +57,7 @@ def test_the_innermost_has_the_time_and_all_of_it_is_somewhere() -> None:
         Span(BACKWARD, 700, 800, 1), Span("aten::mm", 700, 800),
         Span(UPDATE_RANGE, 800, 1000), Span("aten::addcdiv_", 800, 850), Span("c10d::allreduce_", 850, 860),
     ]  # fmt: skip
-    found = HostTime(spans, [Span("gloo:all_reduce", 860, 950), Span("gloo:all_reduce", 900, 950)]).account()
+    found = HostBreakdown(spans, [Span("gloo:all_reduce", 860, 950), Span("gloo:all_reduce", 900, 950)]).compute()
     assert ms(found.seconds) == {
         "data": 100, "matrix products": 180 + 100, "attention": 100, "head and loss": 80 + 90, "optimizer": 50 + 50,
         "communication": 10 + 90, "idle and dispatch": 20 + 20 + 10 + 100,
@@ -71,7 +71,7 @@ def test_a_device_waits_for_what_is_not_hidden() -> None:
         Span("sm90_xmma_gemm_bf16", 0, 100), Span("ncclDevKernel_AllReduce", 50, 150), Span("flash_fwd_kernel", 160, 200),
         Span("elementwise_kernel", 200, 220), Span("vectorized_elementwise_kernel", 300, 340),
     ]  # fmt: skip
-    found = device_time(kernels, updates=[Span(UPDATE_RANGE, 290, 400)], steps=[Span(STEP_RANGE, 0, 400)])
+    found = break_down_device(kernels, updates=[Span(UPDATE_RANGE, 290, 400)], steps=[Span(STEP_RANGE, 0, 400)])
     assert ms(found.seconds) == {
         "matrix products": 100, "attention": 40, "norms and elementwise": 20, "optimizer": 40, "communication": 50,
         "idle and dispatch": 10 + 80 + 60,
@@ -79,10 +79,10 @@ def test_a_device_waits_for_what_is_not_hidden() -> None:
 
 
 def test_recording_is_taken_off_and_the_step_is_whole() -> None:
-    account = Account(
+    account = TimeBreakdown(
         {"matrix products": 2.0, "idle and dispatch": 4.0}, {}, {"matrix products": 10, "idle and dispatch": 90}, {}
     )
-    left = without_recording(account, profiled=6.0, plain=4.0)
+    left = subtract_recording(account, profiled=6.0, plain=4.0)
     assert sum(left.values()) == pytest.approx(4.0)
     assert left["matrix products"] == pytest.approx(2.0, rel=1e-3)  # what recording takes is around small operators
 
@@ -101,7 +101,7 @@ def planning() -> Planning:
 
 def measured(planning: Planning, **times: float) -> Measured:
     """As predicted, but for some kinds."""
-    seconds = by_kind(planning.default.time.terms)
+    seconds = sum_by_kind(planning.default.time.terms)
     seconds |= {kind: seconds.get(kind, 0.0) * factor for kind, factor in times.items()}
     return Measured(planning.host, planning.profile, planning.workload, planning.default, seconds)
 

@@ -11,8 +11,8 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
-from upshift.planning.cost.partition import divide_experts, share_of, stages
-from upshift.planning.cost.segments import bytes_a_word, fused_trace, kept_bytes, trace_for, with_own_loss
+from upshift.planning.cost.partition import deciding_stages, expert_parallel_trace, share_of
+from upshift.planning.cost.segments import apply_loss_kernel, bytes_per_word, fused_trace, plan_trace, saved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict
@@ -48,11 +48,11 @@ def peak(plan: Plan, profile: Any = PROFILE) -> float:
 def test_master_weights_take_6_bytes_a_parameter_and_12_divided() -> None:
     """Megatron Core user guide, "Distributed Optimizer": bf16 parameters, fp32 gradients: 6 + 12 / d."""
     plan = plan_of(Layout(fully_shard="optimizer", shard_size=8, master_weights=True))
-    share, total = share_of(PROFILE, plan, stages(PROFILE, plan)[0]), PROFILE.parameters.total
+    share, total = share_of(PROFILE, plan, deciding_stages(PROFILE, plan)[0]), PROFILE.parameters.total
     assert (share.weights, share.gradients) == (2.0 * total, 4.0 * total)
     assert share.optimizer == pytest.approx(12.0 * total / 8, rel=1e-6)  # and a step count a tensor
     plain = plan_of(Layout(fully_shard="optimizer", shard_size=8))
-    assert share_of(PROFILE, plain, stages(PROFILE, plain)[0]).weights == 4.0 * total
+    assert share_of(PROFILE, plain, deciding_stages(PROFILE, plain)[0]).weights == 4.0 * total
     assert peak(plan) < peak(plain)
 
 
@@ -62,7 +62,7 @@ def test_experts_that_ranks_share_are_divided_among_fewer() -> None:
     held = {}
     for degree in (1, 2, 8):
         plan = plan_of(Layout(fully_shard="optimizer", shard_size=8, expert_parallel=degree))
-        held[degree] = share_of(mixture, plan, stages(mixture, plan)[0]).optimizer
+        held[degree] = share_of(mixture, plan, deciding_stages(mixture, plan)[0]).optimizer
     assert held[1] == pytest.approx(held[2]) == pytest.approx(held[8])  # an eighth of the whole, however it is shared
 
 
@@ -75,7 +75,7 @@ def test_experts_of_other_ranks_have_no_gradients_and_kernels_here() -> None:
     layer = trace.stacks[0].plain[0]
     backward = layer.backward.model_copy(update={"rise": (Polynomial(one=1600.0, bs=3.0),), "num_kernels": 32})
     stack = trace.stacks[0].model_copy(update={"plain": (layer.model_copy(update={"backward": backward}),)})
-    found = divide_experts(mixture, trace.model_copy(update={"stacks": (stack,)}), 4).stacks[0].plain[0]
+    found = expert_parallel_trace(mixture, trace.model_copy(update={"stacks": (stack,)}), 4).stacks[0].plain[0]
     assert found.backward.rise == (Polynomial(one=700.0, bs=3.0),) and found.backward.num_kernels == 14
     assert found.forward.left == layer.forward.left  # all of it grows with tokens
 
@@ -96,7 +96,7 @@ def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
         }
     )
     plan = plan_of(Layout(pipeline_parallel=2, expert_parallel=4))
-    first, last = (share_of(mixture, plan, stage).weights / 4 for stage in stages(mixture, plan))
+    first, last = (share_of(mixture, plan, stage).weights / 4 for stage in deciding_stages(mixture, plan))
     outside = PROFILE.parameters.embedding  # and as many in the head
     assert first == pytest.approx(dense + outside, rel=1e-6)
     assert last == pytest.approx(total - dense - experts + experts / 4 + outside, rel=1e-6)
@@ -106,7 +106,7 @@ def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
 @pytest.mark.parametrize("word", [-4, 0, 2, 4, 8, 10])
 @pytest.mark.parametrize("state", [-6, 0, 2, 10])
 def test_bytes_of_words_are_told_from_those_of_hidden_states(vocabulary: int, hidden: int, word: int, state: int) -> None:
-    assert bytes_a_word(float(word * vocabulary + state * hidden + 8), vocabulary, hidden) == word
+    assert bytes_per_word(float(word * vocabulary + state * hidden + 8), vocabulary, hidden) == word
 
 
 def head() -> Segment:
@@ -131,7 +131,7 @@ def test_live_bytes_of_a_word(kernel: str, ranks: int, forward: float, entered: 
     plan = plan_of(layout, loss_kernel=kernel)
     trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     assert trace is not None
-    gap = with_own_loss(PROFILE, trace.model_copy(update={"gaps": (trace.gaps[0], head())}), plan).gaps[-1]
+    gap = apply_loss_kernel(PROFILE, trace.model_copy(update={"gaps": (trace.gaps[0], head())}), plan).gaps[-1]
     assert gap.forward.rise[0].bs == forward * VOCABULARY
     assert gap.forward.left.bs == entered * VOCABULARY == -gap.backward.left.bs
     assert gap.forward.left.bs + gap.backward.rise[0].bs == backward * VOCABULARY
@@ -141,17 +141,19 @@ def test_live_bytes_of_a_word(kernel: str, ranks: int, forward: float, entered: 
 def test_fused_kernels_keep_what_is_around_matrix_products() -> None:
     """Q, K, V, O: 4 x 2048; gate, up and what goes down: 3 x 8192; two norms' inputs and outputs: 4 x 2048; 16 sums in fp32."""
     elements = 4 * HIDDEN + 3 * FEED_FORWARD + 4 * HIDDEN
-    assert kept_bytes(PROFILE, plan_of(Layout(), fused_kernels=True)) == 2 * elements + 4 * 16
+    assert saved_bytes_per_token(PROFILE, plan_of(Layout(), fused_kernels=True)) == 2 * elements + 4 * 16
     shared = Layout(tensor_parallel=4, sequence_parallel=True, gather_again=True)
-    assert kept_bytes(PROFILE, plan_of(shared, fused_kernels=True)) == (2 * elements + 4 * 16) / 4
+    assert saved_bytes_per_token(PROFILE, plan_of(shared, fused_kernels=True)) == (2 * elements + 4 * 16) / 4
     gathered = Layout(tensor_parallel=4, sequence_parallel=True)
-    more = kept_bytes(PROFILE, plan_of(gathered, fused_kernels=True)) - kept_bytes(PROFILE, plan_of(shared, fused_kernels=True))
+    more = saved_bytes_per_token(PROFILE, plan_of(gathered, fused_kernels=True)) - saved_bytes_per_token(
+        PROFILE, plan_of(shared, fused_kernels=True)
+    )
     assert more == 2 * 2 * HIDDEN * 3 / 4
     trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     assert trace is not None
     plan = plan_of(Layout(), fused_kernels=True)
     layer = fused_trace(PROFILE, trace, plan).stacks[0].plain[0]
-    assert layer.forward.left == Polynomial(bs=kept_bytes(PROFILE, plan))
+    assert layer.forward.left == Polynomial(bs=saved_bytes_per_token(PROFILE, plan))
     assert layer.backward.left.bs == -layer.forward.left.bs
 
 
@@ -167,12 +169,12 @@ def test_a_token_is_kept_by_each_of_its_experts() -> None:
         }
     )
     elements = 2 * (3 * 512 + HIDDEN) + 4 * HIDDEN
-    assert kept_bytes(mixture, plan_of(Layout(), fused_kernels=True)) == 2 * elements + 4 * 16
+    assert saved_bytes_per_token(mixture, plan_of(Layout(), fused_kernels=True)) == 2 * elements + 4 * 16
 
 
 def test_gathering_again_holds_two_whole_inputs_of_a_layer_less() -> None:
     tensor = {"fully_shard": "optimizer", "shard_size": 2, "tensor_parallel": 4, "sequence_parallel": True}
-    kept, again = (trace_for(PROFILE, plan_of(Layout(**tensor, gather_again=g)), WORKLOAD) for g in (False, True))  # type: ignore[arg-type]
+    kept, again = (plan_trace(PROFILE, plan_of(Layout(**tensor, gather_again=g)), WORKLOAD) for g in (False, True))  # type: ignore[arg-type]
     assert kept is not None and again is not None
     layers = [trace.stacks[0].plain[0] for trace in (kept, again)]
     assert layers[0].forward.left.bs - layers[1].forward.left.bs == 2 * 2 * HIDDEN * 3 / 4

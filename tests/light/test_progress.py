@@ -39,21 +39,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_innermost_activity_is_told(clock: Clock) -> None:
     told: list[str] = []
-    writer = progress.Lines(told.append)
-    writer.tell()
+    writer = progress.LineWriter(told.append)
+    writer.write_line()
     outer, inner = progress.Activity("upshift train"), progress.Activity("Tokenizing")
     writer.begin(outer)
     clock.now += 10
-    writer.tell()
+    writer.write_line()
     writer.begin(inner)
     inner.update(25, 100)
     clock.now += 20
-    writer.tell()
+    writer.write_line()
     inner.update(title="Step", text="Step 3/9, loss 2.5 · 100 tokens/s · 1 min 00 s left")
     clock.now += 10
-    writer.tell()
+    writer.write_line()
     writer.end(inner)
-    writer.tell()
+    writer.write_line()
     assert told == [
         "upshift train: 10.0 s so far",
         "Tokenizing: 30.0 s so far, 25 of 100 (25%), about 1 min 30 s left",
@@ -72,7 +72,7 @@ def test_lines_are_plain(text: str) -> None:
 def test_nothing_on_a_terminal_nor_of_ranks_that_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
     for console, speaks in ((Console(file=io.StringIO(), force_terminal=True), True), (Console(file=io.StringIO()), False)):
-        with progress.lines("upshift train", console, speaks=speaks), progress.activity("x"):
+        with progress.progress_lines("upshift train", console, is_enabled=speaks), progress.activity("x"):
             time.sleep(0.1)
         assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
@@ -80,7 +80,7 @@ def test_nothing_on_a_terminal_nor_of_ranks_that_are_silent(monkeypatch: pytest.
 def test_lines_end_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.02)
     console = Console(file=io.StringIO())
-    with progress.lines("upshift train", console):
+    with progress.progress_lines("upshift train", console):
         with tables.bar("Encoding") as update:
             update(1, 4)
             time.sleep(0.2)
@@ -126,22 +126,22 @@ def test_every_command_speaks_while_it_runs(
 
 
 def test_the_steps_of_a_run(clock: Clock) -> None:
-    from upshift.cli.train import RunDisplay
+    from upshift.cli.run_display import RunDisplay
     from upshift.training.loop.events import Started, StepDone
 
     told: list[str] = []
-    writer = progress.Lines(told.append)
-    progress._lines.append(writer)
+    writer = progress.LineWriter(told.append)
+    progress._writers.append(writer)
     try:
         with RunDisplay(quiet=True) as display:
             watcher = display.watcher
             for say, call in PHASES:
                 call(watcher)
                 clock.now += 10
-                writer.tell()
+                writer.write_line()
                 assert say in told[-1], told[-1]
             watcher.event(Started(0, 100, 0, 10, "plain", None))
-            writer.tell()
+            writer.write_line()
             assert told[-1].startswith("The first step")
             watcher.event(
                 StepDone(
@@ -149,11 +149,11 @@ def test_the_steps_of_a_run(clock: Clock) -> None:
                     tokens_per_second=1606.0, seconds_left=95.0, resident_bytes=2**30,
                 )
             )  # fmt: skip
-            writer.tell()
+            writer.write_line()
             for words in ("Step 7/100", "loss 2.125", "1,606 tokens/s", "1 min 35 s left"):
                 assert words in told[-1]
     finally:
-        progress._lines.clear()
+        progress._writers.clear()
 
 
 PHASES: list[tuple[str, Callable[[Any], None]]] = [

@@ -14,8 +14,8 @@ from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
-from upshift.planning.analysis.compare_hosts import Terms, compare
-from upshift.planning.analysis.max_size import Largest, find_largest
+from upshift.planning.analysis.compare_hosts import ComparisonTerms, compare
+from upshift.planning.analysis.max_size import LargestResult, find_largest
 from upshift.planning.planner import Planning
 from upshift.planning.workload import MAX_BUCKETS, LengthHistogram, Workload
 
@@ -62,13 +62,13 @@ def test_tokens_are_steps_of_what_sequences_hold() -> None:
 
     for given_lengths in (None, lengths()):
         workload = Workload(sequence_length=LENGTH, global_batch=8, lengths=given_lengths)
-        compare((ONE,), workload, Terms(prices={}, tokens=10_000_000), plan_on=plan_on)
+        compare((ONE,), workload, ComparisonTerms(prices={}, tokens=10_000_000), plan_on=plan_on)
     full, short = asked
     assert full.total_steps == math.ceil(10_000_000 / (8 * LENGTH))
     assert short.total_steps == math.ceil(10_000_000 / (8 * lengths().mean)) > full.total_steps
 
 
-def largest(what: str, workload: Workload, **more: object) -> Largest:
+def largest(what: str, workload: Workload, **more: object) -> LargestResult:
     return find_largest(what, ONE, workload, fixed=("precision=fp32",), trace=trace, **more)  # type: ignore[arg-type]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from upshift.inference.race.policy import COMPILE_SECONDS, FEW, LONGER, RACE_SECONDS, RACE_SHARE, RacePolicy
-from upshift.inference.race.types import LeftOut, Limits, Run
+from upshift.inference.race.policy import COMPILE_SECONDS, LONGER_RATIO, MIN_AMOUNT, RACE_SECONDS, RACE_SHARE, RacePolicy
+from upshift.inference.race.types import Limits, Run, Skipped
 from upshift.inference.registry import EngineName, EngineSetup
 from upshift.record import Spread
 
@@ -29,7 +29,7 @@ def test_what_compiles_is_admitted_where_it_pays_or_is_asked_for() -> None:
     saved_by = 2 * 10.0 * COMPILE_SECONDS  # texts at 10 a second: compiled they take half their time
     few, many = (RacePolicy("exact", NO_LIMITS, amount) for amount in (saved_by - 1, saved_by + 1))
     out = few.admit((COMPILED,), [ran(10.0)], twice_as_fast)
-    assert out.setups == () and [(one.reason, one.rate) for one in out.left_out] == [("compiling", 20.0)]
+    assert out.setups == () and [(one.reason, one.rate) for one in out.skipped] == [("compiling", 20.0)]
     assert many.admit((COMPILED,), [ran(10.0)], twice_as_fast).setups == (COMPILED,)
     named = RacePolicy("exact", NO_LIMITS, 1.0, engine="torch-compiled")
     assert named.admit((COMPILED,), [ran(10.0)], twice_as_fast) == ((COMPILED,), ())
@@ -37,26 +37,26 @@ def test_what_compiles_is_admitted_where_it_pays_or_is_asked_for() -> None:
 
 
 def test_the_time_of_a_race_is_what_is_asked_for_or_a_share_of_the_run() -> None:
-    assert RacePolicy("exact", NO_LIMITS, 1.0).budget([ran(10.0)]) == RACE_SECONDS
+    assert RacePolicy("exact", NO_LIMITS, 1.0).time_budget([ran(10.0)]) == RACE_SECONDS
     amount = 10.0 * 3600 * 24
-    assert RacePolicy("exact", NO_LIMITS, amount).budget([ran(10.0)]) == pytest.approx(RACE_SHARE * 3600 * 24)
-    assert RacePolicy("exact", NO_LIMITS, amount, seconds=5.0).budget([ran(10.0)]) == 5.0
+    assert RacePolicy("exact", NO_LIMITS, amount).time_budget([ran(10.0)]) == pytest.approx(RACE_SHARE * 3600 * 24)
+    assert RacePolicy("exact", NO_LIMITS, amount, seconds=5.0).time_budget([ran(10.0)]) == 5.0
 
 
 def test_a_final_is_for_many_texts_without_limits() -> None:
     near = [ran(100.0, engine="openvino"), ran(99.0, engine="ctranslate2")]
-    assert [run.per_second for run in RacePolicy("exact", NO_LIMITS, FEW).run_again(near)] == [100.0, 99.0]
-    assert not RacePolicy("exact", NO_LIMITS, FEW - 1).run_again(near)
-    assert not RacePolicy("exact", Limits(ttft_ms=10.0), FEW).run_again(near)
+    assert [run.per_second for run in RacePolicy("exact", NO_LIMITS, MIN_AMOUNT).select_finalists(near)] == [100.0, 99.0]
+    assert not RacePolicy("exact", NO_LIMITS, MIN_AMOUNT - 1).select_finalists(near)
+    assert not RacePolicy("exact", Limits(ttft_ms=10.0), MIN_AMOUNT).select_finalists(near)
 
 
 def test_an_earlier_race_answers_if_nothing_that_it_left_out_could_win_now() -> None:
-    runs, late = [ran(10.0)], (LeftOut(setup=COMPILED, reason="time"),)
-    assert RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS)
-    assert not RacePolicy("exact", NO_LIMITS, 1.0).is_settled(runs, late, RACE_SECONDS / LONGER - 1)
-    coarse = (LeftOut(setup=COMPILED, reason="quality", cosine=0.95),)
-    assert RacePolicy(0.99, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
-    assert not RacePolicy(0.9, NO_LIMITS, 1.0).is_settled(runs, coarse, RACE_SECONDS)
+    runs, late = [ran(10.0)], (Skipped(setup=COMPILED, reason="time"),)
+    assert RacePolicy("exact", NO_LIMITS, 1.0).is_final(runs, late, RACE_SECONDS)
+    assert not RacePolicy("exact", NO_LIMITS, 1.0).is_final(runs, late, RACE_SECONDS / LONGER_RATIO - 1)
+    coarse = (Skipped(setup=COMPILED, reason="quality", cosine=0.95),)
+    assert RacePolicy(0.99, NO_LIMITS, 1.0).is_final(runs, coarse, RACE_SECONDS)
+    assert not RacePolicy(0.9, NO_LIMITS, 1.0).is_final(runs, coarse, RACE_SECONDS)
     behind = [ran(10.0), ran(1.0, engine="openvino", stopped="behind")]
-    assert RacePolicy(0.9, NO_LIMITS, 1.0).is_settled(behind, (), RACE_SECONDS)
-    assert not RacePolicy(0.9, Limits(ttft_ms=1.0), 1.0).is_settled(behind, (), RACE_SECONDS)
+    assert RacePolicy(0.9, NO_LIMITS, 1.0).is_final(behind, (), RACE_SECONDS)
+    assert not RacePolicy(0.9, Limits(ttft_ms=1.0), 1.0).is_final(behind, (), RACE_SECONDS)

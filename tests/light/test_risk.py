@@ -16,8 +16,8 @@ from upshift.models.source import ModelSource
 from upshift.planning import planner
 from upshift.planning.analysis.explain import shadow_price
 from upshift.planning.analysis.lock_file import check_lock, lock_plan
-from upshift.planning.analysis.max_size import why_none
-from upshift.planning.analysis.what_if import too_big, why
+from upshift.planning.analysis.max_size import why_nothing_fits
+from upshift.planning.analysis.what_if import describe_shortage, explain_choice
 from upshift.planning.cost.uncertainty import Basis
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, plain_default
@@ -58,14 +58,14 @@ def test_every_answer_holds_plans_against_one_limit(risk: float | None) -> None:
     assert max(candidate.resident for candidate in ranking.candidates) <= limit * 1.0001
     assert min(candidate.resident for candidate in ranking.too_big) >= limit * 0.9999
     words = format_bytes(limit)
-    assert told_limit(too_big(ranking.too_big[0], HOST, workload)) == words
-    assert told_limit(why_none(Ranking(too_big=ranking.too_big), HOST, workload)) == words
-    big = why(planning, "per_device_train_batch_size=16", fixed=("activation_checkpointing=0", "precision=fp32"),
+    assert told_limit(describe_shortage(ranking.too_big[0], HOST, workload)) == words
+    assert told_limit(why_nothing_fits(Ranking(too_big=ranking.too_big), HOST, workload)) == words
+    big = explain_choice(planning, "per_device_train_batch_size=16", fixed=("activation_checkpointing=0", "precision=fp32"),
               trace=lambda length, variants: PROFILE)  # fmt: skip
     assert big.outcome == "does not fit"
     assert told_limit(big.why) == words
     with pytest.raises(NothingFits, match=f"nothing fits in the {words} usable"):
-        planner._refuse(Ranking(too_big=ranking.too_big), HOST, PROFILE, workload)
+        planner._raise_nothing_fits(Ranking(too_big=ranking.too_big), HOST, PROFILE, workload)
 
 
 def test_what_is_known_of_held_memory_moves_the_limit_in_words_too() -> None:
@@ -75,9 +75,9 @@ def test_what_is_known_of_held_memory_moves_the_limit_in_words_too() -> None:
     limits = [limit_of(one, HOST, planning.workload) or 0.0 for one in (sure, unsure)]
     assert limits[0] > 1.1 * limits[1]
     for candidate, limit in zip((sure, unsure), limits, strict=True):
-        assert told_limit(too_big(candidate, HOST, planning.workload)) == format_bytes(limit)
+        assert told_limit(describe_shortage(candidate, HOST, planning.workload)) == format_bytes(limit)
         with pytest.raises(NothingFits, match=f"in the {format_bytes(limit)} usable"):
-            planner._refuse(Ranking(too_big=[candidate]), HOST, PROFILE, planning.workload)
+            planner._raise_nothing_fits(Ranking(too_big=[candidate]), HOST, PROFILE, planning.workload)
 
 
 @pytest.mark.parametrize("risk", RISKS)

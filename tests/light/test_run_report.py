@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from upshift.debugging.finding import Finding
-from upshift.debugging.run_report import FOLDER, RankReport, Stack, examine_run, forget, report_of, stacks_now
+from upshift.debugging.run_report import FOLDER, RankReport, Stack, current_stacks, delete_report, examine_run, report_of
 from upshift.errors import RequestError
 
 
@@ -90,7 +90,7 @@ def test_a_report_of_this_process(tmp_path: Path) -> None:
     waits = threading.Event()
     thread = threading.Thread(target=waits.wait, name="sleeper", daemon=True)
     thread.start()
-    stacks = stacks_now()
+    stacks = current_stacks()
     assert any(stack.thread == "sleeper" and any("(wait)" in line for line in stack.frames) for stack in stacks)
     waits.set()
     try:
@@ -99,5 +99,5 @@ def test_a_report_of_this_process(tmp_path: Path) -> None:
         report_of(error, rank=0, ranks=1, kind="died", step=1, words=str(error)).write(tmp_path)
     (found,) = examine_run(tmp_path)
     assert found.subject == "run" and "planted" in found.what and "test_a_report_of_this_process" in found.evidence
-    forget(tmp_path, 0)
+    delete_report(tmp_path, 0)
     assert list((tmp_path / FOLDER).iterdir()) == []

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from upshift.planning.cost.partition import micro_batches_waiting
-from upshift.planning.cost.pipeline_schedule import Pass, idle_share, makespan, most_waiting, simulate
+from upshift.planning.cost.partition import micro_batches_in_flight
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, makespan, peak_in_flight, simulate
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, Schedule
 from upshift.planning.plan import Plan
@@ -78,13 +78,13 @@ def test_waiting_micro_batches_are_those_of_the_memory_cost(shape) -> None:
     schedule, ranks, micro_batches, stages = shape
     passes, plan = passes_of(*shape), plan_of(*shape)
     for rank in range(ranks):
-        assert most_waiting(passes, rank, virtual_stages=stages) == pytest.approx(micro_batches_waiting(plan, rank))
+        assert peak_in_flight(passes, rank, virtual_stages=stages) == pytest.approx(micro_batches_in_flight(plan, rank))
 
 
 def test_weight_passes_wait_no_longer_than_the_first_rank_does() -> None:
     """ZB-H1 keeps what W needs of as many micro-batches on every rank as 1F1B keeps on the first (Qi et al. 2024)."""
     passes = simulate("zero_bubble", ranks=4, micro_batches=12)
-    assert [most_waiting(passes, rank, until="W") for rank in range(4)] == [4, 4, 4, 4]
+    assert [peak_in_flight(passes, rank, until="W") for rank in range(4)] == [4, 4, 4, 4]
 
 
 def test_a_schedule_as_it_is_printed() -> None:

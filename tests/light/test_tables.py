@@ -12,7 +12,7 @@ from rich.console import Console
 
 from upshift.cli import tables
 from upshift.cli.plan import command
-from upshift.planning.cost.memory import PARTS
+from upshift.planning.cost.memory import MEMORY_PARTS
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
 from upshift.record import Basis
@@ -24,7 +24,7 @@ PLANNINGS = {host: made_up_planning(on=host, global_batch=batch) for host, batch
 def printed(planning: Planning, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     file = io.StringIO()
     monkeypatch.setattr(tables, "out", Console(file=file, width=width))
-    command._print(planning, rows=5)
+    command._print_planning(planning, rows=5)
     return file.getvalue()
 
 
@@ -41,7 +41,7 @@ def test_names_are_whole_and_lines_fit(host: str, width: int, monkeypatch: pytes
     words = re.findall(r"\S+", " ".join(lines))
     assert max(map(len, lines)) <= width and "…" not in "".join(words)
     memory = planning.numbers(planning.ranking.candidates[0]).memory
-    for name in (*memory, *(part for part in PARTS if any(row.get(part, 0.0) > 0.01 for row in memory.values()))):
+    for name in (*memory, *(part for part in MEMORY_PARTS if any(row.get(part, 0.0) > 0.01 for row in memory.values()))):
         assert {*name.split()} <= {*words}, name
     heads = ["tok/s", "step", "alloc.", "held", "tier", *(["resv."] if "a100" in host else [])]
     header = next(line for line in lines if "tok/s" in line).split()
@@ -99,6 +99,6 @@ def test_each_number_says_how_it_is_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     planning = PLANNINGS["8xa100-40gb"]
-    monkeypatch.setattr(type(planning.life), "does_not_fit", lambda self, one: ("its step fits, load does not",))
+    monkeypatch.setattr(type(planning.job_memory), "describe_problems", lambda self, one: ("its step fits, load does not",))
     text = printed(planning, 120, monkeypatch)
     assert "The plain default: its step fits, load does not" in text

@@ -10,7 +10,7 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
 from upshift.hardware import describe
 from upshift.models.profile import Experts, ModelProfile, Polynomial
 from upshift.planning.cost.rates import product_efficiency
-from upshift.planning.cost.segments import fused_trace, moved_bytes, with_own_loss
+from upshift.planning.cost.segments import apply_loss_kernel, fused_trace, moved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import Candidate, Coster
@@ -51,9 +51,9 @@ def terms(profile: ModelProfile, plan: Plan, host: str = "8xh100") -> dict[str, 
 def test_fused_kernels_move_what_is_around_products_once_forward_and_twice_backward() -> None:
     plan = plan_of(Layout(), fused_kernels=True)
     kept, sums = AROUND + NORMS, SUMS
-    assert moved_bytes(PROFILE, plan) == (2 * (kept + sums), 2 * (2 * kept + sums))
+    assert moved_bytes_per_token(PROFILE, plan) == (2 * (kept + sums), 2 * (2 * kept + sums))
     shared = plan_of(Layout(tensor_parallel=4, sequence_parallel=True), fused_kernels=True)
-    assert moved_bytes(PROFILE, shared) == ((kept + sums) / 2, (2 * kept + sums) / 2)
+    assert moved_bytes_per_token(PROFILE, shared) == ((kept + sums) / 2, (2 * kept + sums) / 2)
     trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     assert trace is not None
     stack = fused_trace(PROFILE, trace, plan).stacks[0]
@@ -64,7 +64,9 @@ def test_fused_kernels_move_what_is_around_products_once_forward_and_twice_backw
 def test_copies_for_experts_are_sorted_on_their_way_between_ranks() -> None:
     """Written and read; between ranks sorted before or after each of two exchanges, two more of either."""
     alone, shared = (
-        moved_bytes(mixture(), plan_of(Layout(fully_shard="optimizer", shard_size=8, expert_parallel=ranks), fused_kernels=True))
+        moved_bytes_per_token(
+            mixture(), plan_of(Layout(fully_shard="optimizer", shard_size=8, expert_parallel=ranks), fused_kernels=True)
+        )
         for ranks in (1, 2)
     )
     copies = 2 * CHOSEN * HIDDEN
@@ -102,7 +104,7 @@ def test_one_kernel_computes_half_of_the_scores_and_again_backward() -> None:
 def test_losses_move_logits_as_often_as_their_kernels_do(kernel: str, forward: int, backward: int) -> None:
     trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
     assert trace is not None
-    gap = with_own_loss(PROFILE, trace, plan_of(Layout(), loss_kernel=kernel)).gaps[-1]
+    gap = apply_loss_kernel(PROFILE, trace, plan_of(Layout(), loss_kernel=kernel)).gaps[-1]
     assert gap.forward.moved_bytes.bs == forward * VOCABULARY
     assert gap.backward_accumulating.moved_bytes.bs == backward * VOCABULARY
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from upshift.cli.profile import _read
+from upshift.cli.profile import read_train_command
 from upshift.cli.train import request_of
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
@@ -40,7 +40,7 @@ ARGUMENTS = {
 
 
 def asked(words: str) -> TrainRequest:
-    return request_of(_read(["train", "MODEL", "--data", "DATA", *words.split()]))
+    return request_of(read_train_command(["train", "MODEL", "--data", "DATA", *words.split()]))
 
 
 def test_the_request_has_every_option_that_the_command_line_gives() -> None:

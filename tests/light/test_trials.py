@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from made_up_plans import made_up_planning
 
-from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
+from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, read_moment, timing_between
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import LASTING_PARTS
-from upshift.planning.cost.uncertainty import AGAIN
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.trials.runner import TrialResult, unfinished
+from upshift.planning.trials.runner import TrialResult, unfinished_result
 from upshift.planning.trials.select import FIRST_SHARE, Proof, Tried, after_trial, prove
-from upshift.planning.trials.store import recall_proof, store_proof
+from upshift.planning.trials.store import read_proof, store_proof
 from upshift.record import Spread
 from upshift.training import held_memory
 
@@ -49,7 +49,7 @@ class Machine:
         seconds = min(self.takes(plan), limit_seconds)
         self.now += seconds
         if self.takes(plan) > limit_seconds:
-            return unfinished(check_loss=2.0).changed(wall_seconds=seconds)
+            return unfinished_result(check_loss=2.0).changed(wall_seconds=seconds)
         found = self.result(plan, before) if self.result else measured(predicted(plan))
         return found.changed(wall_seconds=seconds)
 
@@ -150,14 +150,14 @@ def test_a_machine_that_stays_busy_is_said_and_not_remembered(tmp_path: Path) ->
     assert not (tmp_path / "busy.json").exists()
     quiet = proof(Machine())
     store_proof(tmp_path / "quiet.json", quiet)
-    again = recall_proof(tmp_path / "quiet.json", planning())
+    again = read_proof(tmp_path / "quiet.json", planning())
     assert again is not None and again.notes == quiet.notes
 
 
 def test_a_rough_speed_counts_less_than_a_steady_one() -> None:
     tried = Tried(planning().default, [measured(200.0, rough=True), measured(100.0, busy=True), measured(50.0)])
     assert tried.best.tokens_per_second == 50.0
-    assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_look
+    assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_trial
 
 
 def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_not_to_be_where_it_did_not() -> None:
@@ -168,7 +168,7 @@ def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_
     result = measured(10.0, peak_bytes=allocated, resident_bytes=held, largest_micro_batch=shape)
     whole = after_trial(Tried(candidate, [result]), planning())
     assert whole.memory.peak == pytest.approx(allocated, rel=1e-6) and whole.resident == held
-    assert (whole.basis("held").tier, whole.basis("held").interval) == ("measured", AGAIN["held"])
+    assert (whole.basis("held").tier, whole.basis("held").interval) == ("measured", AGAIN_INTERVALS["held"])
     part = after_trial(Tried(candidate, [result.changed(largest_of_run=False)]), planning())
     for name, number, bytes_measured in (("allocated", part.memory.peak, allocated), ("held", part.resident, held)):
         basis = part.basis(name)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_waiting_for_a_core_is_seen_and_taken_off(waits: float, others: float, b
 
 
 def test_without_the_kernels_counters_nothing_is_claimed() -> None:
-    timing = between(Moment(0.0, 0.0, None, None), Moment(3.0, 1.0, None, None))
+    timing = timing_between(Moment(0.0, 0.0, None, None), Moment(3.0, 1.0, None, None))
     assert (timing.busy, timing.calm_seconds, timing.cpu_seconds) == (False, 3.0, 1.0)
     short = Timing(0.05, 0.05, other_cores=2 * BUSY_CORES)
     assert not short.busy, "ticks of a hundredth of a second say nothing of so short a time"
@@ -220,7 +220,7 @@ def test_the_counters_of_this_machine_are_read() -> None:
     before = read_moment()
     sum(range(200_000))
     after = read_moment()
-    timing = between(before, after)
+    timing = timing_between(before, after)
     assert timing.seconds > 0.0 and 0.0 <= timing.waited <= timing.seconds and timing.other_cores >= 0.0
     assert timing.calm_seconds <= timing.seconds
 

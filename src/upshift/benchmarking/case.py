@@ -1,4 +1,4 @@
-"""Provide the parts of every benchmark case: its command line, the machine, and rows that carry both."""
+"""The parts that all benchmark cases share: the command line, and rows that carry the settings and the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Times(NamedTuple):
     base_name: str
 
     def ratio(self) -> float:
-        return median(before / now for before, now in zip(self.base, self.seconds, strict=True))
+        return median(baseline / seconds for baseline, seconds in zip(self.base, self.seconds, strict=True))
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Case:
         failure: str | None = None,
         details: dict[str, Any] | None = None,
     ) -> Record:
-        """Make a row and append it at once: what was measured is kept when a later contender fails."""
+        """Make a row and append it at once, so that it is not lost when a later contender fails."""
         row = Record(
             kind="benchmark",
             name=f"{self.name}/{name}",
@@ -87,15 +87,18 @@ class Case:
 
     def add_times(self, name: str, times: Times, *, plan: dict[str, Any], details: dict[str, Any]) -> float:
         """Add a contender's row beside its baseline's of the same rounds, and return the median ratio."""
-        numbers = [Numbers(step_ms=Spread.of([1000 * one for one in of], num_warmup=1)) for of in (times.seconds, times.base)]
         self.add(
-            name, plan=plan, measured=numbers[0], baseline=numbers[1], baseline_name=times.base_name,
-            details={"ratio": times.ratio(), **details},
+            name, plan=plan, measured=_times_numbers(times.seconds), baseline=_times_numbers(times.base),
+            baseline_name=times.base_name, details={"ratio": times.ratio(), **details},
         )  # fmt: skip
         return times.ratio()
 
 
-def tell(text: str) -> None:
-    """Print progress to stderr, beside the results."""
+def _times_numbers(seconds: list[float]) -> Numbers:
+    return Numbers(step_ms=Spread.of([1000 * value for value in seconds], num_warmup=1))
+
+
+def print_progress(text: str) -> None:
+    """Print a line to standard error, apart from the results."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

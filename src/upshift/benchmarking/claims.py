@@ -1,9 +1,7 @@
-"""Define the numbers that documents and claims state, each as the place in the result rows that it is read from.
+"""Read the claims, figures and tables that benchmark cases declare, and their numbers from the result rows.
 
-A case names them at its top, in ``FIGURES`` and ``CLAIMS``; they are read from its source, so that a list of all claims
-imports no case and no torch, and a new case is one file.
-
-Compare each claim's newest number with its goal, the worst first.
+A case declares them at its top, in ``CLAIMS``, ``FIGURES`` and ``TABLES``. They are read from its source: a list of all claims
+imports no case and no torch, and a new case is one file. ``claim_statuses`` compares each claim's newest number with its goal.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ CASES = Path("benchmarks") / "cases"
 
 
 class Source(Value):
-    """A number in a row, among all rows of that name whose details, or settings, equal ``where``."""
+    """The place of a number: a key of the rows with a name, whose details or settings have the values of ``where``."""
 
     row: str = Field(description="behind the case's name: summary for drop_in/summary")
     value: str = Field(description="keys of the row, joined by dots: measured.tokens_per_second")
@@ -32,6 +30,8 @@ class Source(Value):
 
 
 class Figure(Value):
+    """A number that a document states."""
+
     name: str = Field(description="within the case; documents say case/name")
     of: Source | None = Field(None, description="None: no row has it yet")
     over: Source | None = Field(None, description="what it is divided by, in the same run")
@@ -39,7 +39,7 @@ class Figure(Value):
 
 
 class Claim(Figure):
-    """A figure that is promised, with its baseline and its goal."""
+    """A figure that Upshift promises, with its baseline and its goal."""
 
     text: str
     ours: str
@@ -51,10 +51,10 @@ class Claim(Figure):
 
 
 class Table(Value):
-    """A table between ``<!-- rows: case/name -->`` and ``<!-- end -->``.
+    """A table of a document, between ``<!-- rows: case/name -->`` and ``<!-- end -->``.
 
-    Its lines have figures of the case as ``{name:.1f}`` in their cells. Or there is a line for each entry of a dictionary in
-    the newest row ``of``: its key, then ``cells`` of its values."""
+    The cells of ``rows`` hold figures of the case, as ``{name:.1f}``. Or a line stands for each entry of the dictionary ``each``
+    in the newest row ``of``: its key, then ``cells``, filled with its values."""
 
     name: str
     header: tuple[str, ...]
@@ -65,7 +65,7 @@ class Table(Value):
 
 
 class Reading(Value):
-    """The value of a figure at a time."""
+    """The value of a figure at one time."""
 
     value: float
     time: str
@@ -76,7 +76,8 @@ class CaseFile:
     """A case's claims, figures and tables, read from its source."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.stem
+        self.path = path
+        self.name = path.stem
         self._tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         assigned = (node for node in self._tree.body if isinstance(node, ast.Assign))
         self._assigned = {to.id: node.value for node in assigned for to in node.targets if isinstance(to, ast.Name)}
@@ -84,8 +85,8 @@ class CaseFile:
         self.claims: tuple[Claim, ...] = self._stated("CLAIMS", ())
         self.figures: tuple[Figure, ...] = (*self.claims, *self._stated("FIGURES", ()))
         self.tables: tuple[Table, ...] = self._stated("TABLES", ())
-        self.peers: dict[str, str] = self._stated("PEERS", {})  # what --against takes -> the options that run them alone
-        self.suite: str = self._stated("SUITE", "")  # options of a run that takes minutes, among all other cases
+        self.peers: dict[str, str] = self._stated("PEERS", {})  # by value of --against: the options that run it alone
+        self.suite: str = self._stated("SUITE", "")  # options for a run of some minutes, as part of the suite of all cases
 
     @property
     def is_case(self) -> bool:
@@ -108,96 +109,105 @@ class CaseFile:
         return [json.loads(line) for line in self.results.read_text(encoding="utf-8").splitlines()]
 
     def readings(self, figure: Figure) -> list[Reading]:
-        """Return the readings, oldest first, without runs with --quick.
+        """Return the readings of a figure, oldest first, without those of runs with --quick.
 
-        The divisor is of the same run, whose rows have one time."""
-        over: dict[str, float] = {}
+        The divisor is a number of the same run: its row has the same time."""
+        divisors: dict[str, float] = {}
         for row in self.rows:
-            if figure.over is not None and (beside := self._number(figure.over, row)):
-                over[row["environment"]["time"]] = beside
-        found = []
+            if figure.over is not None and (divisor := self._number(figure.over, row)):
+                divisors[row["environment"]["time"]] = divisor
+        readings = []
         for row in self.rows:
-            where, value = row["environment"], None if figure.of is None else self._number(figure.of, row)
-            base = 1.0 if figure.over is None else over.get(where["time"])
+            row_environment = row["environment"]
+            value = None if figure.of is None else self._number(figure.of, row)
+            base = 1.0 if figure.over is None else divisors.get(row_environment["time"])
             if value is not None and base is not None and not row["details"].get("quick"):
-                found.append(Reading(value=figure.scale * value / base, time=where["time"], commit=where.get("commit")))
-        return found
+                readings.append(
+                    Reading(value=figure.scale * value / base, time=row_environment["time"], commit=row_environment.get("commit"))
+                )
+        return readings
 
     def latest(self, name: str) -> float:
-        """Return the newest value of a figure. Raise RequestError if the case has no such figure, or its rows do not."""
-        figure = next((one for one in self.figures if one.name == name), None)
+        """Return the newest value of a figure. Raise RequestError if the case has no such figure, or no row has it."""
+        figure = next((candidate for candidate in self.figures if candidate.name == name), None)
         if figure is None:
-            said = ", ".join(one.name for one in self.figures) or "none"
-            raise RequestError(f"{self.path.name} states no figure {name!r}; it states {said}")
+            names = ", ".join(candidate.name for candidate in self.figures) or "none"
+            raise RequestError(f"{self.path.name} states no figure {name!r}; it states {names}")
         readings = self.readings(figure)
         if not readings:
             raise RequestError(f"no row of {self.results.name} has {self.name}/{name}; run {self.command()}")
         return readings[-1].value
 
     def entries(self, row: str, value: str) -> dict[str, dict[str, Any]]:
-        """Return the dictionary of that name in the newest row, without runs with --quick.
+        """Return the dictionary at the key ``value`` of the newest row that has one, without runs with --quick.
 
-        Raise RequestError if there is none."""
-        for one in reversed(self.rows):
-            found = _at(one, value) if one["name"] == f"{self.name}/{row}" and not one["details"].get("quick") else None
-            if isinstance(found, dict):
-                return found
+        Raise RequestError if no row has one."""
+        for candidate in reversed(self.rows):
+            if candidate["name"] != f"{self.name}/{row}" or candidate["details"].get("quick"):
+                continue
+            entries = _item_at(candidate, value)
+            if isinstance(entries, dict):
+                return entries
         raise RequestError(f"no row {self.name}/{row} of {self.results.name} has {value}; run {self.command()}")
 
     def _number(self, source: Source, row: dict[str, Any]) -> float | None:
         if row["name"] != f"{self.name}/{source.row}":
             return None
-        said = (row["details"], row["details"].get("settings", {}))
-        if not all(any(one.get(key) == value for one in said) for key, value in source.where.items()):
+        settings = (row["details"], row["details"].get("settings", {}))
+        if not all(any(mapping.get(key) == value for mapping in settings) for key, value in source.where.items()):
             return None
-        found = _at(row, source.value)
-        return float(found) if isinstance(found, int | float) else None
+        number = _item_at(row, source.value)
+        return float(number) if isinstance(number, int | float) else None
 
     def _stated(self, name: str, default: Any) -> Any:
         node = self._assigned.get(name)
         return default if node is None else _evaluate(node, f"{self.path.name}, {name}", self._assigned)
 
 
-def _at(row: dict[str, Any], value: str) -> Any:
-    found: Any = row
-    for key in value.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+def _item_at(row: dict[str, Any], path: str) -> Any:
+    """Return the item at keys that are joined by dots, or None."""
+    item: Any = row
+    for key in path.split("."):
+        item = item.get(key) if isinstance(item, dict) else None
+    return item
 
 
 VALUES: dict[str, type[Value]] = {kind.__name__: kind for kind in (Source, Figure, Claim, Table)}
 
 
-def _called(node: ast.Call) -> str:
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def _evaluate(node: ast.expr, origin: str, assigned: Mapping[str, ast.expr]) -> Any:
-    """Evaluate literals, the values above made of them, and names of either. ``assigned``: at the top of the file."""
+    """Evaluate an expression of literals, of the classes in VALUES, and of names that ``assigned`` has.
+
+    ``origin``: the file and the name, for error messages. ``assigned``: the expressions at the top of the file."""
     if isinstance(node, ast.Name) and node.id in assigned:
         return _evaluate(assigned[node.id], origin, assigned)
     if isinstance(node, ast.Tuple | ast.List):
-        return tuple(_evaluate(one, origin, assigned) for one in node.elts)
+        return tuple(_evaluate(element, origin, assigned) for element in node.elts)
     if isinstance(node, ast.Call) and _called(node) in VALUES and not node.args:
         try:
-            fields = {str(one.arg): _evaluate(one.value, origin, assigned) for one in node.keywords}
+            fields = {str(element.arg): _evaluate(element.value, origin, assigned) for element in node.keywords}
             return VALUES[_called(node)].from_fields(fields)
         except RequestError as error:
             raise RequestError(f"{origin}, line {node.lineno}: {error}") from None
     try:
         return ast.literal_eval(node)
     except ValueError:
-        what = f"{', '.join(VALUES)} with fields by name, literals, and names of them"
-        raise RequestError(f"{origin}, line {node.lineno}: {ast.unparse(node)[:60]!r} is computed; use {what}") from None
+        allowed = f"{', '.join(VALUES)} with fields by name, literals, and names of them"
+        raise RequestError(f"{origin}, line {node.lineno}: {ast.unparse(node)[:60]!r} is computed; use {allowed}") from None
 
 
 def find_cases(folder: Path | None = None) -> dict[str, CaseFile]:
-    """Return all cases of ``folder``, by name; None: the cases of the clone that this is called in."""
-    chosen = folder or next((one / CASES for one in (Path.cwd(), *Path.cwd().parents) if (one / CASES).is_dir()), CASES)
+    """Return all cases of ``folder`` by name. None: those of the clone that holds the current folder."""
+    parents = (Path.cwd(), *Path.cwd().parents)
+    chosen = folder or next((parent / CASES for parent in parents if (parent / CASES).is_dir()), CASES)
     if not chosen.is_dir():
-        where = folder or f"{CASES} in this folder or above it"
+        expected = folder or f"{CASES} in this folder or above it"
         raise RequestError(
-            f"there is no {where}; cases come with a clone, not with the package: go there, or give --cases FOLDER"
+            f"there is no {expected}; cases come with a clone, not with the package: go there, or give --cases FOLDER"
         )
     files = [CaseFile(path) for path in sorted(chosen.glob("*.py"))]
     return {file.name: file for file in files if file.is_case}
@@ -210,14 +220,16 @@ def find_case(name: str, folder: Path | None = None) -> CaseFile:
     return cases[name]
 
 
-class Standing(Value):
+class ClaimStatus(Value):
+    """A claim and its readings."""
+
     name: str  # case/claim
     claim: Claim
     command: str
     readings: tuple[Reading, ...]
 
     @classmethod
-    def of(cls, case: CaseFile, claim: Claim) -> Standing:
+    def of(cls, case: CaseFile, claim: Claim) -> ClaimStatus:
         readings = tuple(case.readings(claim))
         return cls(name=f"{case.name}/{claim.name}", claim=claim, command=case.command(claim), readings=readings)
 
@@ -227,7 +239,7 @@ class Standing(Value):
 
     @property
     def share(self) -> float | None:
-        """Return the share of the goal that is reached: 1 and more if it is. None: no rows, or no goal."""
+        """Return the reached share of the goal, 1 or more if it is reached, or None without rows or a goal."""
         if self.value is None or self.claim.goal is None or min(self.value, self.claim.goal) <= 0:
             return None
         return self.value / self.claim.goal if self.claim.better == "higher" else self.claim.goal / self.value
@@ -244,7 +256,7 @@ class Standing(Value):
         return f"{value:,.0f} {self.claim.unit}" if abs(value) >= 100 else f"{value:.3g} {self.claim.unit}"
 
 
-def standings(cases: Mapping[str, CaseFile]) -> list[Standing]:
-    """Return the claims, the furthest from its goal first; then those without a goal, then those without rows."""
-    found = [Standing.of(case, claim) for case in cases.values() for claim in case.claims]
-    return sorted(found, key=lambda one: (not one.readings, one.share is None, one.share or 0.0, one.name))
+def claim_statuses(cases: Mapping[str, CaseFile]) -> list[ClaimStatus]:
+    """Return the claims, the furthest from its goal first. Claims without a goal follow, then claims without rows."""
+    statuses = [ClaimStatus.of(case, claim) for case in cases.values() for claim in case.claims]
+    return sorted(statuses, key=lambda status: (not status.readings, status.share is None, status.share or 0.0, status.name))

@@ -1,4 +1,4 @@
-"""Describe where and when a row was made."""
+"""Describe the machine, the software and the time that a row was measured with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = (
 
 
 def library_versions() -> dict[str, str]:
-    """Return installed versions, without importing anything."""
+    """Return the installed versions, without importing the libraries."""
     return installed_versions(LIBRARIES)
 
 
@@ -36,7 +36,7 @@ def environment(host: Host) -> Environment:
 
 
 def _commit() -> str | None:
-    """Return the source's commit if it runs from a checkout, else None."""
+    """Return the commit if Upshift runs from a checkout, else None."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Run contenders in turn, each time in a fresh process, and write the results: rows to append, tables to read."""
+"""Run contenders in turn, each time in a fresh process, append their rows to files, and format tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def interleave(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, on_result: Callable[[int, str, T], None] = lambda *_: None
 ) -> dict[str, list[T]]:
-    """Run contenders as A B C A B C ..., so that a slow minute of the machine falls on all of them.
+    """Run contenders in the order A B C A B C ..., so that a slow minute of the machine slows all of them.
 
     Entry i of each list is from round i."""
     results: dict[str, list[T]] = {name: [] for name in contenders}
@@ -41,8 +41,8 @@ def run_fresh(
 ) -> dict[str, Any]:
     """Run a command and return the JSON object on the last line of its output, with ``tree_resident_bytes`` added.
 
-    That is the highest sum over the process and its descendants, sampled. Raise JobFailed with the end of the command's
-    messages."""
+    These are the highest resident bytes of the process and its descendants together, sampled. Raise JobFailed with the end of
+    the command's messages."""
     process = subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=dict(env) if env is not None else None, cwd=cwd, start_new_session=True,
@@ -54,7 +54,7 @@ def run_fresh(
     except subprocess.TimeoutExpired:
         raise JobFailed(f"{_short(command)} took longer than {timeout_seconds:g} s") from None
     finally:
-        watcher.stopping.set()
+        watcher.stop_event.set()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -64,23 +64,25 @@ def run_fresh(
         answer = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise JobFailed(f"{_short(command)} ended without a JSON line; it printed {output.strip()[-200:]!r}") from None
-    return {**answer, "tree_resident_bytes": watcher.highest}
+    return {**answer, "tree_resident_bytes": watcher.peak_bytes}
 
 
 def _short(command: Sequence[str]) -> str:
-    return " ".join(Path(part).name for part in command[:4])
+    return " ".join(Path(word).name for word in command[:4])
 
 
 class TreeWatcher(threading.Thread):
-    """A thread that samples the memory of a process and its descendants."""
+    """A thread that samples the memory of a process and its descendants, and keeps the highest sum in ``peak_bytes``."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.pid, self.highest, self.stopping = pid, 0, threading.Event()
+        self.pid = pid
+        self.peak_bytes = 0
+        self.stop_event = threading.Event()
 
     def run(self) -> None:
-        while not self.stopping.wait(SAMPLE_SECONDS):
-            self.highest = max(self.highest, _tree_bytes(self.pid))
+        while not self.stop_event.wait(SAMPLE_SECONDS):
+            self.peak_bytes = max(self.peak_bytes, _tree_bytes(self.pid))
 
 
 def _tree_bytes(pid: int) -> int:
@@ -99,7 +101,7 @@ def _tree_bytes(pid: int) -> int:
 
 
 def check_results(folder: Path) -> None:
-    """Raise RequestError if rows cannot be appended to the folder's files. Call it before anything is measured."""
+    """Raise RequestError if rows cannot be appended to files in the folder. Call it before measuring anything."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -109,7 +111,7 @@ def check_results(folder: Path) -> None:
 
 
 def append_rows(path: Path, records: Iterable[Record]) -> None:
-    """Append one JSON line for each record. Earlier rows stay."""
+    """Append one JSON line for each record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(record.to_json() + "\n" for record in records)
@@ -123,7 +125,7 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False) -> str:
-    """Return columns of text: the first to the left, the others to the right."""
+    """Return columns of text: the first is aligned left, the others right."""
     cells = [list(map(str, header)), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []

@@ -1,4 +1,4 @@
-"""Measure memory: bytes that the tensor allocator handed out, and bytes that the process occupies."""
+"""Measure memory: the bytes of tensors, and the bytes that the process occupies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from upshift.internals.torch_names import STORAGE
 
 @dataclass
 class AllocatedPeak:
-    """The result of a meter, filled when its context closes. ``bytes`` is None if nothing was allocated in it."""
+    """The result of ``allocated_peak``, set when its block ends. ``bytes`` is None if nothing was allocated in the block."""
 
     bytes: int | None = None
-    left: int = 0  # more than there was when it was opened (CPU only)
+    left: int = 0  # bytes allocated at the end beyond those at the start (CPU only)
 
 
 @contextmanager
 def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPeak]:
-    """Measure the highest allocated bytes while open. ``resident_bytes``: tensors that exist already (CPU only; CUDA counts them
-    itself).
+    """Measure the highest allocated bytes in a block. ``resident_bytes``: of tensors that exist before (CUDA counts them itself).
 
-    On the CPU the allocator's own events are read through torch's profiler, which slows what it watches: never time it.
+    On the CPU it reads the allocator's events through torch's profiler, which slows the block down: never time it.
     """
     import torch
 
@@ -48,21 +47,22 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         highest = max(highest, live)
-    peak.bytes, peak.left = resident_bytes + highest if events else None, live
-    # The profiler's own records are in cycles. Left to a later collection they stand among the holes of the heap, and what comes
-    # next is put behind them: 16 MiB more from then on for a model of 1 M parameters.
+    peak.bytes = resident_bytes + highest if events else None
+    peak.left = live
+    # The profiler's own records are in cycles. If a later collection frees them, they leave holes in the heap, and later
+    # allocations go behind them: 16 MiB more from then on for a model of 1 M parameters.
     del profiler, events
     gc.collect()
 
 
 def tensor_bytes(*groups: object) -> int:
-    """Return the bytes of the distinct storages among models, optimizers and tensors."""
+    """Return the bytes of the distinct storages of models, optimizers and tensors."""
     import torch
 
     storages: dict[int, int] = {}
 
     def add(value: object) -> None:
-        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):  # a class of its own, such as 8-bit state
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):  # a subclass, such as 8-bit state
             for name in value.__tensor_flatten__()[0]:
                 add(getattr(value, name))
         elif isinstance(value, torch.Tensor):
@@ -114,35 +114,40 @@ def resident_peak_bytes() -> int:
 
 
 def bytes_left_with_parent() -> int:
-    """Return the bytes of mapped files that the process which forked this one holds and this one has not touched yet.
+    """Return the bytes of mapped files that are resident in the parent process, and not yet in this fork of it.
 
-    A fork starts without them, though it has the same libraries; a process that imported them itself would hold them.
+    A fork maps the same libraries but starts without their pages. A process that imported them itself would hold them.
     """
     try:
-        own, parent = (_file_bytes(pid) for pid in (os.getpid(), os.getppid()))
+        own_mappings, parent_mappings = (_file_bytes(pid) for pid in (os.getpid(), os.getppid()))
     except OSError:  # no Linux, or the parent is another user's
         return 0
-    # Only a fork has the same files at the same addresses.
-    return sum(max(parent[place] - size, 0) for place, size in own.items() if place in parent)
+    total = 0
+    for mapping, size in own_mappings.items():
+        if mapping in parent_mappings:  # only a fork has the same file at the same addresses
+            total += max(parent_mappings[mapping] - size, 0)
+    return total
 
 
 def _file_bytes(pid: int) -> dict[str, int]:
-    """Return the resident bytes of each mapping of a file, by its addresses and inode (proc_pid_smaps(5))."""
-    found: dict[str, int] = {}
-    place = ""
+    """Return the resident bytes of each mapping of a file, by addresses and inode (proc_pid_smaps(5))."""
+    sizes: dict[str, int] = {}
+    mapping = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, *fields = line.split()
         if not name.endswith(":"):
-            place = f"{name} {fields[3]}" if fields[3] != "0" else ""
-        elif place and name == "Rss:":
-            found[place] = 1024 * int(fields[0])
-        elif place and name == "Anonymous:":  # pages of it that were written to are the process's own
-            found[place] -= 1024 * int(fields[0])
-    return found
+            mapping = f"{name} {fields[3]}" if fields[3] != "0" else ""
+        elif mapping and name == "Rss:":
+            sizes[mapping] = 1024 * int(fields[0])
+        elif mapping and name == "Anonymous:":  # pages that were written to are the process's own
+            sizes[mapping] -= 1024 * int(fields[0])
+    return sizes
 
 
 @dataclass(frozen=True)
 class MemorySample:
+    """The resident bytes at one time of a run."""
+
     seconds: float
     phase: str
     resident: int
@@ -150,7 +155,7 @@ class MemorySample:
 
 @dataclass
 class MemoryRecorder:
-    """A recorder that samples the process's memory in the background, labelled with the phase that runs."""
+    """A recorder that samples the process's memory in the background. Each sample has the phase that runs then."""
 
     interval_seconds: float = 0.25
     measure: Callable[[], int] = resident_bytes
@@ -175,5 +180,5 @@ class MemoryRecorder:
             self.samples.append(MemorySample(time.perf_counter() - self._start, self.phase, self.measure()))
 
     def highest(self) -> int:
-        """Return the highest memory until now, in bytes."""
+        """Return the highest memory so far, in bytes."""
         return max([self.measure(), *(sample.resident for sample in self.samples)])

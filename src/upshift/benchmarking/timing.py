@@ -1,13 +1,10 @@
-"""Provide the clock that trials and benchmarks share: device-synchronised.
+"""Time calls on CPU and GPU, and measure how much other programs used the machine meanwhile.
 
-Time a call, and measure how much of the machine other programs had meanwhile, so that a row tells how quiet it was.
-
-Measure how much of a timing was spent waiting for a core that another program had.
-
-Linux says for every thread how long it was ready to run and did not (run_delay, in /proc/PID/task/TID/schedstat; see
-Documentation/scheduler/sched-stats.rst of the kernel). That holds inside containers, where the load of the whole host says
-little. Two programs on the two threads of one core slow each other down without waiting. For this case /proc/stat tells what
-the other programs computed on this process's processors.
+``LoadMeter`` measures how long threads waited for a core that another program had. Linux counts for each thread how long it was
+ready to run and had no core (run_delay in /proc/PID/task/TID/schedstat; see Documentation/scheduler/sched-stats.rst of the
+kernel). This is right in a container, too, where the load of the whole host means little. Two programs on the two threads of
+one core slow each other down without waiting. For this case /proc/stat counts the work of other programs on this process's
+processors.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def time_once(work: Callable[[], object], *, device: str = "cpu") -> float:
+def time_call(work: Callable[[], object], *, device: str = "cpu") -> float:
     """Return the seconds of one call."""
     synchronise(device)
     start = time.perf_counter()
@@ -37,14 +34,18 @@ def time_once(work: Callable[[], object], *, device: str = "cpu") -> float:
     return time.perf_counter() - start
 
 
-def timed(call: Callable[[], object]) -> dict[str, float]:
-    """Return ``seconds`` of the wall, ``cpu_seconds`` of this process (all threads), and ``others``.
+def time_with_load(call: Callable[[], object]) -> dict[str, float]:
+    """Return ``seconds`` of wall time, ``cpu_seconds`` of this process (all threads), and ``others``.
 
-    ``others`` is the share of the cores' time that other processes, or other guests of the host, had."""
-    busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+    ``others`` is the share of all cores' time that other processes, or other guests of the host, used."""
+    busy_before = _busy_seconds()
+    cpu_before = time.process_time()
+    start = time.perf_counter()
     call()
-    seconds, cpu_seconds, busy = time.perf_counter() - start, time.process_time() - own, _busy_seconds() - busy
-    others = max(busy - cpu_seconds, 0.0) / (seconds * (os.cpu_count() or 1))
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_before
+    busy_seconds = _busy_seconds() - busy_before
+    others = max(busy_seconds - cpu_seconds, 0.0) / (seconds * (os.cpu_count() or 1))
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "others": others}
 
 
@@ -54,10 +55,10 @@ def _busy_seconds() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-BUSY_SHARE = 0.05  # of the seconds in which the most delayed thread waited for a core
-BUSY_CORES = 0.25  # that other programs used of this process's processors meanwhile
-LEAST_SHARE = 0.02  # of a timing that never counts as waiting: the counters are read one after the other
-LEAST_SECONDS = 0.2  # of a timing whose other programs are looked at: /proc/stat counts in ticks of 0.01 s
+BUSY_SHARE = 0.05  # the machine is busy if the most delayed thread waited for more than this share of the time
+BUSY_CORES = 0.25  # or if other programs used more than this many of the process's processors
+LEAST_SHARE = 0.02  # share of a timing that never counts as waiting: the counters are read one after the other
+LEAST_SECONDS = 0.2  # shorter timings ignore other programs: /proc/stat counts in ticks of 0.01 s
 NANOSECONDS = 1e9
 IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
 GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
@@ -65,17 +66,17 @@ GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
 
 @dataclass(frozen=True)
 class Moment:
-    """The readings at one time. None: the system does not say."""
+    """The readings of all clocks at one time. None: the system does not have this counter."""
 
     seconds: float
     own_cpu_seconds: float
-    waited: dict[int, float] | None  # seconds that each thread has waited for a core
-    all_cpu_seconds: float | None  # that this process's processors have worked, for any program
+    waited: dict[int, float] | None  # by thread, the seconds that it has waited for a core
+    all_cpu_seconds: float | None  # that this process's processors have worked for any program
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of some work. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
+    """The times of some work. ``waited``: the seconds in which its most delayed thread was ready and had no core."""
 
     seconds: float
     cpu_seconds: float
@@ -84,21 +85,21 @@ class Timing:
 
     @property
     def busy(self) -> bool:
-        beside = self.other_cores > BUSY_CORES and self.seconds >= LEAST_SECONDS
-        return beside or self.waited > BUSY_SHARE * self.seconds
+        others_compute = self.other_cores > BUSY_CORES and self.seconds >= LEAST_SECONDS
+        return others_compute or self.waited > BUSY_SHARE * self.seconds
 
     @property
     def calm_seconds(self) -> float:
-        """Return the seconds that the work would have taken without the waiting."""
+        """Return the seconds that the work would have taken without waiting."""
         return max(self.seconds - self.waited, LEAST_SHARE * self.seconds)
 
 
 def read_moment() -> Moment:
-    return Moment(time.perf_counter(), time.process_time(), _waited(), _all_cpu_seconds())
+    return Moment(time.perf_counter(), time.process_time(), _read_waited(), _read_cpu_seconds())
 
 
 class LoadMeter:
-    """A meter that times work, and the load by other programs meanwhile. ``read``: for tests."""
+    """A meter that times work and measures the load by other programs meanwhile. Tests replace ``read``."""
 
     def __init__(self, read: Callable[[], Moment] = read_moment) -> None:
         self._read = read
@@ -106,36 +107,37 @@ class LoadMeter:
     def time(self, work: Callable[[], object]) -> Timing:
         before = self._read()
         work()
-        return between(before, self._read())
+        return timing_between(before, self._read())
 
 
-def between(before: Moment, after: Moment) -> Timing:
-    seconds, own = after.seconds - before.seconds, after.own_cpu_seconds - before.own_cpu_seconds
-    waited = other = 0.0
+def timing_between(before: Moment, after: Moment) -> Timing:
+    seconds = after.seconds - before.seconds
+    own_seconds = after.own_cpu_seconds - before.own_cpu_seconds
+    waited = other_cores = 0.0
     if before.waited is not None and after.waited is not None:
         waited = max((value - before.waited.get(thread, 0.0) for thread, value in after.waited.items()), default=0.0)
     if before.all_cpu_seconds is not None and after.all_cpu_seconds is not None and seconds > 0.0:
-        other = max(after.all_cpu_seconds - before.all_cpu_seconds - own, 0.0) / seconds
-    return Timing(seconds, own, min(max(waited, 0.0), seconds), other)
+        other_cores = max(after.all_cpu_seconds - before.all_cpu_seconds - own_seconds, 0.0) / seconds
+    return Timing(seconds, own_seconds, min(max(waited, 0.0), seconds), other_cores)
 
 
-def _waited() -> dict[int, float] | None:
-    found: dict[int, float] = {}
+def _read_waited() -> dict[int, float] | None:
+    waited: dict[int, float] = {}
     try:
         for task in Path("/proc/self/task").iterdir():
-            found[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / NANOSECONDS
+            waited[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / NANOSECONDS
     except (OSError, ValueError, IndexError):  # no Linux, a kernel without these counters, or a thread that ended meanwhile
-        return found or None
-    return found
+        return waited or None
+    return waited
 
 
-def _all_cpu_seconds() -> float | None:
+def _read_cpu_seconds() -> float | None:
     try:
-        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        usable_cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         ticks = 0
         for line in Path("/proc/stat").read_text().splitlines():
             name, *fields = line.split()
-            if name in mine:
+            if name in usable_cpus:
                 values = [int(field) for field in fields[:GUEST_FIELDS]]
                 ticks += sum(value for number, value in enumerate(values) if number not in IDLE_FIELDS)
         return ticks / os.sysconf("SC_CLK_TCK")

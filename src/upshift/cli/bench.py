@@ -1,4 +1,4 @@
-"""Run ``upshift bench``: list the claims with the commands that measure them, and compare two commands."""
+"""Run ``upshift bench``: list and measure the claims, compare two commands, and check the numbers in the documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Json
+from upshift.cli.options import Json
 from upshift.errors import JobFailed, RequestError
 
 app = typer.Typer(
@@ -26,21 +26,22 @@ Results = Annotated[Path | None, typer.Option("--results", help="append rows to 
 @app.command("list")
 def list_(cases: Cases = None, as_json: Json = False) -> None:
     """Every claim: its newest number, its goal, and the command that measures it."""
-    from upshift.benchmarking.claims import find_cases, standings
+    from upshift.benchmarking.claims import claim_statuses, find_cases
 
-    found = find_cases(cases)
-    rows = standings(found)
+    cases_by_name = find_cases(cases)
+    rows = claim_statuses(cases_by_name)
     if as_json:
         print(json.dumps([json.loads(row.to_json()) for row in rows]))
         return
-    table = tables.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", numbers=("number", "goal", "rows"))
+    table = tables.new_table(f"{len(rows)} claims of {len(cases_by_name)} cases", "claim", numbers=("number", "goal", "rows"))
     for column in table.columns[1:]:
         column.no_wrap = True
     for row in rows:
         style = {True: "green", False: "red", None: ""}[row.is_reached]
-        words = Text.assemble((row.name, f"bold {style}".strip()), "\n", row.claim.text)  # two lines: names are long, and typed
+        # Two lines: names are long, and a user types them.
+        name_and_text = Text.assemble((row.name, f"bold {style}".strip()), "\n", row.claim.text)
         goal = "" if row.claim.goal is None else f"{row.claim.goal:g}"
-        table.add_row(words, row.written(row.value), goal, str(len(row.readings)), style=style)
+        table.add_row(name_and_text, row.written(row.value), goal, str(len(row.readings)), style=style)
     tables.out.print(table)
     tables.out.print(
         "upshift bench run CASE measures one anew; upshift bench report --html FILE draws them", style="dim", highlight=False
@@ -56,16 +57,16 @@ def run(
     results: Results = None, cases: Cases = None,
 ) -> None:  # fmt: skip
     """Run a case: what it claims, then its own output, then what the claims stand at. Rows are appended."""
-    from upshift.benchmarking.claims import Standing, find_case
+    from upshift.benchmarking.claims import ClaimStatus, find_case
 
     case = find_case(name, cases)
-    more: list[str] = []
+    peer_options: list[str] = []
     if against is not None:
         if against not in case.peers:
             valid = f"use one of {', '.join(case.peers)}" if case.peers else "it always runs all its peers"
             raise RequestError(f"case {name} has no peer {against!r}; {valid}")
-        more = case.peers[against].split()
-    command = [sys.executable, str(case.path), *(["--quick"] if quick else []), *more, *(options or [])]
+        peer_options = case.peers[against].split()
+    command = [sys.executable, str(case.path), *(["--quick"] if quick else []), *peer_options, *(options or [])]
     if results is not None:
         command += ["--results", str(results)]
     for claim in case.claims:
@@ -79,8 +80,8 @@ def run(
     if quick or results is not None:
         return
     for claim in case.claims:
-        standing = Standing.of(case, claim)
-        tables.err.print(f"{standing.name}: {standing.written(standing.value)}", markup=False, highlight=False)
+        status = ClaimStatus.of(case, claim)
+        tables.err.print(f"{status.name}: {status.written(status.value)}", markup=False, highlight=False)
 
 
 @app.command("compare")
@@ -101,29 +102,30 @@ def compare(
     if results is not None:
         check_results(results)
     with tables.bar("Rounds") as update:
-        found = ab_test.compare(
+        comparison = ab_test.compare(
             a, b, rounds=rounds, max_rounds=max_rounds, confidence=confidence, measure=measure,  # type: ignore[arg-type]
             timeout_seconds=timeout, on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
         )  # fmt: skip
     if as_json:
-        print(found.to_json())
+        print(comparison.to_json())
     else:
-        _print_comparison(found)
+        _print_comparison(comparison)
     if results is not None:
         from upshift.hardware import detect
 
-        append_rows(results / "compare.jsonl", found.records(detect()))
+        append_rows(results / "compare.jsonl", comparison.records(detect()))
 
 
-def _print_comparison(found: Any) -> None:
-    columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if found.a.result and found.b.result else []))
+def _print_comparison(comparison: Any) -> None:
+    has_results = comparison.a.result and comparison.b.result
+    columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if has_results else []))
     table = tables.new_table("", "", "command", numbers=columns)
-    for letter, one in (("A", found.a), ("B", found.b)):
-        times = (one.seconds.p20, one.seconds.p50, one.seconds.p80, one.cpu_seconds.p50)
-        result = [f"{one.result.p50:g}"] if "result" in columns and one.result else []
-        table.add_row(letter, one.label, *(f"{value:.3f}" for value in times), tables.gib(one.resident_gib), *result)
+    for letter, contender in (("A", comparison.a), ("B", comparison.b)):
+        times = (contender.seconds.p20, contender.seconds.p50, contender.seconds.p80, contender.cpu_seconds.p50)
+        result = [f"{contender.result.p50:g}"] if "result" in columns and contender.result else []
+        table.add_row(letter, contender.label, *(f"{value:.3f}" for value in times), tables.gib(contender.resident_gib), *result)
     tables.out.print(table)
-    tables.out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    tables.out.print(str(comparison), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("report")
@@ -136,18 +138,18 @@ def report(
     from upshift.benchmarking import documents
     from upshift.benchmarking.claims import find_cases
 
-    found = find_cases(cases)
-    root = next(iter(found.values())).path.parents[2] if found else Path.cwd()
+    cases_by_name = find_cases(cases)
+    root = next(iter(cases_by_name.values())).path.parents[2] if cases_by_name else Path.cwd()
     if write:
-        for path in documents.write(root, found):
+        for path in documents.renew_documents(root, cases_by_name):
             tables.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
     if html is not None:
-        from upshift.benchmarking.claims import standings
+        from upshift.benchmarking.claims import claim_statuses
         from upshift.reports.claims import claims_page
         from upshift.reports.document import write_page
 
-        write_page(html, claims_page(standings(found)))
-    problems = [str(one) for one in documents.stale(root, found)]
+        write_page(html, claims_page(claim_statuses(cases_by_name)))
+    problems = [str(problem) for problem in documents.find_stale(root, cases_by_name)]
     for problem in problems:
         tables.out.print(problem, markup=False, highlight=False, soft_wrap=True)
     if problems:

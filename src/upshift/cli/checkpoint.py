@@ -1,12 +1,5 @@
-"""Share the options and lines of ``upshift shard``, ``merge`` and ``convert``: where to write, progress, and what was
-written.
-
-Run ``upshift shard``: write a checkpoint in files of another size.
-
-Run ``upshift convert``: write a checkpoint in another dtype.
-
-Run ``upshift merge``: fold an adapter into the weights that it was made for.
-"""
+"""Run ``upshift shard``, ``convert`` and ``merge``, which write a checkpoint anew: in files of another size, in another dtype, or
+with an adapter folded into the weights that it was made for."""
 
 from __future__ import annotations
 
@@ -20,7 +13,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Json, Model
+from upshift.cli.options import Json, Model
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
 from upshift.hardware.disk import disk_rate
@@ -28,18 +21,19 @@ from upshift.models.source import find_model
 from upshift.units import format_bytes, format_seconds
 
 MEGA = 10**6
-BAR_WIDTH = 12  # 80 columns hold all
+BAR_WIDTH = 12  # so that the whole line fits 80 columns
 Output = Annotated[Path, typer.Option("--output", "-o", help="the directory to write; the same command again goes on in it")]
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 @contextmanager
 def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in bytes with their rate beside that of the disk, on standard error, gone when done; yields
-    ``update(done, total)``. Every byte counts twice: it is written, and read again."""
+    """Show a progress bar in bytes, with their rate beside the disk's, until the block ends. Yield ``update(done, total)``.
+
+    Every byte counts twice, because it is written and read again."""
     columns = (
         SpinnerColumn(), TextColumn("Writing"), BarColumn(bar_width=BAR_WIDTH), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TextColumn(_of_disk(model)), TimeRemainingColumn(),
+        TransferSpeedColumn(), TextColumn(_disk_rate_text(model)), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=tables.err, transient=True) as progress, activity("Writing") as current:
         task = progress.add_task("", total=None)
@@ -51,23 +45,25 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def _of_disk(model: str) -> str:
-    """Return the rate of the disk in words; nothing where no terminal shows it (measuring takes a moment) or none is known."""
+def _disk_rate_text(model: str) -> str:
+    """Return the disk's rate as text; blank if it is unknown, or no terminal shows it, because measuring takes a moment."""
     if not tables.err.is_terminal:
         return ""
     path = Path(model)
     folder = path.parent if path.is_file() else find_model(model).directory
-    rate = disk_rate([file for pattern in WEIGHTS for file in folder.glob(pattern)]) if folder else None
+    if folder is None:
+        return ""
+    rate = disk_rate([file for pattern in WEIGHTS for file in folder.glob(pattern)])
     return f"(disk: {rate / MEGA:,.0f} MB/s)" if rate else ""
 
 
-def tell(written: Any, *, as_json: bool) -> None:
+def print_summary(written: Any, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(written.to_json() + "\n")
         return
     files = f"{written.shards} {'file' if written.shards == 1 else 'files'}"
-    kept = f", {written.kept_shards} of them by an earlier run" if written.kept_shards else ""
-    tables.out.print(f"{written.output}: {written.tensors:,} tensors, {format_bytes(written.bytes)} in {files}{kept}")
+    earlier = f", {written.kept_shards} of them by an earlier run" if written.kept_shards else ""
+    tables.out.print(f"{written.output}: {written.tensors:,} tensors, {format_bytes(written.bytes)} in {files}{earlier}")
     dim(f"Written and read again in {format_seconds(written.seconds)}. SHA-256 of all tensors: {written.sha256}")
 
 
@@ -83,7 +79,7 @@ def shard_command(
 
     with byte_bar(model) as update:
         written = shard(model, output, max_shard_bytes=read_size(max_shard_size), progress=update)
-    tell(written, as_json=as_json)
+    print_summary(written, as_json=as_json)
 
 
 def convert_command(
@@ -100,7 +96,7 @@ def convert_command(
         written = convert(model, output, dtype=dtype, progress=update)
     for name, count in written.noted.items():
         dim(f"{name}: {count:,} numbers are beyond what {dtype} holds, and became infinite; bfloat16 would keep them", tables.err)
-    tell(written, as_json=as_json)
+    print_summary(written, as_json=as_json)
 
 
 def merge_command(
@@ -116,4 +112,4 @@ def merge_command(
         written = merge(adapter, output, progress=update)
     for name in written.noted:
         dim(f"{name} is in neither the base model nor the adapter; transformers draws it at random", tables.err)
-    tell(written, as_json=as_json)
+    print_summary(written, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Run ``upshift data to-tfrecord``: tokenize once, for every run to read; the form in which a TPU's host reads best."""
+"""Run ``upshift data to-tfrecord``: tokenize once, for all runs, and write TFRecord files, which a TPU's host reads fastest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Model, SequenceLength
+from upshift.cli.options import Model, SequenceLength
 
 app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend reads best.")
 
@@ -31,18 +31,18 @@ def to_tfrecord(
     from upshift.training.data.dataset import prepare_data
     from upshift.xla.data.tfrecord import write_records
 
-    found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
-    pad = found.objective.pad_token_id
-    index = write_records(_examples(found, seed), output, pad_token_id=pad, shards=shards)
+    prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
+    pad_token_id = prepared.objective.pad_token_id
+    index = write_records(_examples(prepared, seed), output, pad_token_id=pad_token_id, shards=shards)
     tables.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
 
 
-def _examples(found: Any, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield one sequence at a time, as training would batch it."""
-    from upshift.training.batches.collate import fill
+def _examples(prepared: Any, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the arrays of one sequence at a time, as training would batch it alone."""
+    from upshift.training.batches.collate import fill_micro_batch
     from upshift.training.batches.layout import Layout, RowGroup
 
     layout = Layout(micro_batch=1, pad_multiple=1)
-    for number, length in enumerate(found.training.lengths.tolist()):
-        made = fill(RowGroup(((number,),), length), found.training, layout, found.objective, seed=seed, epoch=0)
-        yield {name: made.arrays[name][0] for name in ("input_ids", "labels")}
+    for index, length in enumerate(prepared.training.lengths.tolist()):
+        batch = fill_micro_batch(RowGroup(((index,),), length), prepared.training, layout, prepared.objective, seed=seed, epoch=0)
+        yield {name: batch.arrays[name][0] for name in ("input_ids", "labels")}

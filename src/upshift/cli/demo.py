@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import tables
-from upshift.cli.train import RunDisplay
+from upshift.cli.run_display import RunDisplay
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.units import format_count, format_seconds
@@ -33,20 +33,21 @@ def command(
     timing = Timing(trials=60 * share, baseline=60 * share, training=120 * share)
     with RunDisplay() as display:
         prepared = prepare_demo(output, timing=timing, watcher=display.watcher)
-        profile, files = prepared.planning.profile, prepared.data.summary.num_documents
-        what = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
-        tables.err.print(f"[dim]{what}; {files} files of Python's standard library[/dim]")
+        profile = prepared.planning.profile
+        num_files = prepared.data.summary.num_documents
+        model = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
+        tables.err.print(f"[dim]{model}; {num_files} files of Python's standard library[/dim]")
         result = run_demo(
             prepared, output, timing=timing,
-            on_baseline=display.named("Plain default", prepared.planning.default.resident),
-            on_chosen=display.named("Chosen plan", None),
+            on_baseline=display.event_callback("Plain default", prepared.planning.default.resident),
+            on_chosen=display.event_callback("Chosen plan", None),
         )  # fmt: skip
-    _print(result)
+    _print_result(result)
     page = write_demo_page(result, output / "report.html")
     tables.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
 
 
-def _print(result: Any) -> None:
+def _print_result(result: Any) -> None:
     prepared = result.prepared
     tables.out.print(tables.plans_table(prepared.planning, rows=3))
     if prepared.proof is not None:
@@ -54,5 +55,5 @@ def _print(result: Any) -> None:
     tables.out.print("[bold]The trained model continues a prompt[/bold]")
     tables.out.print(result.text, markup=False, highlight=False, style="green")
     tables.out.print(tables.prediction_table(result.chosen.predicted, result.chosen.measured))
-    equal = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
-    tables.out.print(tables.comparison_table([("plain default", result.baseline.measured), ("chosen plan", equal)]))
+    at_equal_tokens = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
+    tables.out.print(tables.comparison_table([("plain default", result.baseline.measured), ("chosen plan", at_equal_tokens)]))

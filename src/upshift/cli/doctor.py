@@ -1,6 +1,6 @@
-"""Run ``upshift doctor``: report what is wrong here, and what to type about it.
+"""Run ``upshift doctor``: report the problems of a machine, a network or a run, and the commands that mend them.
 
-Run ``upshift compare-runs``: find where two runs that should agree part.
+Run ``upshift compare-runs``: find the first difference between two runs that should agree.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Annotated
 import typer
 
 from upshift.cli import tables
-from upshift.cli.options import given_options
-from upshift.cli.plan.command import Json
+from upshift.cli.options import Json, command_line_options
 from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
 from upshift.launching.request import RENDEZVOUS_PORT
 from upshift.settings import read_ranks
 
 MACHINE = "a look at this machine"
-USED = {  # by what is looked at: the options that say more of it
+USED = {  # by the subject of the examination: the options that refine it
     "RUN_DIR": (), "--hosts": ("--network", "--port", "--wait"), "--network": (), "--tpu": ("--data",),
     MACHINE: ("--quick", "--psu", "--plan", "--output"),
 }  # fmt: skip
-OF_ALL = ("--json",)
+USED_BY_ALL = ("--json",)
 MARKS = {
     "error": "[bold red]ERROR[/]", "warning": "[yellow]WARN [/]", "hint": "[cyan]HINT [/]", "ok": "[green]ok   [/]",
     "unknown": "[dim]?    [/]",
@@ -51,15 +50,15 @@ def command(
     port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Find what is wrong with this machine and its software; each line says what to type. Exit code 1: an error was found."""
-    _check_used([option for option in given_options(context).values() if option not in OF_ALL])
+    _check_used([option for option in command_line_options(context).values() if option not in USED_BY_ALL])
     if run_dir is not None:
-        _tell_run(run_dir, as_json=as_json)
+        _examine_run(run_dir, as_json=as_json)
         return
     if network or hosts is not None:
-        _tell_network(hosts, port=port, wait=wait, as_json=as_json)
+        _examine_network(hosts, port=port, wait=wait, as_json=as_json)
         return
     if tpu:
-        _tell_tpu(data, as_json=as_json)
+        _examine_tpu(data, as_json=as_json)
         return
     from upshift.debugging.doctor import examine
     from upshift.debugging.plan_needs import read_plan_needs
@@ -67,20 +66,20 @@ def command(
     needs = None if plan is None else read_plan_needs(plan)
     with tables.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needs=needs)
-    tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
+    report_findings(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
 
 
-def _check_used(given: Sequence[str]) -> None:
+def _check_used(options: Sequence[str]) -> None:
     """Raise RequestError for an option that would be ignored."""
-    look = next((look for look in USED if look in given), MACHINE)
-    unused = next((option for option in given if option not in (look, *USED[look])), None)
+    subject = next((name for name in USED if name in options), MACHINE)
+    unused = next((option for option in options if option not in (subject, *USED[subject])), None)
     if unused is not None:
-        of = next((of for of, options in USED.items() if unused in options), "another look")
-        raise RequestError(f"{look} does not use {unused}, which is for {of}; leave one of them out")
+        user = next((name for name, used in USED.items() if unused in used), "another look")
+        raise RequestError(f"{subject} does not use {unused}, which is for {user}; leave one of them out")
 
 
-def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -> None:
-    """Test the network: between hosts by sockets, or between a launcher's ranks by what they train with."""
+def _examine_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -> None:
+    """Test the network: between hosts by sockets, or between a launcher's ranks by the backend that they train with."""
     ranks = read_ranks()
     if hosts is None and ranks is None:
         command = "torchrun --nproc-per-node 2 -m upshift.cli.main doctor --network"
@@ -95,30 +94,32 @@ def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -
         assert ranks is not None
         findings = examine_ranks(ranks)
         if not findings:
-            return  # rank 0 speaks
+            return  # rank 0 prints the findings
     document = json.dumps({"findings": [finding.model_dump() for finding in findings]})
-    tell(findings, document=document, as_json=as_json)
+    report_findings(findings, document=document, as_json=as_json)
 
 
-def _tell_tpu(data: str | None, *, as_json: bool) -> None:
+def _examine_tpu(data: str | None, *, as_json: bool) -> None:
     from upshift.debugging.tpu import read_tpu_facts, tpu_readiness
 
     facts = read_tpu_facts(data=data)
     findings = tpu_readiness(facts)
     document = json.dumps({"facts": facts.model_dump(), "findings": [finding.model_dump() for finding in findings]})
-    tell(findings, document=document, as_json=as_json, in_order=True)
+    report_findings(findings, document=document, as_json=as_json, in_order=True)
 
 
-def _tell_run(run_dir: Path, *, as_json: bool) -> None:
+def _examine_run(run_dir: Path, *, as_json: bool) -> None:
     from upshift.debugging.run_report import examine_run
 
     findings = examine_run(run_dir)
     document = json.dumps({"run": str(run_dir), "findings": [finding.model_dump() for finding in findings]})
-    tell(findings, document=document, as_json=as_json)
+    report_findings(findings, document=document, as_json=as_json)
 
 
-def tell(findings: list[Finding], *, document: str, as_json: bool, in_order: bool = False) -> None:
-    """One page, or one JSON document; then the exit code."""
+def report_findings(findings: list[Finding], *, document: str, as_json: bool, in_order: bool = False) -> None:
+    """Print the findings, or ``document`` if as JSON. Raise typer.Exit(1) if one of them is an error.
+
+    ``in_order``: as they are; else the worst first."""
     if as_json:
         sys.stdout.write(document + "\n")
     else:
@@ -140,17 +141,17 @@ def show_finding(finding: Finding) -> None:
             tables.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
-One = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
-Other = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
+FirstRun = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
+SecondRun = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
 Tolerance = Annotated[
     float | None, typer.Option("--tolerance", min=0.0, help="relative; default: 1e-5 in fp32, 1e-3 in bf16 and fp16, 5e-3 else")
 ]
 
 
-def compare_runs_command(one: One, other: Other, tolerance: Tolerance = None, as_json: Json = False) -> None:
+def compare_runs_command(first: FirstRun, second: SecondRun, tolerance: Tolerance = None, as_json: Json = False) -> None:
     """The first step, checkpoint and tensors in which two runs differ, and by how much. Exit code 1: they differ."""
     from upshift.training.compare_runs import compare_runs
 
     with tables.step("Comparing the runs"):
-        comparison = compare_runs(one, other, tolerance=tolerance)
-    tell(list(comparison.findings), document=comparison.to_json(), as_json=as_json)
+        comparison = compare_runs(first, second, tolerance=tolerance)
+    report_findings(list(comparison.findings), document=comparison.to_json(), as_json=as_json)

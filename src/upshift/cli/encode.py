@@ -1,5 +1,5 @@
-"""Run ``upshift encode``: texts of a file to vectors, or scores of texts or tokens, by the fastest engine within the
-quality."""
+"""Run ``upshift encode``: turn the texts of a file into vectors, or into scores of texts or tokens, by the fastest engine that
+has the requested quality."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Json, Model
-from upshift.cli.tables import RaceSeconds, dim, failures, table, teller
+from upshift.cli.options import Json, Model, RaceSeconds
+from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.importing import importing
 from upshift.settings import wait_briefly
 
@@ -36,59 +36,64 @@ def command(
     with importing():
         from upshift.inference.encoding.encoder import Encoder
         from upshift.inference.encoding.files import check_files, check_form, read_texts
-        from upshift.inference.race.types import spread_over
+        from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
     check_files(texts, output, overwrite=overwrite)
     with tables.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
-            on_run=teller("texts/s"),
+            on_run=run_printer("texts/s"),
         )  # fmt: skip
-        check_form(output, encoder.recipe.output)
+        check_form(output, encoder.config.output)
         total = count_lines(texts)
-        encoder.prepare_from(lambda count: spread_over(read_texts(texts), total, count), total)
+        encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
     start = time.perf_counter()
-    done = _encode(encoder, texts, output, total)
+    num_encoded = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start
     race: Any = encoder.race
     if as_json:
-        said = {"race": race.model_dump(mode="json"), "texts": total, "encoded": done, "seconds": seconds, "output": str(output)}
-        sys.stdout.write(json.dumps(said) + "\n")
+        document = {
+            "race": race.model_dump(mode="json"), "texts": total, "encoded": num_encoded, "seconds": seconds,
+            "output": str(output),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(document) + "\n")
         return
-    dim(_said(encoder.recipe))
+    dim(_describe_row(encoder.config))
     if race.runs:
-        tables.out.print(race_table(race))
-    failures(race, "texts/s")
+        tables.out.print(_encode_race_table(race))
+    print_race_notes(race, "texts/s")
     tables.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
-    rate = f", {done / seconds:,.0f} a second" if done and seconds else ""
-    tables.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")
+    rate = f", {num_encoded / seconds:,.0f} a second" if num_encoded and seconds else ""
+    tables.out.print(f"{total:,} texts in {output} ({num_encoded:,} encoded now{rate})")
 
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows, TokenRows, read_texts
-    from upshift.inference.resumable_output import blocks, made_of
+    from upshift.inference.resumable_output import output_identity, read_blocks
 
-    setup = encoder.race.chosen.changed(batch=1)  # however many at once, the rows are the same
-    made = made_of(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
+    setup = encoder.race.chosen.changed(batch=1)  # the rows are the same at any batch size
+    identity = output_identity(texts, encoder.source, setup.to_json(), encoder.config.to_json())
     rows: Any
-    if encoder.recipe.output == "token scores":
-        rows, encode = TokenRows(output, total, made, encoder.labels), encoder.token_scores
+    if encoder.config.output == "token scores":
+        rows = TokenRows(output, total, identity, encoder.labels)
+        encode = encoder.token_scores
     else:
-        rows, encode = Rows(output, total, made), encoder.encode
-    before = rows.done
+        rows = Rows(output, total, identity)
+        encode = encoder.encode
+    num_resumed = rows.done
     with closing(rows), tables.bar("Encoding") as update:
-        update(before, total)
-        for block in blocks(read_texts(texts), size=rows.block, skip=before):
+        update(num_resumed, total)
+        for block in read_blocks(read_texts(texts), size=rows.block, skip=num_resumed):
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()
-    return int(rows.done - before)
+    return int(rows.done - num_resumed)
 
 
-def _said(recipe: Any) -> str:
-    """Return what a row of the output is, and which file says so."""
+def _describe_row(recipe: Any) -> str:
+    """Return a sentence about a row of the output, and the file that determines it."""
     if recipe.output == "class scores":
         return f"A row: class scores (by {recipe.said_by})"
     if recipe.output == "token scores":
@@ -98,7 +103,9 @@ def _said(recipe: Any) -> str:
     return f"A row: {recipe.pooling} pooling{normal}{prompt} (by {recipe.said_by})"
 
 
-def race_table(race: Any) -> Table:
-    """slowest: batch, alone; cosine: of the text, or the token, that agrees least; diff: the largest of any number."""
-    waited = {"slowest ms": lambda run: f"{1e3 * run.first_seconds:.1f}"} if race.chosen.hint == "latency" else {}
-    return table(race, "batch", "texts/s", {**waited, "load s": lambda run: f"{run.load_seconds:.1f}"})
+def _encode_race_table(race: Any) -> Table:
+    """Return the race's table. slowest: of batches that ran alone; cosine: of the text, or token, that agrees least."""
+    columns = {"load s": lambda run: f"{run.load_seconds:.1f}"}
+    if race.chosen.hint == "latency":
+        columns = {"slowest ms": lambda run: f"{1e3 * run.first_seconds:.1f}", **columns}
+    return race_table(race, "batch", "texts/s", columns)

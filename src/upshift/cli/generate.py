@@ -1,4 +1,4 @@
-"""Run ``upshift generate``: texts from prompts, by the fastest engine within the requested quality."""
+"""Run ``upshift generate``: write texts to prompts, by the fastest engine that has the requested quality."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 
 from upshift.cli import generate_xla, tables
-from upshift.cli.plan.command import Json, Model
-from upshift.cli.tables import RaceSeconds, dim, failures, table, teller
+from upshift.cli.options import Json, Model, RaceSeconds
+from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.settings import wait_briefly
@@ -27,8 +27,8 @@ MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest me
 MaxMemory = Annotated[
     list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
 ]
-WIDE = 90  # columns that the whole race takes
-FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # what --set can say, too
+WIDE = 90  # characters of a terminal that shows all columns of a race
+FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
 
 
 def command(
@@ -63,120 +63,144 @@ def command(
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
-    asked = _options(options or [], {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None})
-    races = {
+    flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
+    generation_options = _merge_options(options or [], flags)
+    race_options = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
         "race_seconds": race_seconds,
     }  # fmt: skip
     if backend != "race":
-        generate_xla.check(backend, {**races, "stop": stop})
-        generate_xla.run(model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=asked, as_json=as_json)
+        generate_xla.check(backend, {**race_options, "stop": stop})
+        generate_xla.run(
+            model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=generation_options, as_json=as_json
+        )
         return
-    generator, read = _prepare(model, races, asked, chat=chat)
+    generator, generation = _prepare(model, race_options, generation_options, chat=chat)
     if prompt is not None:
-        _stream(generator, prompt, read, as_json=as_json)
+        _stream(generator, prompt, generation, as_json=as_json)
         return
     assert prompts is not None and output is not None
-    _generate(generator, prompts, output, read, as_json=as_json)
+    _generate_file(generator, prompts, output, generation, as_json=as_json)
 
 
-def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
+def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
+    """Return the generator and its checked options."""
     with importing():
         from upshift.inference.generation.generator import Generator
         from upshift.loading.placement.memory_limits import read_max_memory
 
-    limits = read_max_memory(races["max_memory"])
+    limits = read_max_memory(race_options["max_memory"])
     with tables.step("Reading the model"):
-        generator = Generator(model, **{**races, "max_memory": limits}, chat=chat, on_run=teller("tokens/s"))
-    return generator, generator.options(**given)
+        generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
+    return generator, generator.options(**options)
 
 
-def _options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of generation. ``flags`` are those that other options of the command set."""
-    found: dict[str, Any] = {}
+def _merge_options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of generation: those of ``--set`` (NAME=VALUE) and those of flags of their own.
+
+    Raise RequestError if the two give different values for one option."""
+    options: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise RequestError(f"--set {pair!r} has no value; write NAME=VALUE, such as temperature=0.7")
         try:
-            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+            options[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except ValueError:
-            found[name] = value
+            options[name] = value
     for name, value in flags.items():
-        said = found.get(name)
-        if value is not None and said is not None and _several(said) != _several(value):
-            told = " ".join(map(str, _several(value)))
-            raise RequestError(f"--set {name}={json.dumps(said)} and {FLAGS[name]} {told} say two things; leave out one of them")
-        found[name] = said if value is None else value
-    return {name: value for name, value in found.items() if value is not None}
+        set_value = options.get(name)
+        if value is not None and set_value is not None and _as_tuple(set_value) != _as_tuple(value):
+            texts = " ".join(map(str, _as_tuple(value)))
+            assignment = f"{name}={json.dumps(set_value)}"
+            raise RequestError(f"--set {assignment} and {FLAGS[name]} {texts} say two things; leave out one of them")
+        options[name] = set_value if value is None else value
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def _several(said: Any) -> tuple[Any, ...]:
-    return tuple(said) if isinstance(said, list | tuple) else (said,)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None:
+    """Write the answer to one prompt as it comes, or one JSON document."""
     if as_json:
-        (found,) = generator.complete([prompt], options)
-        said = {"prompt": prompt, **_answer(found), "race": generator.race.model_dump(mode="json")}
-        sys.stdout.write(json.dumps(said) + "\n")
+        (completion,) = generator.complete([prompt], options)
+        document = {"prompt": prompt, **_answer_fields(completion), "race": generator.race.model_dump(mode="json")}
+        sys.stdout.write(json.dumps(document) + "\n")
         return
-    start, pieces = time.perf_counter(), 0.0
+    start = time.perf_counter()
+    first_text_time = 0.0
     for piece in generator.pieces(prompt, options):
-        pieces = pieces or time.perf_counter()
+        first_text_time = first_text_time or time.perf_counter()
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     chosen = generator.race.chosen
     if generator.race.divided is not None:
         dim(generator.race.divided, tables.err)
-    dim(f"{chosen.label()}; first text after {pieces - start:.1f} s with the race, loading included", tables.err)
+    dim(f"{chosen.label()}; first text after {first_text_time - start:.1f} s with the race, loading included", tables.err)
 
 
-def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
+    """Write the answers to all prompts of a file, and go on with those of an earlier, interrupted run."""
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):
-        first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        generator.prepare(generator.read(first, options), options, total=total)
-    chosen = generator.race.chosen
-    setup = chosen.changed(batch=1)  # however many at once, the texts are the same
-    made = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
-    before, tokens, start = 0, 0, time.perf_counter()
-    with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
-        before = answers.done
-        update(before, total)
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
-            found = generator.complete(block, options, first=answers.done)
-            tokens += sum(len(one.tokens) for one in found)
-            answers.add({**line_of(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
+        first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
+        generator.prepare(generator.read(first_block, options), options, total=total)
+    setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
+    identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
+    num_tokens = 0
+    start = time.perf_counter()
+    with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:
+        num_resumed = answers.done
+        update(num_resumed, total)
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=num_resumed):
+            completions = generator.complete(block, options, first=answers.done)
+            num_tokens += sum(len(completion.tokens) for completion in completions)
+            answers.add(
+                {**prompt_record(prompt), **_answer_fields(completion)}
+                for prompt, completion in zip(block, completions, strict=True)
+            )  # fmt: skip
             update(answers.done, total)
         answers.finish()
     seconds = time.perf_counter() - start
+    num_generated = total - num_resumed
     if as_json:
         race = generator.race.model_dump(mode="json")
-        done = {"race": race, "prompts": total, "generated": total - before, "tokens": tokens, "seconds": seconds}
-        sys.stdout.write(json.dumps({**done, "output": str(output)}) + "\n")
+        document = {
+            "race": race, "prompts": total, "generated": num_generated, "tokens": num_tokens, "seconds": seconds,
+            "output": str(output),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(document) + "\n")
         return
-    if generator.race.runs:
-        tables.out.print(_table(generator.race))
-        _bound(generator)
-    if generator.race.divided is not None:
-        dim(generator.race.divided)
-    failures(generator.race, "tokens/s")
-    tables.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
-    tables.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
+    _print_race(generator)
+    tables.out.print(f"{total:,} answers in {output} ({num_generated:,} now, {num_tokens / seconds:,.0f} tokens/s)")
 
 
-def _answer(found: Any) -> dict[str, Any]:
-    return {"text": found.text, "ending": found.ending, "prompt_tokens": found.prompt_tokens, "tokens": len(found.tokens)}
+def _print_race(generator: Any) -> None:
+    race = generator.race
+    if race.runs:
+        tables.out.print(_generate_race_table(race))
+        _print_bandwidth_share(generator)
+    if race.divided is not None:
+        dim(race.divided)
+    print_race_notes(race, "tokens/s")
+    tables.out.print(f"Chosen: {race.chosen.label()}, {race.chosen.batch} at once")
 
 
-def _bound(generator: Any) -> None:
-    """Return how near the chosen setup's step is to what memory allows: no step is faster than reading its weights
-    once."""
+def _answer_fields(completion: Any) -> dict[str, Any]:
+    return {
+        "text": completion.text, "ending": completion.ending, "prompt_tokens": completion.prompt_tokens,
+        "tokens": len(completion.tokens),
+    }  # fmt: skip
+
+
+def _print_bandwidth_share(generator: Any) -> None:
+    """Print how near the chosen setup's step is to the bound by memory bandwidth: a step reads all weights once."""
     from upshift.hardware.probe_cache import measure
 
     (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
@@ -184,21 +208,23 @@ def _bound(generator: Any) -> None:
         measured = measure(generator.host).measured
     rate = None if measured is None else measured.cpu.memory_bytes_per_second
     if rate and run.step_seconds:
-        least = run.weight_bytes / rate
+        read_seconds = run.weight_bytes / rate
         dim(
-            f"Its weights, read once, take {1e3 * least:.1f} ms at the {rate / 1e9:.1f} GB/s that memory gives here: "
-            f"{least / run.step_seconds:.0%} of a step"
+            f"Its weights, read once, take {1e3 * read_seconds:.1f} ms at the {rate / 1e9:.1f} GB/s that memory gives here: "
+            f"{read_seconds / run.step_seconds:.0%} of a step"
         )
 
 
-def _table(race: Any) -> Table:
-    """rows: sequences at once; first: until the first tokens of so many prompts; step: one token more of each; GB/s: of weights,
-    in a step; cosine: of the logits of the token that agrees least; diff: of any logit, over the largest."""
-    more = {
+def _generate_race_table(race: Any) -> Table:
+    """Return the race's table.
+
+    rows: sequences at once; first: time to the first tokens of so many prompts; step: time of one more token of each; GB/s: of
+    weights, in a step; cosine: of the logits of the token that agrees least; diff: of any logit, over the largest."""
+    columns = {
         "first ms": lambda run: f"{1e3 * run.first_seconds:.0f}",
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
     }
     if tables.out.width < WIDE:
-        del more["GB/s"]  # a line below says it of the chosen one
-    return table(race, "rows", "tokens/s", more)
+        del columns["GB/s"]  # a line below the table has it for the chosen setup
+    return race_table(race, "rows", "tokens/s", columns)

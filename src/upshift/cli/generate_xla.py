@@ -1,4 +1,4 @@
-"""Run ``upshift generate --backend xla``: texts from prompts, by programs that XLA compiles whole."""
+"""Run ``upshift generate --backend xla``: write texts to prompts, by programs that XLA compiles whole."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from upshift.errors import RequestError
 EXACT = "exact"
 
 
-def check(backend: str, races: Mapping[str, Any]) -> None:
-    """``races``: options that mean nothing here."""
+def check(backend: str, race_options: Mapping[str, Any]) -> None:
+    """Raise RequestError for an unknown backend, and for ``race_options`` that are set: XLA runs no race."""
     if backend != "xla":
         raise RequestError(f"--backend {backend!r} is not known; use race or xla")
-    wrong = [name for name, value in races.items() if value not in (None, [], EXACT)]
-    if wrong:
-        flags = ", ".join("--" + name.replace("_", "-") for name in wrong)
+    unsupported = [name for name, value in race_options.items() if value not in (None, [], EXACT)]
+    if unsupported:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unsupported)
         raise RequestError(f"--backend xla computes in fp32, by its one engine, and does not take {flags}; leave out one of them")
 
 
@@ -31,6 +31,7 @@ def run(
     model: str, *, prompt: str | None, prompts: Path | None, output: Path | None, chat: bool, options: Mapping[str, Any],
     as_json: bool,
 ) -> None:  # fmt: skip
+    """Answer ``prompt`` on standard output, or all ``prompts`` in the file ``output``."""
     from upshift.xla.tensorflow import keep_programs, need_tensorflow
 
     need_tensorflow("--backend xla")
@@ -45,49 +46,54 @@ def run(
         generator = XlaGenerator(build(model))
         source = generator.model.source
         texts = Prompts(source, chat=chat)
-    read = generator.options(**options)
+    generation = generator.options(**options)
     for name, value in unused_options(XlaGeneration, source, options).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", tables.err)
     start = time.perf_counter()
     if prompt is not None:
-        (answer,) = _answers(generator, texts, [prompt], read, first=0)
+        (answer,) = _answers(generator, texts, [prompt], generation, first=0)
         sys.stdout.write((json.dumps({"prompt": prompt, **answer}) if as_json else answer["text"]) + "\n")
     else:
         assert prompts is not None and output is not None
-        total, tokens = _write(generator, texts, prompts, output, read)
+        total, tokens = _write_answers(generator, texts, prompts, output, generation)
         seconds = time.perf_counter() - start
-        done = {"prompts": total, "tokens": tokens, "seconds": seconds, "output": str(output)}
+        document: dict[str, Any] = {"prompts": total, "tokens": tokens, "seconds": seconds, "output": str(output)}
         if as_json:
-            sys.stdout.write(json.dumps({**done, "compiled": [one.model_dump() for one in generator.compiled]}) + "\n")
+            document["compiled"] = [program.model_dump() for program in generator.compiled]
+            sys.stdout.write(json.dumps(document) + "\n")
         else:
             tables.out.print(f"{total:,} answers in {output} ({tokens / seconds:,.0f} tokens/s with compiling)")
-    for one in generator.compiled:
-        dim(f"Compiled for {one.rows} prompts of {one.width} tokens: {one.seconds:.1f} s with its first run", tables.err)
+    for program in generator.compiled:
+        size = f"{program.rows} prompts of {program.width} tokens"
+        dim(f"Compiled for {size}: {program.seconds:.1f} s with its first run", tables.err)
 
 
-def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
-    from upshift.inference.generation.prompts import BLOCK_PROMPTS, line_of, read_prompts
-    from upshift.inference.resumable_output import UnfinishedLines, blocks, made_of
+def _write_answers(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
+    """Write the answers to a file of prompts. Return the number of prompts, and of tokens generated now."""
+    from upshift.inference.generation.prompts import BLOCK_PROMPTS, prompt_record, read_prompts
+    from upshift.inference.resumable_output import UnfinishedLines, output_identity, read_blocks
 
-    total, tokens = sum(1 for _ in read_prompts(prompts)), 0
-    made = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
-    with closing(UnfinishedLines(output, total, made)) as answers, tables.bar("Generating") as update:
-        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
-            found = _answers(generator, texts, block, options, first=answers.done)
-            tokens += sum(one["tokens"] for one in found)
-            answers.add({**line_of(prompt), **answer} for prompt, answer in zip(block, found, strict=True))
+    total = sum(1 for _ in read_prompts(prompts))
+    num_tokens = 0
+    identity = output_identity(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
+    with closing(UnfinishedLines(output, total, identity)) as answers, tables.bar("Generating") as update:
+        for block in read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
+            block_answers = _answers(generator, texts, block, options, first=answers.done)
+            num_tokens += sum(answer["tokens"] for answer in block_answers)
+            answers.add({**prompt_record(prompt), **answer} for prompt, answer in zip(block, block_answers, strict=True))
             update(answers.done, total)
         answers.finish()
-    return total, tokens
+    return total, num_tokens
 
 
 def _answers(generator: Any, texts: Any, prompts: Any, options: Any, *, first: int) -> list[dict[str, Any]]:
-    ids = texts.of(prompts, first=first)
-    found = dict(generator.generate_each(ids, options, first=first))
-    return [
-        {
-            "text": texts.text(found[place]), "ending": "eos" if found[place][-1] in options.eos_token_id else "length",
-            "prompt_tokens": len(prompt), "tokens": len(found[place]),
-        }
-        for place, prompt in enumerate(ids)
-    ]  # fmt: skip
+    prompt_ids = texts.tokenize(prompts, first=first)
+    outputs = dict(generator.generate_each(prompt_ids, options, first=first))
+    answers = []
+    for index, prompt in enumerate(prompt_ids):
+        tokens = outputs[index]
+        ending = "eos" if tokens[-1] in options.eos_token_id else "length"
+        answers.append(
+            {"text": texts.decode(tokens), "ending": ending, "prompt_tokens": len(prompt), "tokens": len(tokens)}
+        )  # fmt: skip
+    return answers

@@ -1,6 +1,6 @@
-"""Run ``upshift inspect``: show what a model is made of, and with --placement which part goes where.
+"""Run ``upshift inspect``: show the parts of a model and their costs, without loading it.
 
-Run ``upshift inspect --placement``: show which part of a model goes where, why, and what loading and a token cost.
+With ``--placement``, show the device of each part and the reason, and the times of loading and of a token.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Annotated
 import typer
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Json, Model, SequenceLength
+from upshift.cli.options import Json, Model, SequenceLength
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.loading.placement.memory_limits import read_max_memory
-from upshift.loading.placement.place import CPU, DISK, Place, Placement
+from upshift.loading.placement.place import CPU, DISK, ModulePlacement, Placement
 from upshift.units import format_bytes, format_seconds
 
-NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+NUMBER = re.compile(r"\.(\d+)(?=\.|$)")  # a layer's index in a module's name
 
 
-def run(
+def show_placement(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
-    from upshift.loading.load import empty_with_files, place_empty
-    from upshift.loading.placement.apply import Where
+    from upshift.loading.load import build_empty_with_files, place_empty
+    from upshift.loading.placement.apply import PlacementOptions
     from upshift.models.sequence_length import sequence_length_of
     from upshift.models.source import find_model
 
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
-    empty, checkpoint = empty_with_files(source, dtype)
-    where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
+    empty, checkpoint = build_empty_with_files(source, dtype)
+    request = PlacementOptions("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with tables.step("Measuring this machine and its disk"):
-        placement = place_empty(empty, checkpoint, where)
+        placement = place_empty(empty, checkpoint, request)
     if as_json:
         derived = {
             "device_map": placement.device_map, "totals": placement.totals, "peak_bytes": placement.peak_bytes,
@@ -45,41 +45,43 @@ def run(
         }  # fmt: skip
         sys.stdout.write(json.dumps(placement.model_dump() | derived) + "\n")
         return
-    _print(placement)
+    _print_placement(placement)
 
 
-def _print(placement: Placement) -> None:
+def _print_placement(placement: Placement) -> None:
     table = tables.new_table("Where it goes", "device", "part", "why", numbers=("size",))
-    for device, names, size, why in _rows(placement):
-        table.add_row(device, names, why, format_bytes(size))
+    for device, names, size, reason in _rows(placement):
+        table.add_row(device, names, reason, format_bytes(size))
     tables.out.print(table)
     tables.out.print(_memory_table(placement))
-    for line in _lines(placement):
+    for line in _cost_lines(placement):
         tables.out.print(line, highlight=False)
 
 
 def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
-    """Return the rows. Neighboring parts that differ by a number only are one row."""
-    held: list[Place] = []
+    """Yield (device, names, bytes, reason). Neighboring parts whose names differ by a number only share a row."""
+    group: list[ModulePlacement] = []
     for place in [*placement.modules, None]:
-        if held and (place is None or _kind(place) != _kind(held[0])):
-            first, last = held[0], held[-1]
+        if group and (place is None or _group_key(place) != _group_key(group[0])):
+            first = group[0]
+            last = group[-1]
             names = first.name or "the whole model"
-            if len(held) > 1:
-                names = f"{names} to {last.name.rpartition('.')[2]} ({len(held)})"
-            yield first.device, names, sum(one.bytes for one in held), first.why
-            held = []
+            if len(group) > 1:
+                names = f"{names} to {last.name.rpartition('.')[2]} ({len(group)})"
+            yield first.device, names, sum(member.bytes for member in group), first.why
+            group = []
         if place is not None:
-            held.append(place)
+            group.append(place)
 
 
-def _kind(place: Place) -> tuple[str, str, str, int]:
+def _group_key(place: ModulePlacement) -> tuple[str, str, str, int]:
     return NUMBER.sub(".#", place.name), place.device, place.why, place.bytes
 
 
 def _memory_table(placement: Placement) -> object:
     table = tables.new_table("Memory", "device", numbers=("weights", "buffers on the way", "the work", "peak", "limit"))
-    totals, peaks = placement.totals, placement.peak_bytes
+    totals = placement.totals
+    peaks = placement.peak_bytes
     for device, total in totals.items():
         if device == DISK:
             table.add_row(DISK, format_bytes(total), "", "", "", "")
@@ -91,10 +93,11 @@ def _memory_table(placement: Placement) -> object:
     return table
 
 
-def _lines(placement: Placement) -> Iterator[str]:
-    work = f"The work: batch {placement.batch} x {placement.sequence} tokens, "
-    known = {"activations": placement.activations, "keys and values": placement.cache, "the model's buffers": placement.buffers}
-    yield work + ", ".join(f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in known.items())
+def _cost_lines(placement: Placement) -> Iterator[str]:
+    """Yield lines about the memory of the work, and the times of loading and of a token."""
+    sizes = {"activations": placement.activations, "keys and values": placement.cache, "the model's buffers": placement.buffers}
+    texts = [f"{name} {'unknown' if size is None else format_bytes(size)}" for name, size in sizes.items()]
+    yield f"The work: batch {placement.batch} x {placement.sequence} tokens, {', '.join(texts)}"
     rate = placement.disk_bytes_per_second
     if placement.load_bytes is None:
         yield "Loading: there are no files yet; the sizes are the model's own."
@@ -129,7 +132,7 @@ def command(
 ) -> None:  # fmt: skip
     """Parameters by part, FLOPs, activation and key-value bytes, and what the model declares; or where its parts are placed."""
     if placement:
-        run(model, max_memory=max_memory, dtype=dtype, batch=batch, sequence_length=sequence_length, as_json=as_json)
+        show_placement(model, max_memory=max_memory, dtype=dtype, batch=batch, sequence_length=sequence_length, as_json=as_json)
         return
     if max_memory or dtype is not None or batch != 1:
         raise RequestError("--max-memory, --dtype and --batch are for --placement; add it, or leave them out")

@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import number
-from upshift.cli.plan.command import Json
+from upshift.cli.options import Json, number_option
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
 from upshift.errors import MissingExtra, RequestError
@@ -21,7 +20,7 @@ from upshift.versions import installed_version
 def command(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     rate: Annotated[str, typer.Option("--rate", help="requests a second; several, one after the other: 1,2,4")] = "1",
-    duration: Annotated[float, number("--duration", "seconds a rate", least=0.1)] = 30.0,
+    duration: Annotated[float, number_option("--duration", "seconds a rate", least=0.1)] = 30.0,
     model: Annotated[str | None, typer.Option("--model", help="of several that are served")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line; unasked, made-up words")] = None,
     prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, help="of made-up prompts, in the mean")] = 64,
@@ -43,50 +42,52 @@ def command(
         from upshift.reports.document import check_page_path
 
         check_page_path(html)
-    made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
-    traffic = Traffic(rates=_rates(rate), seconds=duration, prompts=_prompts(prompts), **made_up)
-    key, promised = _key(api_key_file), read_limit("max-latency-ms", max_latency_ms)
-    with tables.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as now:
-        found = load_test(
-            url, traffic, model=model, key=key, promised_ttft_ms=promised,
-            on_phase=lambda phase: now.update(text=f"at {phase.rate:g} requests/s it answered {phase.answered_per_second:.2f}/s"),
-        )  # fmt: skip
+    synthetic = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
+    traffic = Traffic(rates=_read_rates(rate), seconds=duration, prompts=_read_prompts(prompts), **synthetic)
+    key = _read_key(api_key_file)
+    promised_ms = read_limit("max-latency-ms", max_latency_ms)
+    with tables.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as current:
+
+        def show_phase(phase: Any) -> None:
+            current.update(text=f"at {phase.rate:g} requests/s it answered {phase.answered_per_second:.2f}/s")
+
+        report = load_test(url, traffic, model=model, key=key, promised_ttft_ms=promised_ms, on_phase=show_phase)
     if html is not None:
         from upshift.serving.load_test.report import write_load_page
 
-        write_load_page(html, found)
+        write_load_page(html, report)
     if as_json:
-        sys.stdout.write(found.to_json() + "\n")
+        sys.stdout.write(report.to_json() + "\n")
         return
-    tables.out.print(_table(found))
-    if found.capacity is not None:
-        dim(f"The server proved {found.capacity:.2f} requests/s of the lengths that it expects when it started")
+    tables.out.print(_table(report))
+    if report.capacity is not None:
+        dim(f"The server proved {report.capacity:.2f} requests/s of the lengths that it expects when it started")
 
 
-def _rates(said: str) -> tuple[float, ...]:
+def _read_rates(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(part) for part in said.split(","))
+        rates = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or not all(0 < rate < float("inf") for rate in found):
-        raise RequestError(f"--rate {said!r} is not of rates above 0; write 2, or 1,2,4")
-    return found
+        rates = ()
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise RequestError(f"--rate {text!r} is not of rates above 0; write 2, or 1,2,4")
+    return rates
 
 
-def _prompts(path: Path | None) -> tuple[str, ...]:
+def _read_prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     from upshift.inference.generation.prompts import check_prompts, read_prompts
 
     check_prompts(path, "--prompts")
-    found = tuple(read_prompts(path))
-    texts = tuple(prompt for prompt in found if isinstance(prompt, str))
-    if len(texts) < len(found):
+    prompts = tuple(read_prompts(path))
+    texts = tuple(prompt for prompt in prompts if isinstance(prompt, str))
+    if len(texts) < len(prompts):
         raise RequestError(f"--prompts {path} has chats; load-test sends texts: write a prompt a line")
     return texts
 
 
-def _key(path: Path | None) -> str | None:
+def _read_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
@@ -95,18 +96,19 @@ def _key(path: Path | None) -> str | None:
         raise RequestError(f"cannot read a key from --api-key-file {path}: {error}") from None
 
 
-def _table(found: Any) -> Table:
-    """first: until the first token; token: one more, in the mean of an answer."""
+def _table(report: Any) -> Table:
+    """Return a row for each rate. first: time to the first token; token: time of each further one, the mean of an answer."""
     columns = ("asked/s", "answered/s", "tokens/s", "first p50", "p95", "p99", "token p50", "p95", "in promise", "statuses")
     table = tables.new_table("", *columns)
-    for phase in found.phases:
-        first = [_ms(phase.first_token.get(name)) for name in ("p50", "p95", "p99")]
-        token = [_ms(phase.token.get(name)) for name in ("p50", "p95")]
-        kept = "" if phase.within_promise is None else f"{phase.within_promise:.0%}"
-        said = " ".join(f"{status}x{count}" for status, count in sorted(phase.statuses.items()))
+    for phase in report.phases:
+        first_token_times = [_ms(phase.first_token.get(name)) for name in ("p50", "p95", "p99")]
+        token_times = [_ms(phase.token.get(name)) for name in ("p50", "p95")]
+        within_promise = "" if phase.within_promise is None else f"{phase.within_promise:.0%}"
+        statuses = " ".join(f"{status}x{count}" for status, count in sorted(phase.statuses.items()))
         table.add_row(
-            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:.0f}", *first, *token, kept, said
-        )
+            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:.0f}",
+            *first_token_times, *token_times, within_promise, statuses,
+        )  # fmt: skip
     return table
 
 

@@ -1,4 +1,4 @@
-"""``upshift``: one command per thing a user wants. Exit codes: 0 done, 1 the job failed, 2 wrong request, 3 nothing fits."""
+"""The command line ``upshift``. Exit codes: 0 done, 1 the job failed, 2 wrong request, 3 nothing fits, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from upshift.cli import (
     xla,
 )
 from upshift.cli.plan import command as plan
-from upshift.cli.progress import lines
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.cli.progress import progress_lines
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, UpshiftError
 from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
 
-UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy which newer versions of typer carry
+UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -43,8 +43,8 @@ app = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"upshift {version('upshift')}")
@@ -52,8 +52,8 @@ def _tell_version(asked: bool) -> None:
 
 
 @app.callback()
-def _of_all(
-    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print it and stop")] = False,
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it and stop")] = False,
 ) -> None:
     """Finds, proves and runs the fastest setup that fits, for any Hugging Face transformer."""
 
@@ -81,19 +81,20 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
+    """Run the command, print errors in one line each, and exit."""
     quiet_libraries()
     count_gpus_by_bus()
     ranks = read_ranks()
     title = " ".join(["upshift", *sys.argv[1:2]])
     try:
-        with lines(title, tables.err, speaks=ranks is None or ranks.rank == 0):
+        with progress_lines(title, tables.err, is_enabled=ranks is None or ranks.rank == 0):
             code = app(standalone_mode=False)
     except UpshiftError as error:
-        if str(error):  # without words: another rank says them
+        if str(error):  # an error without a message: another rank prints it
             print(f"upshift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except UsageError as error:
-        if len(sys.argv) == 1:  # it is the help
+        if len(sys.argv) == 1:  # the error is the help text
             error.show()
             sys.exit(0)
         path = error.ctx.command_path if error.ctx else "upshift"
@@ -101,8 +102,8 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except Exception as error:  # of any library: a full disk is the user's to mend, and no fault to report
-        reason = full_disk(error)
+    except Exception as error:  # any library may raise it; a full disk is no bug, so it needs no traceback
+        reason = disk_full_message(error)
         if reason is None:
             raise
         print(f"upshift: a file could not be written ({reason}); {FREE_SOME}", file=sys.stderr)

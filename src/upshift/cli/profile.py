@@ -1,4 +1,4 @@
-"""Run ``upshift profile -- train ...``: show where the steps of a run go."""
+"""Run ``upshift profile -- train ...``: show how the time of training steps is spent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
-from upshift.cli.options import with_assignments
-from upshift.cli.plan.command import Json
+from upshift.cli.options import Json, move_flags_to_set
+from upshift.cli.run_display import RunDisplay
 from upshift.errors import RequestError
 from upshift.importing import importing
 
@@ -29,29 +29,29 @@ def command(command: Command, output: Output = Path("upshift-profile"), steps: S
     with importing():
         from upshift.training.profiling.run import profile
 
-    given = _read(command)
-    if given["backend"] != "torch":
-        raise RequestError(f"--backend {given['backend']} is not profiled; leave it out")
-    with train_command.RunDisplay(quiet=as_json) as display:
-        report = profile(train_command.request_of(given), output=output, steps=steps, watcher=display.watcher)
+    options = read_train_command(command)
+    if options["backend"] != "torch":
+        raise RequestError(f"--backend {options['backend']} is not profiled; leave it out")
+    with RunDisplay(quiet=as_json) as display:
+        report = profile(train_command.request_of(options), output=output, steps=steps, watcher=display.watcher)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
-        _print(report)
+        _print_report(report)
 
 
-def _read(words: list[str]) -> dict[str, Any]:
-    """Read the command by train's own parser, so that it takes what train takes."""
+def read_train_command(words: list[str]) -> dict[str, Any]:
+    """Parse the command by train's own parser, so that it takes the same options. Return them by name."""
     if not words or words[0] != "train":
         raise RequestError(f"profile takes the command of a training run, not {' '.join(words[:1]) or 'nothing'}: {EXAMPLE}")
     app = typer.Typer(add_completion=False)
     app.command("train")(train_command.command)
     parser: Any = typer.main.get_command(app)
     parsed: dict[str, Any] = parser.make_context("train", words[1:]).params
-    return with_assignments(parsed)
+    return move_flags_to_set(parsed)
 
 
-def _print(report: Any) -> None:
+def _print_report(report: Any) -> None:
     from rich.markup import escape
 
     tables.out.print(f"[bold]{report.label}[/bold]", highlight=False)
@@ -68,6 +68,17 @@ def _print(report: Any) -> None:
         table.add_row(kind.kind, f"[cyan]{bar}[/]", tables.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
     tables.out.print(table)
     _print_memory(report)
+    _print_changes(report)
+    for finding in report.findings:
+        doctor.show_finding(finding)
+    traces = ", ".join(rank.trace for rank in report.ranks)
+    tables.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
+
+
+def _print_changes(report: Any) -> None:
+    """Print the changes of the plan that would help most, by the planner with the measured terms."""
+    from rich.markup import escape
+
     if not report.changes:
         tables.out.print("[bold]No single choice[/bold] would bring a percent, by the planner with these measured terms.")
     for number, change in enumerate(report.changes, start=1):
@@ -77,10 +88,6 @@ def _print(report: Any) -> None:
         tables.out.print(f"[bold]{number}. {change.choice}[/bold]: {gain}", highlight=False)
         tables.out.print(f"      [dim]because:[/] {escape(change.why)}", highlight=False, soft_wrap=True)
         tables.out.print(f"      [dim]type:[/] {escape(change.fix)}", highlight=False, soft_wrap=True)
-    for finding in report.findings:
-        doctor.show_finding(finding)
-    traces = ", ".join(rank.trace for rank in report.ranks)
-    tables.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
 
 
 def _print_memory(report: Any) -> None:

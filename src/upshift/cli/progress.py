@@ -1,7 +1,7 @@
-"""Say what a command does, in a plain line every ten seconds, where standard error is no terminal but a log, a pipe or a job.
+"""Print the progress of a command as a plain line every ten seconds if standard error is a log or a pipe. A terminal has bars.
 
-On a terminal there are bars instead. Whoever does something long opens an ``activity`` and updates it; the innermost one that is
-open is written. The lines have no control characters, and standard output gets none of them.
+Code that takes a while opens an ``activity`` and updates it. The line is that of the innermost open activity. Lines have no
+control characters, and standard output gets none of them.
 """
 
 from __future__ import annotations
@@ -20,75 +20,79 @@ EVERY_SECONDS = 10.0
 
 
 class Activity:
-    """Something that takes a while. ``text``: how far it is, in words; else that is said by ``done`` of ``total``."""
+    """Something that takes a while. Its progress is ``text`` if there is one, else ``done`` of ``total``."""
 
     def __init__(self, title: str) -> None:
-        self.title, self.text = title, ""
+        self.title = title
+        self.text = ""
         self.done: float | None = None
         self.total: float | None = None
-        self.began = time.monotonic()
+        self.start = time.monotonic()
 
     def update(self, done: float | None = None, total: float | None = None, *, title: str | None = None, text: str = "") -> None:
         if title is not None and title != self.title:
-            self.title, self.began = title, time.monotonic()
-        self.done, self.total, self.text = done, total, text
+            self.title = title
+            self.start = time.monotonic()
+        self.done = done
+        self.total = total
+        self.text = text
 
     def line(self) -> str:
-        seconds = time.monotonic() - self.began
-        words = [self.text] if self.text else self._counted(seconds)
-        return _plain(", ".join([f"{self.title}: {format_seconds(seconds)} so far", *words]))
+        seconds = time.monotonic() - self.start
+        texts = [self.text] if self.text else self._count_texts(seconds)
+        return _plain_text(", ".join([f"{self.title}: {format_seconds(seconds)} so far", *texts]))
 
-    def _counted(self, seconds: float) -> list[str]:
+    def _count_texts(self, seconds: float) -> list[str]:
         if not self.done or not self.total:
             return []
-        words = [f"{self.done:,.0f} of {self.total:,.0f} ({self.done / self.total:.0%})"]
+        texts = [f"{self.done:,.0f} of {self.total:,.0f} ({self.done / self.total:.0%})"]
         if self.done < self.total:
-            words.append(f"about {format_seconds(seconds * (self.total - self.done) / self.done)} left")
-        return words
+            texts.append(f"about {format_seconds(seconds * (self.total - self.done) / self.done)} left")
+        return texts
 
 
-class Lines:
-    """The writer: at most one is at work. ``write``: gets each line."""
+class LineWriter:
+    """A thread that passes the line of the innermost activity to ``write`` every ten seconds."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._open: list[Activity] = []
-        self._over = threading.Event()
+        self._activities: list[Activity] = []  # the open ones, the innermost last
+        self._stopped = threading.Event()
 
     def begin(self, activity: Activity) -> None:
-        self._open.append(activity)
+        self._activities.append(activity)
 
     def end(self, activity: Activity) -> None:
-        self._open.remove(activity)
+        self._activities.remove(activity)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="upshift-progress", daemon=True).start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
-    def tell(self) -> None:
-        """Write what is done now."""
-        if self._open:
-            self._write(self._open[-1].line())
+    def write_line(self) -> None:
+        if self._activities:
+            self._write(self._activities[-1].line())
 
     def _run(self) -> None:
-        while not self._over.wait(EVERY_SECONDS):
-            self.tell()
+        while not self._stopped.wait(EVERY_SECONDS):
+            self.write_line()
 
 
-_lines: list[Lines] = []  # the one that is at work
+_writers: list[LineWriter] = []  # at most one
 
 
 @contextmanager
-def lines(title: str, console: Console, *, speaks: bool = True) -> Iterator[None]:
-    """While a command runs. ``title``: what is said where nothing else is open. ``speaks``: False for the ranks of a launcher but
-    the first. On a terminal nothing is written."""
-    if not speaks or console.is_terminal or _lines:
+def progress_lines(title: str, console: Console, *, is_enabled: bool = True) -> Iterator[None]:
+    """Write lines while a command runs, if the console is no terminal. ``title``: the line's title outside any activity.
+
+    ``is_enabled``: False on all ranks of a launcher but the first, so that only one writes."""
+    if not is_enabled or console.is_terminal or _writers:
         yield
         return
-    writer = Lines(lambda line: print(line, file=console.file, flush=True))
-    _lines.append(writer)
+    writer = LineWriter(lambda line: print(line, file=console.file, flush=True))
+    _writers.append(writer)
     writer.begin(Activity(title))
     writer.start()
     try:
@@ -98,16 +102,17 @@ def lines(title: str, console: Console, *, speaks: bool = True) -> Iterator[None
 
 
 def stop() -> None:
-    """No more lines: the command ends, or waits for others now, as a server does."""
-    for writer in _lines:
+    """Write no more lines: the command ends, or waits for requests, as a server does."""
+    for writer in _writers:
         writer.stop()
-    _lines.clear()
+    _writers.clear()
 
 
 @contextmanager
 def activity(title: str) -> Iterator[Activity]:
-    """Yields what is to be updated; it is what is written until the block ends, or another one is opened in it."""
-    current, writers = Activity(_plain(title)), list(_lines)
+    """Open an activity until the block ends, and yield it. The caller updates it."""
+    current = Activity(_plain_text(title))
+    writers = list(_writers)
     for writer in writers:
         writer.begin(current)
     try:
@@ -117,7 +122,8 @@ def activity(title: str) -> Iterator[Activity]:
             writer.end(current)
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return the text without markup, line breaks and control characters."""
-    words = Text.from_markup(text).plain if "[" in text else text
-    return " ".join("".join(one if one.isprintable() else " " for one in words).split())
+    without_markup = Text.from_markup(text).plain if "[" in text else text
+    printable = "".join(character if character.isprintable() else " " for character in without_markup)
+    return " ".join(printable.split())

@@ -1,4 +1,4 @@
-"""Run ``upshift quantize``: write a directory with weights of 8 or 4 bits, and a report of what rounding did."""
+"""Run ``upshift quantize``: write a directory with weights of 8 or 4 bits, and report how the outputs changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import tables
-from upshift.cli.plan.command import Json, Model
+from upshift.cli.options import Json, Model
 from upshift.cli.tables import dim
 from upshift.errors import RequestError
 from upshift.units import format_bytes
@@ -43,7 +43,7 @@ def command(
     from upshift.inference.generation.model import generation_task
     from upshift.inference.generation.prompts import check_prompts, read_prompts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
-    from upshift.inference.race.types import spread_over
+    from upshift.inference.race.types import pick_evenly_from_stream
     from upshift.inference.resumable_output import count_lines
     from upshift.inference.weights import find_plain_weights
 
@@ -54,35 +54,38 @@ def command(
     source = find_plain_weights(model)
     encodes = is_encoder(source)
     width: Bits = 8 if bits == 8 else 4
-    loads = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
-    said = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
-    plain_texts = [text for text in said if isinstance(text, str)]
-    if len(plain_texts) < len(said):
+    loader = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
+    sample = pick_evenly_from_stream(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
+    plain_texts = [text for text in sample if isinstance(text, str)]
+    if len(plain_texts) < len(sample):
         raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of
     with tables.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
-        found = quantize(source, rounding_of(source, plain_texts), output, bits=width, engine=loads)
+        result = quantize(source, rounding_of(source, plain_texts), output, bits=width, engine=loader)
     if as_json:
-        sys.stdout.write(found.to_json() + "\n")
+        sys.stdout.write(result.to_json() + "\n")
         return
-    _tell(found, output)
+    _print_quality(result, output)
 
 
-def _tell(found: Any, output: Path) -> None:
-    encodes = found.task == "encode"
-    per_second, of = ("texts/s", "vector or its scores") if encodes else ("tokens/s", "token's logits")
-    numbers = ("weights", per_second, *(() if encodes else ("same token",)), "cosine", "worst")
-    table = tables.new_table("Quality, on texts it was not fitted to", "", numbers=numbers)
+def _print_quality(result: Any, output: Path) -> None:
+    encodes = result.task == "encode"
+    columns: tuple[str, ...] = ("weights", "tokens/s", "same token", "cosine", "worst")
+    compared = "token's logits"
+    if encodes:
+        columns = ("weights", "texts/s", "cosine", "worst")
+        compared = "vector or its scores"
+    table = tables.new_table("Quality, on texts it was not fitted to", "", numbers=columns)
     for name, run, size in (
-        ("fp32, transformers", found.before, found.bytes_before),
-        (f"{found.bits} bits, {found.engine}", found.after, found.bytes_after),
+        ("fp32, transformers", result.before, result.bytes_before),
+        (f"{result.bits} bits, {result.engine}", result.after, result.bytes_after),
     ):
-        same = () if encodes else (f"{run.same_tokens:.1%}",)
-        quality = (*same, f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
+        same_tokens = () if encodes else (f"{run.same_tokens:.1%}",)
+        quality = (*same_tokens, f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
         table.add_row(name, format_bytes(size), f"{run.per_second:,.0f}", *quality)
     tables.out.print(table)
-    fitted = f"fitted to {found.calibrated_on} texts" if found.calibrated_on else "rounded without texts"
+    fitted = f"fitted to {result.calibrated_on} texts" if result.calibrated_on else "rounded without texts"
     same_token = "" if encodes else "same token: the likeliest is that of before; "
-    dim(f"{fitted}; {same_token}cosine: of a {of}, the median")
+    dim(f"{fitted}; {same_token}cosine: of a {compared}, the median")
     command = "encode" if encodes else "generate"
-    tables.out.print(f"{output} loads with {LOADS[found.task, found.engine]}, and with: upshift {command} {output}")
+    tables.out.print(f"{output} loads with {LOADS[result.task, result.engine]}, and with: upshift {command} {output}")

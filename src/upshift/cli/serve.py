@@ -1,4 +1,4 @@
-"""Run ``upshift serve``: serve models at OpenAI's addresses, by the engines that win on the expected requests."""
+"""Run ``upshift serve``: serve models by OpenAI's API, each with the engine that is fastest for the expected requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import progress, tables
-from upshift.cli.options import number
-from upshift.cli.tables import RaceSeconds, dim
+from upshift.cli.options import RaceSeconds, number_option
+from upshift.cli.tables import dim
 from upshift.errors import MissingExtra, RequestError
 from upshift.units import GIB, format_seconds
 from upshift.versions import installed_version
@@ -39,21 +39,21 @@ def command(
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="requests that wait; more get 429")] = 256,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    max_memory: Annotated[float | None, number("--max-memory", "GiB of all engines together", least=0.1)] = None,
-    request_seconds: Annotated[float, number("--request-seconds", "longest that an answer takes", least=0.1)] = 600.0,
-    max_body_mb: Annotated[float, number("--max-body-mb", "largest request", least=0.001)] = 4.0,
+    max_memory: Annotated[float | None, number_option("--max-memory", "GiB of all engines together", least=0.1)] = None,
+    request_seconds: Annotated[float, number_option("--request-seconds", "longest that an answer takes", least=0.1)] = 600.0,
+    max_body_mb: Annotated[float, number_option("--max-body-mb", "largest request", least=0.001)] = 4.0,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="a key a line; none: everybody may ask")] = None,
     race_seconds: RaceSeconds = None,
 ) -> None:
     """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
-    _check()
+    _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
     from upshift.serving.app import Limits
     from upshift.serving.messages import EngineRequest
     from upshift.serving.server import Address, serve
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    names = _named(models)
+    names = _models_by_name(models)
     requests = {
         name: EngineRequest(
             model=model, quality=quality, engine=engine,
@@ -63,56 +63,59 @@ def command(
         )
         for name, model in names.items()
     }  # fmt: skip
-    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
+    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_read_keys(api_key_file))
     tables.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
-            requests, Address(host, port), limits, replicas=_replicas(replicas),
+            requests, Address(host, port), limits, replicas=_num_replicas(replicas),
             memory_bytes=None if max_memory is None else int(max_memory * GIB),
-            on_ready=_tell_ready, on_open=_tell_open,
+            on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
 
 
-def _check() -> None:
+def _check_libraries() -> None:
     for library in ("fastapi", "uvicorn", "prometheus-client", "llguidance"):
         if installed_version(library) is None:
             raise MissingExtra(library=library, extra="serve", purpose="upshift serve")
 
 
-def _replicas(asked: int | None) -> int:
-    """Return the number of replicas: a GPU each, or without GPUs as many as there are NUMA nodes, because memory of
-    another node is slower."""
+def _num_replicas(requested: int | None) -> int:
+    """Return the number of replicas of each model: as requested, or one a GPU, or without GPUs one a NUMA node.
+
+    Memory of another NUMA node is slower. Raise RequestError for more replicas than GPUs, or than cores."""
     from upshift.hardware import detect
 
     host = detect()
     cores = host.cpu.usable_cores if host.cpu is not None else 1
-    most = host.gpus_per_node or cores
-    if asked is not None and asked > most:
-        what = "GPUs" if host.gpus_per_node else "cores"
-        raise RequestError(f"--replicas {asked} is more than the {most} {what} of this machine; ask for at most {most}")
+    limit = host.gpus_per_node or cores
+    if requested is not None and requested > limit:
+        unit = "GPUs" if host.gpus_per_node else "cores"
+        raise RequestError(f"--replicas {requested} is more than the {limit} {unit} of this machine; ask for at most {limit}")
     nodes = host.cpu.numa_nodes if host.cpu is not None and host.cpu.numa_nodes else 1
-    return asked or host.gpus_per_node or min(nodes, cores)
+    return requested or host.gpus_per_node or min(nodes, cores)
 
 
-def _named(models: list[str]) -> dict[str, str]:
-    """Return the models by the names that clients use: the directory's own, whose path may have an equals sign, or
-    what stands before one."""
-    found: dict[str, str] = {}
+def _models_by_name(models: list[str]) -> dict[str, str]:
+    """Return the models by the names that clients use: NAME of NAME=MODEL, else that of the directory, or MODEL itself.
+
+    An existing directory is never split, since its path may have an equals sign."""
+    models_by_name: dict[str, str] = {}
     for text in models:
         name, separator, model = text.partition("=")
         if text and Path(text).is_dir():
-            name, model = Path(text).resolve().name, text
+            name = Path(text).resolve().name
+            model = text
         elif not separator:
             model = text
         if not name or not model:
             raise RequestError(f"{text!r} is no model; write MODEL or NAME=MODEL")
-        if name in found:
+        if name in models_by_name:
             raise RequestError(f"two models are called {name!r}; write NAME=MODEL for one of them")
-        found[name] = model
-    return found
+        models_by_name[name] = model
+    return models_by_name
 
 
-def _keys(path: Path | None) -> tuple[str, ...]:
+def _read_keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
@@ -124,15 +127,15 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def _tell_open(url: str) -> None:
+def _print_address(url: str) -> None:
     progress.stop()  # from here on it waits for requests
     tables.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
 
 
-def _tell_ready(name: str, ready: Any) -> None:
-    parts = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in ready.seconds.items())
+def _print_ready(name: str, ready: Any) -> None:
+    stages = ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in ready.seconds.items())
     engines = f" in {ready.replicas} engines" if ready.replicas > 1 else ""
-    tables.err.print(f"{name}: {ready.setup}, {ready.rows} at once{engines} ({parts})")
+    tables.err.print(f"{name}: {ready.setup}, {ready.rows} at once{engines} ({stages})")
     if ready.task == "generate":
         predicted = "" if ready.predicted_capacity is None else f" (predicted {ready.predicted_capacity:.2f})"
         dim(

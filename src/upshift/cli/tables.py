@@ -1,6 +1,6 @@
-"""Tables and bars. Results go to standard output; progress goes to standard error.
+"""Tables, bars and lines that several commands print. Results go to standard output, progress to standard error.
 
-Print the lines on a race that ``upshift encode`` and ``upshift generate`` share.
+First bars and numbers, then the tables of a plan, of a run and of a model, then those of a race between engines.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,7 +20,7 @@ from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes, takes
+from upshift.planning.cost.time import SampleUnit, sample_unit
 from upshift.planning.cost.uncertainty import Number
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate
@@ -29,13 +28,14 @@ from upshift.planning.trials.select import Tried
 from upshift.record import Basis, Numbers, compared_numbers
 from upshift.units import GIB, format_count, format_seconds
 
-SAME = 0.005  # of time and of memory: what no prediction tells apart
-SMALL_GIB = 0.005  # below what is printed
-PHASE_WIDTH, NUMBER_WIDTH = 18, 9  # of the memory table, with what stands between columns
+SAME = 0.005  # relative difference of time or memory that no prediction can tell apart
+SMALL_GIB = 0.005  # a smaller part of the memory is not printed
+PHASE_WIDTH = 18  # of the memory table's first column, with the space between columns
+NUMBER_WIDTH = 9  # of its other columns, likewise
 PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
-RATES: dict[Takes, str] = {"tokens": "tok/s", "images": "images/s"}
+RATES: dict[SampleUnit, str] = {"tokens": "tok/s", "images": "images/s"}
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 out = Console()
@@ -44,7 +44,7 @@ err = Console(stderr=True)
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[float, float], None]]:
-    """A progress bar on standard error, gone when done; yields ``update(done, total)``."""
+    """Show a progress bar on standard error until the block ends. Yield ``update(done, total)``."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as progress, activity(title) as current:
         task = progress.add_task(title, total=None)
@@ -58,7 +58,7 @@ def bar(title: str) -> Iterator[Callable[[float, float], None]]:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Spinner with elapsed time while something runs; then one line saying how long it took."""
+    """Show a spinner with the elapsed time until the block ends, then print one line with the time that it took."""
     start = time.perf_counter()
     with err.status(title), activity(title):
         yield
@@ -77,11 +77,11 @@ def percent(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.1%}"
 
 
-COPIED = ("choice", "value", "engine", "precision")  # by a person: other columns wrap for them
+COPIED = ("choice", "value", "engine", "precision")  # a person copies these columns: they do not wrap, others do
 
 
 def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Text columns first, right-aligned number columns after; narrow enough for 80 columns."""
+    """Return an empty table: text columns first, then right-aligned number columns. It is to fit 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in columns:
         table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in COPIED)
@@ -91,65 +91,77 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
 
 
 def plans_title(ranked: int, rejected: int, host: Host) -> str:
-    held = " that fit" if unknown_memory(host) is None else ""
-    return f"Best of {ranked:,} plans{held} ({rejected:,} rejected)"
+    that_fit = " that fit" if unknown_memory(host) is None else ""
+    return f"Best of {ranked:,} plans{that_fit} ({rejected:,} rejected)"
+
+
+def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:
+    weights = ", whose weights are stored in NF4" if load_in_4bit else ""
+    return f"LoRA of rank {lora_rank} around every linear layer but the head{weights}"
 
 
 def plans_table(planning: Planning, *, rows: int) -> Table:
+    """Return the best plans, one row for plans that are alike, and the plain default below them."""
     ranking = planning.ranking
     title = plans_title(len(ranking.candidates), ranking.num_rejected, planning.host)
     wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    columns = (RATES[takes(planning.profile)], "step ms", *memory, "tier")
+    columns = (RATES[sample_unit(planning.profile)], "step ms", *memory, "tier")
     table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
-    table.padding, table.caption_justify = (0, 0), "left"
+    table.padding = (0, 0)
+    table.caption_justify = "left"
     table.columns[1].min_width = PLAN_WIDTH
     folded = folded_rows(ranking.candidates, rows=rows)
-    for label, candidate, alike in [*folded, ("plain", planning.default, 0)]:
+    for label, candidate, num_alike in [*folded, ("plain", planning.default, 0)]:
         numbers = planning.numbers(candidate)
         sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
         bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
         table.add_row(
-            label, candidate.plan.label() + (f" [dim]and {alike:,} alike[/dim]" if alike else ""),
+            label, candidate.plan.label() + (f" [dim]and {num_alike:,} alike[/dim]" if num_alike else ""),
             *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
             number(numbers.step_ms.p50 if numbers.step_ms else None), *(gib(size) for size in sizes),
             "".join(basis.tier[0] for basis in bases), end_section=label == folded[-1][0],
         )  # fmt: skip
-    kinds = {candidate.basis(name).tier for _, candidate, _ in folded for name in NUMBERS}
-    words = "; ".join(f"{tier[0]} {TIERS[tier]}" for tier in TIERS if tier in kinds)
+    tiers = {candidate.basis(name).tier for _, candidate, _ in folded for name in NUMBERS}
+    legend = "; ".join(f"{tier[0]} {TIERS[tier]}" for tier in TIERS if tier in tiers)
     reserved = "resv.: what the allocator holds; " if on_gpu else ""
     table.caption = (
         f"Memory in GiB. alloc.: tensors at the peak; {reserved}held: the whole {'device' if on_gpu else 'process'}. "
-        f"tier, of time, alloc. and held: {words}."
+        f"tier, of time, alloc. and held: {legend}."
     )
     return table
 
 
 def folded_rows(candidates: list[Candidate], *, rows: int) -> list[tuple[str, Candidate, int]]:
-    """(rank, plan, how many are alike): one row for plans that come from each other by one choice at a time that changes neither
-    predicted time nor memory."""
-    found: list[tuple[str, list[Candidate]]] = []
+    """Return (rank, plan, number of other plans that are alike) for each row.
+
+    Plans are alike that come from each other by one choice at a time, where none changes the predicted time or memory."""
+    groups: list[tuple[str, list[Candidate]]] = []
     for rank, candidate in enumerate(candidates, start=1):
-        alike = next((group for _, group in found if _alike(candidate, group)), None)
+        alike = next((group for _, group in groups if _is_alike(candidate, group)), None)
         if alike is not None:
             alike.append(candidate)
-        elif len(found) < rows:
-            found.append((str(rank), [candidate]))
-        elif candidate.tokens_per_second < (1 - SAME) * found[-1][1][0].tokens_per_second:
-            break  # slower than every row: nothing alike comes any more
-    return [(rank, group[0], len(group) - 1) for rank, group in found]
+        elif len(groups) < rows:
+            groups.append((str(rank), [candidate]))
+        elif candidate.tokens_per_second < (1 - SAME) * groups[-1][1][0].tokens_per_second:
+            break  # slower than every row: no later plan is alike
+    return [(rank, group[0], len(group) - 1) for rank, group in groups]
 
 
-def _alike(candidate: Candidate, group: list[Candidate]) -> bool:
+def _is_alike(candidate: Candidate, group: list[Candidate]) -> bool:
     first = group[0]
     pairs = (
         (candidate.tokens_per_second, first.tokens_per_second), (candidate.time.total, first.time.total),
         (candidate.memory.peak, first.memory.peak), (candidate.resident, first.resident),
     )  # fmt: skip
-    if any(abs(one - other) > SAME * other for one, other in pairs):
+    if any(abs(value - reference) > SAME * reference for value, reference in pairs):
         return False
-    return any(sum(getattr(candidate.plan, name) != getattr(one.plan, name) for name in COST_KEY) == 1 for one in group)
+    return any(_num_differences(candidate, member) == 1 for member in group)
+
+
+def _num_differences(a: Candidate, b: Candidate) -> int:
+    return sum(getattr(a.plan, name) != getattr(b.plan, name) for name in COST_KEY)
 
 
 def time_line(candidate: Candidate) -> str:
@@ -160,49 +172,50 @@ def time_line(candidate: Candidate) -> str:
 
 
 def memory_table(planning: Planning, candidate: Candidate) -> Table:
-    """A row a phase, its parts in words: a column each would not fit."""
-    numbers, on_gpu = planning.numbers(candidate), candidate.plan.device == "cuda"
+    """Return a row for each phase. Its parts share one column, because a column for each would not fit."""
+    numbers = planning.numbers(candidate)
+    on_gpu = candidate.plan.device == "cuda"
     columns = ("alloc.", *(["resv."] if on_gpu else []), "held")
     table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*columns, "of it"))
     table.columns[-1].justify = "left"
-    room = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
+    width = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
     for phase, row in numbers.memory.items():
         total = sum(row.values())
-        held = planning.life.held(candidate, total * GIB) / GIB
-        sizes = [total, *([planning.life.reserved(candidate, total * GIB) / GIB] if on_gpu else []), held]
+        held = planning.job_memory.held_bytes(candidate, total * GIB) / GIB
+        sizes = [total, *([planning.job_memory.reserved_bytes(candidate, total * GIB) / GIB] if on_gpu else []), held]
         parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
-        table.add_row(phase, *(gib(size) for size in sizes), wrapped([f"{part} {gib(size)}" for part, size in parts], room))
+        texts = [f"{part} {gib(size)}" for part, size in parts]
+        table.add_row(phase, *(gib(size) for size in sizes), wrap_items(texts, width))
     return table
 
 
-def wrapped(items: list[str], width: int) -> str:
-    """Lines of whole items."""
+def wrap_items(items: list[str], width: int) -> str:
+    """Join the items with commas in lines of at most ``width`` characters. A line breaks between items only."""
     unbroken = ", ".join(item.replace(" ", NO_BREAK) for item in items)
     lines = textwrap.wrap(unbroken, width=width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace(NO_BREAK, " ")
 
 
-def sureness(numbers: Numbers) -> list[str]:
-    """Return a line for each predicted number: what it rests on, and between which factors of it the measured one should lie."""
-    step = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
+def uncertainty_lines(numbers: Numbers) -> list[str]:
+    """Return a line for each predicted number: its basis, and the factors between which the measured one should lie."""
+    step_basis = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
     lines = []
-    for name, basis in (("Time", step), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
+    for name, basis in (("Time", step_basis), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
         if basis is None or basis.interval is None:
             continue
         low, high = basis.interval
         runs = f" ({basis.num_records:,} {'run' if basis.num_records == 1 else 'runs'})" if basis.num_records else ""
         lines.append(f"{name}: {TIERS.get(basis.tier, basis.tier)}{runs}; expect {low:.2f}x to {high:.2f}x")
-    chance = numbers.out_of_memory_probability
-    if chance is not None:
-        lines.append(f"Probability of running out of memory: {chance:.1%}")
+    probability = numbers.out_of_memory_probability
+    if probability is not None:
+        lines.append(f"Probability of running out of memory: {probability:.1%}")
     return lines
 
 
 def reasons_table(planning: Planning) -> Table:
     wide = out.width >= 120
-    table = new_table(
-        "Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost", *(["it trades"] if wide else [])
-    )
+    columns = ("choice", "value", "runner-up", "its cost", *(["it trades"] if wide else []))
+    table = new_table("Why, and what the runner-up would cost", *columns)
     for reason in planning.reasons:
         row = [reason.choice, reason.value, reason.runner_up, reason.runner_up_cost]
         table.add_row(*row, *([reason.why] if wide else []))
@@ -235,7 +248,7 @@ def trials_table(tried: list[Tried], chosen: Tried) -> Table:
 
 
 def comparison_table(rows: list[tuple[str, Numbers]]) -> Table:
-    """The first row is the baseline."""
+    """Compare runs by name. The first row is the baseline of the column "speed"."""
     numbers_shown = ("tok/s", "speed", "peak GiB", "process GiB", "held-out loss*")
     table = new_table("Plain default against the chosen plan", "", numbers=numbers_shown)
     table.caption = "* after the same number of tokens"
@@ -251,18 +264,25 @@ def comparison_table(rows: list[tuple[str, Numbers]]) -> Table:
 
 def prediction_table(predicted: Numbers, measured: Numbers) -> Table:
     table = new_table("Predicted against measured", "", numbers=("predicted", "measured", "error"))
-    for name, ours, real in compared_numbers(predicted, measured):
+    for name, predicted_value, measured_value in compared_numbers(predicted, measured):
         digits = 2 if "GiB" in name else 0
-        error = ours / real - 1 if ours is not None and real else None
-        table.add_row(name, number(ours, digits), number(real, digits), percent(error))
+        error = None
+        if predicted_value is not None and measured_value:
+            error = predicted_value / measured_value - 1
+        table.add_row(name, number(predicted_value, digits), number(measured_value, digits), percent(error))
     return table
 
 
 def inspection_tables(inspection: Any) -> list[Table]:
+    """Return the tables of ``upshift inspect``: parameters, costs of a sequence, declarations, and isolation of texts."""
     title = f"{inspection.architecture} · {inspection.objective} · {inspection.num_layers} layers"
-    parts = new_table(title, "parameters", numbers=("count",))
-    for part, count in inspection.parameters.items():
-        parts.add_row(part, format_count(count))
+    parameters = new_table(title, "parameters", numbers=("count",))
+    for component, count in inspection.parameters.items():
+        parameters.add_row(component, format_count(count))
+    return [parameters, _costs_table(inspection), _declarations_table(inspection), isolation_table(inspection.isolation)]
+
+
+def _costs_table(inspection: Any) -> Table:
     costs = new_table(f"One sequence of {inspection.sequence_length} tokens", "", "")
     costs.add_row("forward", f"{inspection.flops_forward / 1e9:,.1f} GFLOP")
     costs.add_row("forward + backward", f"{inspection.flops_train / 1e9:,.1f} GFLOP")
@@ -277,18 +297,23 @@ def inspection_tables(inspection: Any) -> list[Table]:
             "keys and values, bf16",
             f"{inspection.kv_bytes / 2**20:,.2f} MiB; {inspection.kv_bytes_per_token / 2**10:,.2f} KiB a token",
         )
-    declares = new_table("What the model declares", "", "")
+    return costs
+
+
+def _declarations_table(inspection: Any) -> Table:
+    table = new_table("What the model declares", "", "")
     for name, value in inspection.declares.items():
-        text = (
-            ", ".join(f"{k}: {v}" for k, v in value.items())
-            if isinstance(value, dict)
-            else ", ".join(value)
-            if isinstance(value, (tuple, list))
-            else str(value)
-        )
-        declares.add_row(name.replace("_", " "), text or "nothing")
-    declares.add_row("loss in chunks", inspection.chunked_loss)
-    return [parts, costs, declares, isolation_table(inspection.isolation)]
+        table.add_row(name.replace("_", " "), _declaration_text(value) or "nothing")
+    table.add_row("loss in chunks", inspection.chunked_loss)
+    return table
+
+
+def _declaration_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return ", ".join(value)
+    return str(value)
 
 
 PADDING_WORDS = {
@@ -299,7 +324,7 @@ PADDING_WORDS = {
 
 
 def isolation_table(isolation: Isolation) -> Table:
-    """Return a table of what was seen of texts that share a row or a batch."""
+    """Return what a text computes to when other texts share its row or its batch, as seen on a small copy."""
     table = new_table("What reaches a text, seen on a small copy with random weights", "", "")
     if not isolation.proven:
         table.add_row("not proven", isolation.reason)
@@ -311,15 +336,14 @@ def isolation_table(isolation: Isolation) -> Table:
         table.add_row("token by token", isolation.by_token or "as the whole text")
         if not isolation.by_token:
             table.add_row("padding before it", isolation.left_padding or "changes nothing")
-        whole = "of the whole batch alone: micro-batches would change it"
-        table.add_row("loss of a batch", "the mean over its texts, by labels" if isolation.loss_splits else whole)
+        loss = "of the whole batch alone: micro-batches would change it"
+        if isolation.loss_splits:
+            loss = "the mean over its texts, by labels"
+        table.add_row("loss of a batch", loss)
     return table
 
 
-RaceSeconds = Annotated[
-    float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
-]
-STOPPED = {
+STOPPED = {  # why the race stopped timing an engine, by the reason's name
     "quality": "the quality is not reached",
     "behind": "the fastest is 1.5 times as fast or more",
     "time": "the race's time was over",
@@ -327,68 +351,71 @@ STOPPED = {
 
 
 def dim(text: str, console: Console = out) -> None:
-    """Print a text as it is, in gray: the names of extras look like markup."""
+    """Print a text in gray, without reading markup in it: names of extras look like markup."""
     console.print(text, style="dim", markup=False, highlight=False)
 
 
-def teller(unit: str) -> Callable[[Any], None]:
-    """Says of each contestant, as it ends, how many texts or tokens a second it did."""
-    return lambda run: dim(
-        f"{run.setup.label()}: {run.failure or f'{run.per_second:,.0f} {unit}, batch {run.setup.batch:,}'}", err
-    )
+def run_printer(unit: str) -> Callable[[Any], None]:
+    """Return a callback that prints the rate of each engine's run as it ends, in ``unit`` (texts/s or tokens/s)."""
+
+    def print_run(run: Any) -> None:
+        outcome = run.failure or f"{run.per_second:,.0f} {unit}, batch {run.setup.batch:,}"
+        dim(f"{run.setup.label()}: {outcome}", err)
+
+    return print_run
 
 
-def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], str]]) -> Table:
-    """Every contestant that ran, the fastest first, with the batch that was best. forecast: what the planner's formulas said;
-    cosine: of what agrees least; diff: the largest. ``batch``, ``unit``: what its setup's batch and its rate are called;
-    ``more``: columns of one task."""
-    numbers: dict[str, Callable[[Any], str]] = {
+def race_table(race: Any, batch: str, unit: str, task_columns: Mapping[str, Callable[[Any], str]]) -> Table:
+    """Return a row for each engine and precision that ran, the fastest first, at its best batch.
+
+    Columns: ``batch`` and ``unit`` name the batch size and the rate; forecast: the rate by the planner's formulas; cosine: of
+    the output that agrees least; diff: the largest difference. ``task_columns``: further columns, by name."""
+    columns: dict[str, Callable[[Any], str]] = {
         batch: lambda run: f"{run.setup.batch:,}",
         unit: lambda run: f"{run.per_second:,.0f}",
         "forecast": lambda run: "" if run.forecast_per_second is None else f"{run.forecast_per_second:,.0f}",
-        **more,
+        **task_columns,
         "cosine": lambda run: f"{run.worst_cosine:.5f}",
         "diff": lambda run: f"{run.largest_difference:.1e}",
     }
-    found = new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=tuple(numbers))
-    found.padding = (0, 0)
+    table = new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=tuple(columns))
+    table.padding = (0, 0)
     for run in race.best():
         style = "bold green" if run.setup == race.chosen else None
-        found.add_row(run.setup.engine, run.setup.precision, *(number(run) for number in numbers.values()), style=style)
-    return found
+        table.add_row(run.setup.engine, run.setup.precision, *(column(run) for column in columns.values()), style=style)
+    return table
 
 
-def failures(race: Any, unit: str) -> None:
-    """Print how fast anything could be, what did not run, what is not installed, and where the race is remembered."""
+def print_race_notes(race: Any, unit: str) -> None:
+    """Print the ceiling of the rate, the engines that failed, stopped, did not race or are not installed, and the race's file."""
     from upshift.inference.registry import install_line
 
     if race.ceiling:
         dim(f"Without any computing: {race.ceiling:,.0f} {unit}, more than any engine can do here")
-
     for run in race.runs:
         if run.failure:
             dim(f"{run.setup.label()} did not run: {run.failure}")
-    for why, said in STOPPED.items():
-        names = [run.setup.label() for run in race.runs if run.stopped == why]
+    for reason, text in STOPPED.items():
+        names = [run.setup.label() for run in race.runs if run.stopped == reason]
         if names:
-            dim(f"Timed once only, as {said}: {', '.join(dict.fromkeys(names))}")
+            dim(f"Timed once only, as {text}: {', '.join(dict.fromkeys(names))}")
     for skipped in race.left_out:
-        dim(f"{skipped.setup.label()} did not race: {_why(skipped, race, unit)}")
+        dim(f"{skipped.setup.label()} did not race: {_skip_reason(skipped, race, unit)}")
     if race.seconds:
         dim(f"The race took {race.seconds:.0f} s of at most {race.allowed:.0f} (--race-seconds)")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
     for name, rate in race.expected.items():
-        brings = f"; the planner expects {rate:,.0f} {unit} of it" if rate else ""
-        dim(f"{name} is not installed and did not race: {install_line(name)}{brings}")
+        expected_rate = f"; the planner expects {rate:,.0f} {unit} of it" if rate else ""
+        dim(f"{name} is not installed and did not race: {install_line(name)}{expected_rate}")
 
 
-def _why(skipped: Any, race: Any, unit: str) -> str:
+def _skip_reason(skipped: Any, race: Any, unit: str) -> str:
     if skipped.reason == "time":
         return f"the {race.allowed:.0f} s of the race were over; --race-seconds gives it more"
     if skipped.reason == "quality":
         return f"{skipped.by.label()}, which rounds less, leaves it a cosine of {skipped.cosine:.5f} at most"
-    said = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
+    reason = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
     if skipped.rate:
-        said = f"the planner expects at most {skipped.rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
-    return f"{said}; --engine {skipped.setup.engine} races it"
+        reason = f"the planner expects at most {skipped.rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
+    return f"{reason}; --engine {skipped.setup.engine} races it"

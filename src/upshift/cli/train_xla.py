@@ -18,43 +18,47 @@ from upshift.units import format_seconds
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
 TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
-FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
+FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
-RECENT_STEPS = 10  # whose mean time says what is left
+RECENT_STEPS = 10  # the time left is estimated from the mean time of so many
 
 
-def is_asked(backend: str) -> bool:
+def is_xla(backend: str) -> bool:
+    """Return whether the backend is XLA. Raise RequestError for an unknown one."""
     if backend not in BACKENDS:
         raise RequestError(f"--backend {backend} is not known; use {' or '.join(BACKENDS)}")
     return backend == "xla"
 
 
 def run(request: TrainRequest, *, as_json: bool) -> None:
+    """Train in TensorFlow and print the results. The data are text, or TFRecord files of ``upshift data to-tfrecord``."""
     from upshift.xla.tensorflow import need_tensorflow
 
-    _refuse(request)
-    fields = _fields(request.fixed)
+    _reject_torch_options(request)
+    fields = _read_fields(request.fixed)
     need_tensorflow("--backend xla")
-    from upshift.training.batches.sampler import steps_of
+    from upshift.training.batches.sampler import count_steps
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.train import train
 
-    global_batch, seed = request.global_batch, request.arguments.seed
+    global_batch = request.global_batch
+    seed = request.arguments.seed
     if has_records(request.data):
         num_sequences = read_index(request.data).num_examples
-        steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
-        batches, tokenizer = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed), None
+        steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+        batches = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed)
+        tokenizer = None
     else:
-        batches, steps, tokenizer = _tokenized(request)
-    told: list[Any] = []
+        batches, steps, tokenizer = _tokenized_batches(request)
+    finished: list[Any] = []
     start = time.perf_counter()
 
-    with activity("Building the model and compiling its first step") as now:
+    with activity("Building the model and compiling its first step") as current:
 
-        def on_step(done: Any) -> None:
-            told.append(done)
-            now.update(title="Training", text=_line(done, told[-RECENT_STEPS:], global_batch))
-            _tell(done, quiet=as_json)
+        def on_step(step: Any) -> None:
+            finished.append(step)
+            current.update(title="Training", text=_progress_text(step, finished[-RECENT_STEPS:], global_batch))
+            _print_step(step, quiet=as_json)
 
         settings: dict[str, Any] = request.arguments_for(steps).model_dump() | fields
         trained = train(
@@ -63,41 +67,43 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
         )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
-    _print(trained, told, time.perf_counter() - start, as_json=as_json)
+    _print_results(trained, finished, time.perf_counter() - start, as_json=as_json)
 
 
-def _refuse(request: TrainRequest) -> None:
+def _reject_torch_options(request: TrainRequest) -> None:
     for name in TORCH_ONLY:
         if getattr(request, name) != TrainRequest.model_fields[name].default:
             option = name.removesuffix("_file").replace("_", "-")
             raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
 
 
-def _fields(assignments: tuple[str, ...]) -> dict[str, str]:
-    found = dict(text.partition("=")[::2] for text in assignments)
-    unknown = next((name for name in found if name not in FIELDS), None)
+def _read_fields(assignments: tuple[str, ...]) -> dict[str, str]:
+    fields = dict(text.partition("=")[::2] for text in assignments)
+    unknown = next((name for name in fields if name not in FIELDS), None)
     if unknown is not None:
         raise RequestError(f"--set {unknown} is not for --backend xla, which knows {', '.join(FIELDS)}")
-    return found
+    return fields
 
 
-def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
+def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.sampler import BatchSource, evaluation_batches, steps_of
+    from upshift.training.batches.sampler import BatchSource, count_steps, evaluation_batches
     from upshift.training.data.dataset import prepare_data
     from upshift.training.loop.state import fingerprint
     from upshift.xla.data.batches import Batches, plan_buckets
 
-    global_batch, seed = request.global_batch, request.arguments.seed
-    found = prepare_data(
+    global_batch = request.global_batch
+    seed = request.arguments.seed
+    data = prepare_data(
         find_model(request.model), request.data, sequence_length=request.sequence_length, text_column=request.text_column
     )
-    steps = request.max_steps or steps_of(request.epochs, num_sequences=len(found.training), global_batch=global_batch)
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
-    source = BatchSource(sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed)
-    lengths, held_out = found.histogram, found.evaluation
+    source = BatchSource(sequences=data.training, global_batch=global_batch, layout=layout, objective=data.objective, seed=seed)
+    lengths = data.histogram
+    held_out = data.evaluation
     longest = max(lengths.longest, 0 if held_out is None else int(held_out.lengths.max()))
     buckets = plan_buckets(lengths.lengths, lengths.counts, longest=longest, batch_size=global_batch, num_steps=steps)
 
@@ -105,63 +111,66 @@ def _tokenized(request: TrainRequest) -> tuple[Any, int, Any]:
         return (batch.micro_batches[0].arrays for batch in source.batches(source.position_of_step(step)))
 
     def evaluation() -> Iterator[Any]:
-        assert held_out is not None  # else nobody asks
-        batches = evaluation_batches(held_out, global_batch=global_batch, layout=layout, objective=found.objective)
+        assert held_out is not None  # without held-out data this function is not passed on
+        batches = evaluation_batches(held_out, global_batch=global_batch, layout=layout, objective=data.objective)
         return (batch.micro_batches[0].arrays for batch in batches)
 
     batches = Batches(
-        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=found.objective.pad_token_id,
-        evaluation=None if held_out is None else evaluation, identity=fingerprint(found.training),
+        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=data.objective.pad_token_id,
+        evaluation=None if held_out is None else evaluation, identity=fingerprint(data.training),
     )  # fmt: skip
-    return batches, steps, found.tokenizer
+    return batches, steps, data.tokenizer
 
 
-def _line(done: Any, recent: list[Any], global_batch: int) -> str:
-    seconds = sum(one.seconds for one in recent) / len(recent)
-    speed = f"{global_batch * sum(one.width for one in recent) / len(recent) / seconds:,.0f} tokens/s with padding"
-    left = f"{format_seconds((done.max_steps - done.step) * seconds)} left"
-    return f"step {done.step}/{done.max_steps}, loss {done.loss:.3f}, {speed}, {left}"
+def _progress_text(step: Any, recent_steps: list[Any], global_batch: int) -> str:
+    seconds = sum(recent.seconds for recent in recent_steps) / len(recent_steps)
+    tokens = global_batch * sum(recent.width for recent in recent_steps) / len(recent_steps)
+    speed = f"{tokens / seconds:,.0f} tokens/s with padding"
+    remaining = f"{format_seconds((step.max_steps - step.step) * seconds)} left"
+    return f"step {step.step}/{step.max_steps}, loss {step.loss:.3f}, {speed}, {remaining}"
 
 
-def _tell(done: Any, *, quiet: bool) -> None:
-    """Print a line a step, on a terminal."""
+def _print_step(step: Any, *, quiet: bool) -> None:
+    """Print a line about a step, on a terminal only."""
     if not quiet and tables.err.is_terminal:
-        compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
-        held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
-        step = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}"
-        text = f"{step}, {done.seconds:.2f} s at {done.width} tokens{compiled}{held_out}"
+        programs = f", {step.num_traces} programs" if step.num_traces > 1 else ""
+        held_out = "" if step.evaluation_loss is None else f", held-out loss {step.evaluation_loss:.4f}"
+        position = f"step {step.step}/{step.max_steps} loss {step.loss:.4f}"
+        text = f"{position}, {step.seconds:.2f} s at {step.width} tokens{programs}{held_out}"
         tables.err.print(f"[dim]{text}[/dim]", highlight=False)
 
 
-def _print(trained: Any, told: list[Any], seconds: float, *, as_json: bool) -> None:
+def _print_results(trained: Any, steps: list[Any], seconds: float, *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(_record(trained, told).to_json() + "\n")
+        sys.stdout.write(_record(trained, steps).to_json() + "\n")
         return
     widths = ", ".join(map(str, trained.widths))
     tables.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
     loss = f"{trained.losses[-1]:.4f}" if trained.losses else "unknown"
-    took = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
-    tables.out.print(f"Loss {loss} after {took}. Model saved in {trained.model_directory}", highlight=False)
+    duration = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
+    tables.out.print(f"Loss {loss} after {duration}. Model saved in {trained.model_directory}", highlight=False)
 
 
-def _record(trained: Any, told: list[Any]) -> Any:
-    """Return the record of a run. The first step of each width compiles it: its time is not a step's."""
+def _record(trained: Any, steps: list[Any]) -> Any:
+    """Return the record of a run. The first step of each width compiles a program: its time counts as one-time."""
     from upshift.benchmarking.environment import environment
     from upshift.hardware.detect import detect
     from upshift.record import Numbers, Record, Spread
     from upshift.units import FLOP_CONVENTION
 
-    seen: set[int] = set()
-    warm, first = [], 0.0
-    for done in told:
-        if done.width in seen:
-            warm.append(1000 * done.seconds)
+    seen_widths: set[int] = set()
+    warm_ms = []
+    compile_seconds = 0.0
+    for step in steps:
+        if step.width in seen_widths:
+            warm_ms.append(1000 * step.seconds)
         else:
-            first += done.seconds
-        seen.add(done.width)
+            compile_seconds += step.seconds
+        seen_widths.add(step.width)
     measured = Numbers(
-        step_ms=Spread.of(warm, num_warmup=len(seen)) if warm else None, loss=trained.losses[-1] if trained.losses else None,
-        one_time_seconds=first, evaluation_loss=trained.evaluations[-1][1] if trained.evaluations else None,
+        step_ms=Spread.of(warm_ms, num_warmup=len(seen_widths)) if warm_ms else None,
+        loss=trained.losses[-1] if trained.losses else None, one_time_seconds=compile_seconds,
+        evaluation_loss=trained.evaluations[-1][1] if trained.evaluations else None,
     )  # fmt: skip
     return Record(
         kind="train", name="train --backend xla", plan={"backend": "xla", "devices": trained.devices, "widths": trained.widths},

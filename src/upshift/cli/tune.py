@@ -1,5 +1,4 @@
-"""Run ``upshift tune``: search hyper-parameters. Start no trial that cannot fit, and end early those that are no
-good."""
+"""Run ``upshift tune``: search hyper-parameters, with a live table of the trials on standard error."""
 
 from __future__ import annotations
 
@@ -12,17 +11,27 @@ import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import with_layout_flags
-from upshift.cli.plan.command import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
+from upshift.cli.options import (
+    Allow,
+    Epochs,
+    FourBits,
+    GlobalBatch,
+    Json,
+    LoraRank,
+    Model,
+    SequenceLength,
+    Set,
+    split,
+    with_layout_flags,
+)
 from upshift.cli.progress import activity
-from upshift.cli.train import Epochs
 from upshift.errors import MissingExtra
 from upshift.importing import importing
 from upshift.training.arguments import SEEDS
 from upshift.units import format_seconds
 from upshift.versions import installed_version
 
-ROWS = 10
+ROWS = 10  # of trials that ended, in the live table
 WarmStart = Annotated[
     list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
 ]
@@ -69,12 +78,12 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
-    _check(html)
+    _check_request(html)
     with importing():
         from upshift.tuning.tune import tune
 
     with Display(quiet=as_json) as display:
-        found = tune(
+        result = tune(
             model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
@@ -85,12 +94,12 @@ def command(
     if html is not None:
         from upshift.tuning.report import write_study_page
 
-        write_study_page(html, found)
-    _print(found, model, data, as_json=as_json)
+        write_study_page(html, result)
+    _print_result(result, model, data, as_json=as_json)
 
 
-def _check(html: Path | None) -> None:
-    """Check the options before anything is searched."""
+def _check_request(html: Path | None) -> None:
+    """Raise before the search if Optuna is missing, or if the page cannot be written."""
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:
@@ -100,7 +109,7 @@ def _check(html: Path | None) -> None:
 
 
 class Display:
-    """A live table on standard error: trials that run, and the last that ended."""
+    """A live table on standard error: the trials that run, and the last trials that ended."""
 
     def __init__(self, *, quiet: bool) -> None:
         from rich.live import Live
@@ -110,16 +119,16 @@ class Display:
         self._running: dict[int, str] = {}
         self._ended: list[Any] = []
         self._speed = ""
-        self._open = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Display:
         if not self._quiet:
             self._live.start()
-        self._now = self._open.enter_context(activity("Searching"))
+        self._activity = self._stack.enter_context(activity("Searching"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._stack.close()
         self._live.stop()
 
     def progress(self) -> Any:
@@ -139,13 +148,14 @@ class Display:
         self._draw()
 
     def _draw(self) -> None:
-        trials = [f"trial {number} at {words}" for number, words in sorted(self._running.items())]
-        self._now.update(text=", ".join([f"{len(self._ended)} trials ended", *trials, *([self._speed] if self._speed else [])]))
+        trials = [f"trial {number} at {text}" for number, text in sorted(self._running.items())]
+        speed = [self._speed] if self._speed else []
+        self._activity.update(text=", ".join([f"{len(self._ended)} trials ended", *trials, *speed]))
         if self._quiet:
             return
         table = _table(self._ended[-ROWS:])
-        for number, words in sorted(self._running.items()):
-            table.add_row(str(number), "running", words, "", "")
+        for number, text in sorted(self._running.items()):
+            table.add_row(str(number), "running", text, "", "")
         self._live.update(table)
 
 
@@ -162,34 +172,32 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _cost(found: Any) -> str:
-    return "" if found.cost is None else f", cost {found.cost:.4g}"
-
-
-def _print(found: Any, model: str, data: str, *, as_json: bool) -> None:
+def _print_result(result: Any, model: str, data: str, *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(found.to_json() + "\n")
+        sys.stdout.write(result.to_json() + "\n")
         return
-    several = len(found.objectives) > 1
-    tables.out.print(_table(found.best if several else found.best[:1]))
-    states = [row.state for row in found.trials]
+    is_multi_objective = len(result.objectives) > 1
+    tables.out.print(_table(result.best if is_multi_objective else result.best[:1]))
+    states = [row.state for row in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    title = "Trials that no other beats in every objective" if several else "Best trial"
-    spent = format_seconds(found.seconds) + _cost(found)
-    tables.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {found.storage}")
-    if found.checkpoint is not None:
-        tables.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")
-    if found.mup_base is not None:
-        _print_transfer(found, model, data)
+    title = "Trials that no other beats in every objective" if is_multi_objective else "Best trial"
+    spent = format_seconds(result.seconds)
+    if result.cost is not None:
+        spent += f", cost {result.cost:.4g}"
+    tables.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {result.storage}")
+    if result.checkpoint is not None:
+        tables.out.print(f"Its model is in {result.checkpoint}; optuna-dashboard {result.storage} shows the study.")
+    if result.mup_base is not None:
+        _print_transfer(result, model, data)
 
 
-def _print_transfer(found: Any, model: str, data: str) -> None:
+def _print_transfer(result: Any, model: str, data: str) -> None:
     """Print how to use the results for the whole model."""
-    best = found.best[0].parameters
+    best = result.best[0].parameters
     flags = "".join(f" --{name.replace('_', '-')} {shown(best[name])}" for name in TRAIN_FLAGS if name in best)
     others = ", ".join(f"{name}={shown(value)}" for name, value in best.items() if name not in TRAIN_FLAGS)
-    tables.out.print(f"{found.mup_check.words()}.")
-    command = f"upshift train {model} --data {data} --from-config --mup-base {found.mup_base}{flags}"
+    tables.out.print(f"{result.mup_check.words()}.")
+    command = f"upshift train {model} --data {data} --from-config --mup-base {result.mup_base}{flags}"
     tables.out.print(f"The whole model: {command}", soft_wrap=True)
     if others:
         tables.out.print(f"And {others}: by upshift.train(..., arguments=) from Python.")

@@ -1,5 +1,4 @@
-"""Run ``upshift xla compile``: compile the program of a training step or of generation for TPUs, on a machine that
-has none."""
+"""Run ``upshift xla compile``: compile the program of a training step, or of generation, for a TPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import given_options
-from upshift.cli.plan.command import Json, Model
+from upshift.cli.options import Json, Model, command_line_options
 from upshift.cli.tables import dim
 from upshift.errors import RequestError
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_of, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.units import GIB, format_count, format_seconds
 
@@ -23,7 +21,7 @@ app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_a
 
 
 @app.callback()
-def _of_all() -> None:
+def _group() -> None:
     """Programs of XLA."""
 
 
@@ -48,22 +46,22 @@ def compile_command(
     from upshift.models.source import find_model
     from upshift.xla.tpu.compile import compile_for_tpu
 
-    if not generate and "max_new_tokens" in given_options(context):
+    if not generate and "max_new_tokens" in command_line_options(context):
         raise RequestError(f"--max-new-tokens {max_new_tokens} is of --generate; add it, or leave this out")
-    length, new = _lengths(find_model(model), sequence_length, max_new_tokens, generate=generate)
+    length, new_tokens = _lengths(find_model(model), sequence_length, max_new_tokens, generate=generate)
     program = compile_for_tpu(
         model, topology, kind="generate" if generate else "train", rows=batch, length=length,
-        max_new_tokens=new, dtype=dtype, on_step=lambda text: dim(text, tables.err),
+        max_new_tokens=new_tokens, dtype=dtype, on_step=lambda text: dim(text, tables.err),
     )  # fmt: skip
     if as_json:
         sys.stdout.write(program.to_json() + "\n")
         return
-    tables.out.print(_table(program))
-    answer, where = program.answer, program.topology
+    tables.out.print(_memory_table(program))
+    answer = program.answer
     bound = "arithmetic" if program.compute_seconds > program.traffic_seconds else "memory traffic"
     tables.out.print(
-        f"No faster than {format_seconds(program.roofline_seconds)}, bound by {bound} ({where.facts.source}); "
-        f"{answer.exchanges} exchanges among {where.chips} chips, {answer.num_dynamic_dimensions} dynamic dimensions, "
+        f"No faster than {format_seconds(program.roofline_seconds)}, bound by {bound} ({program.topology.facts.source}); "
+        f"{answer.exchanges} exchanges among {program.topology.chips} chips, {answer.num_dynamic_dimensions} dynamic dimensions, "
         f"{answer.num_custom_calls} custom calls"
     )
     dim(f"Compiled in {format_seconds(answer.compile_seconds)} by libtpu {program.versions['libtpu']}; not run on a TPU")
@@ -73,13 +71,13 @@ def _lengths(source: ModelSource, length: int | None, new_tokens: int | None, *,
     if not generate:
         return sequence_length_of(source, length), LENGTHS[1]
     names = ("--sequence-length", "--max-new-tokens")
-    return prompt_and_answer_of(source, length, new_tokens, defaults=LENGTHS, options=names)
+    return prompt_and_answer_lengths(source, length, new_tokens, defaults=LENGTHS, options=names)
 
 
-def _table(program: Any) -> Table:
-    after = f" and {program.max_new_tokens} new ones" if program.kind == "generate" else ""
-    what = f"{program.rows} sequences of {program.length} tokens{after}"
-    title = f"{program.kind}, {what}, {format_count(program.num_parameters)} parameters, {program.topology.name}"
+def _memory_table(program: Any) -> Table:
+    new_tokens = f" and {program.max_new_tokens} new ones" if program.kind == "generate" else ""
+    sequences = f"{program.rows} sequences of {program.length} tokens{new_tokens}"
+    title = f"{program.kind}, {sequences}, {format_count(program.num_parameters)} parameters, {program.topology.name}"
     table = tables.new_table(title, "a chip's memory", numbers=("GiB",))
     rows = {
         "weights": program.weight_bytes, "optimizer states": program.optimizer_bytes,

@@ -1,6 +1,6 @@
-"""Find what is wrong with this machine, this run, this loss.
+"""Diagnose a machine, a run and the numbers of a model.
 
-Files that look into models need torch: they are loaded when used.
+Modules that look into models need torch, so they are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from upshift.debugging.finding import Finding
 
-_WITH_TORCH = {
+_MODULE_OF = {
     "DebugUnderflowOverflow": "numerics",
     "NumericsError": "numerics",
     "detect_overflow": "numerics",
@@ -21,6 +21,6 @@ __all__ = ["DebugUnderflowOverflow", "Finding", "NumericsError", "detect_overflo
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        return getattr(importlib.import_module(f"upshift.debugging.{_WITH_TORCH[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"upshift.debugging.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Examine what slows or endangers work on this machine's cores and memory: governor, NUMA, cgroups, swap, load.
+"""Examine the cores and the memory of this machine: governor, NUMA, control groups, swap, load, heat.
 
 All facts come from the kernel's files.
 """
@@ -10,31 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from upshift.debugging.finding import Finding, error, hint, ok, warning
-from upshift.hardware.cgroup import own_group, read_limits, read_text
+from upshift.hardware.cgroup import process_cgroup, read_limits, read_text
 from upshift.hardware.spec import Host
 from upshift.units import GIB, KIB, MIB, format_bytes
 
-SWAP_NOTICED = 0.02  # of the memory: less in swap is no problem
-LITTLE_FREE = 0.1  # of the memory
-BUSY = 0.5  # runnable threads of others, for each usable core
-THROTTLED = 0.05  # of the periods of the CPU quota
-STOLEN = 0.03  # of the time since the start
+SWAP_NOTICED = 0.02  # share of the memory; less in swap is no problem
+LOW_FREE_SHARE = 0.1  # share of the memory
+BUSY = 0.5  # runnable threads of other programs, for each usable core
+THROTTLED = 0.05  # share of the periods of the CPU quota
+STOLEN = 0.03  # share of the time since the start
 FEW_FILES = 4096
 
 
 def examine_cpu(host: Host, root: Path) -> Iterator[Finding]:
+    """Yield findings about the cores. ``root``: the folder that contains proc and sys."""
     cpu = host.cpu
     if cpu is None:
         return
-    cores = (
-        f"{cpu.usable_cores} of {cpu.physical_cores or 'unknown'} cores usable ({host.origin.get('cpu.usable_cores', 'unknown')})"
-    )
-    smt = (
-        "; SMT is on, Upshift computes with one thread of each core"
-        if read_text(root / "sys/devices/system/cpu/smt/active") == "1"
-        else ""
-    )
-    yield ok("CPU", what=cpu.model_name or "of unknown name", evidence=cores + smt)
+    origin = host.origin.get("cpu.usable_cores", "unknown")
+    evidence = f"{cpu.usable_cores} of {cpu.physical_cores or 'unknown'} cores usable ({origin})"
+    if read_text(root / "sys/devices/system/cpu/smt/active") == "1":
+        evidence += "; SMT is on, Upshift computes with one thread of each core"
+    yield ok("CPU", what=cpu.model_name or "of unknown name", evidence=evidence)
     yield from _governor(root)
     yield from _numa(cpu.numa_nodes)
     yield from _quota(cpu.physical_cores, root)
@@ -73,9 +70,12 @@ def _quota(physical: int | None, root: Path) -> Iterator[Finding]:
             evidence="cpu.max of this process's control group",
             fix="raise --cpus of docker run, or limits.cpu of the pod, if the rest of the machine is yours",
         )
-    group = own_group(root, "cpu")
-    counters = dict(line.split()[:2] for line in read_text(group / "cpu.stat").splitlines() if " " in line) if group else {}
-    periods, throttled = (int(counters.get(name, 0)) for name in ("nr_periods", "nr_throttled"))
+    group = process_cgroup(root, "cpu")
+    counters: dict[str, str] = {}
+    if group:
+        counters = dict(line.split()[:2] for line in read_text(group / "cpu.stat").splitlines() if " " in line)
+    periods = int(counters.get("nr_periods", 0))
+    throttled = int(counters.get("nr_throttled", 0))
     if periods and throttled > THROTTLED * periods:
         yield warning(
             "cgroup",
@@ -87,15 +87,15 @@ def _quota(physical: int | None, root: Path) -> Iterator[Finding]:
 
 
 def _load(usable: int, root: Path) -> Iterator[Finding]:
-    words = read_text(root / "proc/loadavg").split()
-    if words and float(words[0]) > BUSY * usable:
+    averages = read_text(root / "proc/loadavg").split()
+    if averages and float(averages[0]) > BUSY * usable:
         yield warning(
             "load",
-            what=f"other work runs: load {words[0]} on {usable} usable cores",
+            what=f"other work runs: load {averages[0]} on {usable} usable cores",
             evidence="/proc/loadavg, the last minute",
             fix="ps -eo pid,pcpu,rss,args --sort=-pcpu | head shows it; measure when it is gone",
         )
-    jiffies = [int(word) for word in read_text(root / "proc/stat").partition("\n")[0].split()[1:]]
+    jiffies = [int(field) for field in read_text(root / "proc/stat").partition("\n")[0].split()[1:]]
     if len(jiffies) > 7 and jiffies[7] > STOLEN * sum(jiffies[:8]):
         yield warning(
             "load",
@@ -122,22 +122,22 @@ def examine_memory(
 ) -> Iterator[Finding]:
     """Yield findings about the memory of the host.
 
-    ``needed_bytes``: what all processes of a plan hold of this memory. ``open_files``: the limit of this process.
+    ``needed_bytes``: the memory that all processes of a plan need. ``open_files``: how many files this process may open.
     """
     cpu = host.cpu
     if cpu is not None and cpu.memory_bytes and cpu.free_memory_bytes is not None:
-        yield from _room(
-            cpu.memory_bytes, cpu.free_memory_bytes, host.origin.get("cpu.memory_bytes", "unknown"), needed_bytes, root
-        )
-    kib = {
-        line.split(":")[0]: int(line.split()[1])
-        for line in read_text(root / "proc/meminfo").splitlines()
-        if len(line.split()) > 1
-    }
+        origin = host.origin.get("cpu.memory_bytes", "unknown")
+        yield from _free_memory(cpu.memory_bytes, cpu.free_memory_bytes, origin, needed_bytes, root)
+    kib = {}
+    for line in read_text(root / "proc/meminfo").splitlines():
+        if len(line.split()) > 1:
+            kib[line.split(":")[0]] = int(line.split()[1])
     yield from _swap(kib)
     yield from _pages(kib, root)
-    group = own_group(root, "memory")
-    events = dict(line.split() for line in read_text(group / "memory.events").splitlines()) if group else {}
+    group = process_cgroup(root, "memory")
+    events: dict[str, str] = {}
+    if group:
+        events = dict(line.split() for line in read_text(group / "memory.events").splitlines())
     if int(events.get("oom_kill", 0)):
         yield warning(
             "cgroup",
@@ -154,27 +154,24 @@ def examine_memory(
         )
 
 
-def _room(total: int, free: int, origin: str, needed: float | None, root: Path) -> Iterator[Finding]:
+def _free_memory(total: int, free: int, origin: str, needed: float | None, root: Path) -> Iterator[Finding]:
     evidence = f"{format_bytes(free)} free of {format_bytes(total)} ({origin})"
     limit = read_limits(root).memory_bytes
     if needed is not None and needed > free:
-        limited = limit is not None and needed > limit
-        enough = math.ceil(1.1 * needed / GIB)
-        raise_it = f"raise the limit: docker run --memory {enough}g, or limits.memory: {enough}Gi of the pod"
+        if limit is not None and needed > limit:
+            enough = math.ceil(1.1 * needed / GIB)
+            shortage = f"the control group has a limit of {format_bytes(limit)}"
+            fix = f"raise the limit: docker run --memory {enough}g, or limits.memory: {enough}Gi of the pod"
+        else:
+            shortage = f"the machine has {format_bytes(free)} free"
+            fix = "upshift plan again: it plans for what is free; or end what holds it: ps -eo pid,rss,args --sort=-rss | head"
         yield error(
             "memory",
+            what=f"the plan needs {format_bytes(needed)}, and {shortage}",
             evidence=f"{evidence}; the plan holds {format_bytes(needed)}",
-            what=f"the plan needs {format_bytes(needed)}, and the "
-            + (
-                f"control group has a limit of {format_bytes(limit or 0)}"
-                if limited
-                else f"machine has {format_bytes(free)} free"
-            ),
-            fix=raise_it
-            if limited
-            else "upshift plan again: it plans for what is free; or end what holds it: ps -eo pid,rss,args --sort=-rss | head",
+            fix=fix,
         )
-    elif free < LITTLE_FREE * total:
+    elif free < LOW_FREE_SHARE * total:
         yield warning(
             "memory",
             what=f"only {free / total:.0%} are free",
@@ -186,7 +183,8 @@ def _room(total: int, free: int, origin: str, needed: float | None, root: Path) 
 
 
 def _swap(kib: dict[str, int]) -> Iterator[Finding]:
-    total, free = kib.get("SwapTotal", 0), kib.get("SwapFree", 0)
+    total = kib.get("SwapTotal", 0)
+    free = kib.get("SwapFree", 0)
     used = total - free
     if used > SWAP_NOTICED * kib.get("MemTotal", 0) and used:
         yield warning(

@@ -1,4 +1,4 @@
-"""Examine what folders and shared memory can take: free space, the rate of their disks, the size of /dev/shm."""
+"""Examine folders and shared memory: free space, the rates of their disks, the size of /dev/shm."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from upshift.hardware.cgroup import read_text
 from upshift.hardware.disk import fresh_disk_rate
 from upshift.units import GIB, MIB, format_bytes
 
-SLOW = 100e6  # bytes per second: a checkpoint of 7 B parameters with its optimizer, 84 GB, then takes a quarter of an hour
-LITTLE_ROOM = 5 * GIB
+SLOW = 100e6  # bytes per second; a checkpoint of 7 B parameters with its optimizer, 84 GB, then takes a quarter of an hour
+LOW_FREE_BYTES = 5 * GIB
 SMALL_SHM = 1 * GIB  # docker gives 64 MiB
-FULL = 0.95
+FULL = 0.95  # share of the space
 NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "beegfs", "virtiofs"}
 PROBE_NAME = ".upshift_disk_probe"
 
@@ -33,32 +33,35 @@ def usage(folder: Path) -> Usage:
 
 
 def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield findings about a folder. ``option``: how a user names another folder for this purpose."""
-    there = _existing(folder)
-    subject, kind = f"{purpose} folder", _filesystem(there, root)
-    if not there.is_dir():
-        yield error(subject, what=f"{there} is not a folder", evidence=kind, fix=option)
+    """Yield findings about a folder. ``option``: how a user chooses another folder for this purpose."""
+    existing = _nearest_existing(folder)
+    subject = f"{purpose} folder"
+    kind = _filesystem(existing, root)
+    if not existing.is_dir():
+        yield error(subject, what=f"{existing} is not a folder", evidence=kind, fix=option)
         return
-    if not os.access(there, os.W_OK):
-        yield error(subject, what=f"{there} cannot be written", evidence=f"{kind}", fix=option)
+    if not os.access(existing, os.W_OK):
+        yield error(subject, what=f"{existing} cannot be written", evidence=f"{kind}", fix=option)
         return
-    free = usage(there).free
-    evidence = f"{there}: {format_bytes(free)} free, {kind}"
-    if free < LITTLE_ROOM:
+    free = usage(existing).free
+    evidence = f"{existing}: {format_bytes(free)} free, {kind}"
+    if free < LOW_FREE_BYTES:
         yield warning(
             subject,
             what=f"only {format_bytes(free)} free",
             evidence=evidence,
-            fix=f"du -xh {there} | sort -h | tail shows what takes it; or {option}",
+            fix=f"du -xh {existing} | sort -h | tail shows what takes it; or {option}",
         )
         if free < 2 * probe_bytes:
             return
     try:
-        write, read = disk_rates(there, probe_bytes)
+        write, read = disk_rates(existing, probe_bytes)
     except OSError as failure:
-        yield error(subject, what=f"writing to {there} fails: {failure.strerror}", evidence=evidence, fix=option)
+        yield error(subject, what=f"writing to {existing} fails: {failure.strerror}", evidence=evidence, fix=option)
         return
-    rates = f"writes {write / 1e6:,.0f} MB/s" + ("" if read is None else f", reads {read / 1e6:,.0f} MB/s")
+    rates = f"writes {write / 1e6:,.0f} MB/s"
+    if read is not None:
+        rates += f", reads {read / 1e6:,.0f} MB/s"
     if write < SLOW or (read is not None and read < SLOW):
         yield warning(
             subject,
@@ -72,11 +75,9 @@ def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int,
 
 
 def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
-    """Return the bytes per second of writing through to the disk, and of reading back what the cache dropped (None:
-    it cannot).
-    """
+    """Return the bytes per second of writing to the disk, and of reading from it (None: the cache cannot be dropped)."""
     path = folder / PROBE_NAME
-    block = os.urandom(MIB)  # not zeros: some disks store none
+    block = os.urandom(MIB)  # random bytes, because some disks do not store zeros
     try:
         start = time.perf_counter()
         with path.open("wb") as file:
@@ -93,29 +94,30 @@ def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
 def examine_shm(folder: Path = Path("/dev/shm"), *, look: Callable[[Path], Usage] = usage) -> Iterator[Finding]:
     if not folder.is_dir():
         return
-    room = look(folder)
-    evidence = f"{format_bytes(room.used)} of {format_bytes(room.total)} used"
-    if room.total and room.used > FULL * room.total:
+    space = look(folder)
+    evidence = f"{format_bytes(space.used)} of {format_bytes(space.total)} used"
+    if space.total and space.used > FULL * space.total:
         largest = sorted(((file.stat().st_size, file) for file in _files(folder)), reverse=True)[:3]
         names = " ".join(str(file) for _, file in largest)
-        held = "; ".join(f"{file.name} {format_bytes(size)}" for size, file in largest)
+        listed = "; ".join(f"{file.name} {format_bytes(size)}" for size, file in largest)
+        if listed:
+            evidence += f"; largest: {listed}"
+        remove = f"rm {names}" if names else f"lsof +L1 {folder} shows deleted files that are still open"
         yield error(
             "/dev/shm",
             what="is full: data workers die with a bus error, ranks cannot start",
-            evidence=evidence + (f"; largest: {held}" if held else ""),
-            fix=(f"rm {names}" if names else f"lsof +L1 {folder} shows deleted files that are still open")
-            + ", if what made them has ended; "
-            "or mount -o remount,size=8G /dev/shm",
+            evidence=evidence,
+            fix=f"{remove}, if what made them has ended; or mount -o remount,size=8G /dev/shm",
         )
-    elif room.total < SMALL_SHM:
+    elif space.total < SMALL_SHM:
         yield warning(
             "/dev/shm",
-            what=f"has {format_bytes(room.total)}: data workers and NCCL pass tensors through it",
+            what=f"has {format_bytes(space.total)}: data workers and NCCL pass tensors through it",
             evidence=evidence,
             fix="docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm of the pod",
         )
     else:
-        yield ok("/dev/shm", what=f"{format_bytes(room.free)} free", evidence=evidence)
+        yield ok("/dev/shm", what=f"{format_bytes(space.free)} free", evidence=evidence)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -125,7 +127,7 @@ def _files(folder: Path) -> Iterator[Path]:
         return
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     folder = folder.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -133,11 +135,13 @@ def _existing(folder: Path) -> Path:
 
 
 def _filesystem(folder: Path, root: Path) -> str:
-    """Return the kind of a folder's file system, by the longest mount point above the folder."""
-    best, kind = "", "file system unknown"
+    """Return the type of the file system that contains a folder: that of the longest mount point above it."""
+    longest = ""
+    kind = "file system unknown"
     for line in read_text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        point = left.split()[4]
-        if (folder == Path(point) or Path(point) in folder.parents) and len(point) >= len(best):
-            best, kind = point, right.split()[0]
+        fields, _, right = line.partition(" - ")
+        mount_point = fields.split()[4]
+        if (folder == Path(mount_point) or Path(mount_point) in folder.parents) and len(mount_point) >= len(longest):
+            longest = mount_point
+            kind = right.split()[0]
     return kind

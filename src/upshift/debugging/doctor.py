@@ -1,4 +1,4 @@
-"""Examine this machine: everything that the other files can examine, in the order in which a person reads it."""
+"""Examine everything about this machine, in the order in which a person reads it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ from upshift.units import MIB
 from upshift.value import Value
 from upshift.versions import installed_versions, torch_cuda
 
-QUICK_BYTES, WHOLE_BYTES = 16 * MIB, 256 * MIB  # written to each folder and read back
+# Bytes that are written to each folder and read back.
+QUICK_BYTES = 16 * MIB
+WHOLE_BYTES = 256 * MIB
 TOOL_SECONDS = 5
 ROOT = Path("/")
 
 
 class Diagnosis(Value):
+    """Hold a machine and the findings about it."""
+
     host: Host
     findings: tuple[Finding, ...]
 
@@ -47,7 +51,7 @@ class Diagnosis(Value):
 def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs: PlanNeeds | None = None) -> Diagnosis:
     """Return the diagnosis of this machine.
 
-    ``quick``: skip what takes seconds. ``output``: the folder where runs are to write. ``needs``: of a plan.
+    ``quick``: skip what takes seconds. ``output``: the folder that runs will write to. ``needs``: what a plan needs.
     """
     host = detect()
     gpus = read_gpus(find_nvml(), None)
@@ -75,7 +79,8 @@ def _machine(host: Host, output: Path, probe_bytes: int, needed_bytes: float | N
 
 
 def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
-    variables, ranks = read_library_variables(), read_ranks()
+    variables = read_library_variables()
+    ranks = read_ranks()
     built, is_known = torch_cuda()
     yield from examine_requirements()
     yield from examine_cuda(gpus, built, is_known, variables)
@@ -90,7 +95,7 @@ def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
 def _rates(host: Host) -> tuple[Host, list[Finding]]:
     """Return the host with newly measured rates, and findings about them.
 
-    They are measured beside what runs now, because that is the question.
+    The rates are measured while other programs run, because their effect should show.
     """
     from upshift.hardware.probe import probe
 

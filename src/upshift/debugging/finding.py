@@ -1,4 +1,4 @@
-"""Define a finding: one diagnosis, as `upshift doctor` prints it. A finding that asks for something always says what to type."""
+"""Define a finding: one diagnosis, as `upshift doctor` prints it. Each error, warning and hint says what to type."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from upshift.value import Value
 
 Severity = Literal["error", "warning", "hint", "ok", "unknown"]
-"""error: a run fails or is wrong. warning: it is slow or at risk. hint: an improvement nobody took. ok: looked at, and fine.
-unknown: it could not be looked at here; `what` says why."""
+"""error: a run fails or is wrong. warning: a run is slow or at risk. hint: an improvement is possible. ok: examined, and fine.
+unknown: it cannot be examined here; `what` says why."""
 
 
 class Finding(Value):
@@ -23,13 +23,14 @@ class Finding(Value):
     fix: str | None = Field(None, description="what a person types or sets; there for every error, warning and hint")
 
     @model_validator(mode="after")
-    def _asks_with_a_fix(self) -> Self:
+    def _check_fix(self) -> Self:
         if self.severity in ("error", "warning", "hint") and not self.fix:
             raise ValueError(f"a finding of severity {self.severity} needs a fix")
         return self
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings by severity, errors first."""
     order = get_args(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 

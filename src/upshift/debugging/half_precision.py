@@ -1,4 +1,4 @@
-"""Handle half precision where it fails: keep a block in fp32, and find weights of bf16 training before fp16 ruins them."""
+"""Avoid failures of half precision: keep a block in fp32, and detect weights of bf16 training before fp16 training starts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ ENOUGH_NUMBERS = 1024  # a smaller weight does not show whether it was stored in
 
 
 def keep_in_fp32(model: nn.Module, name: str) -> None:
-    """Make a block compute in fp32 from now on, beside others in half precision.
+    """Make a block compute in fp32 from now on, while other blocks stay in half precision.
 
-    Outside autocast its fp32 outputs return to the half precision of its inputs, within that type's limits.
+    Outside autocast its fp32 outputs are converted back to the half precision of its inputs, and limited to that type's range.
+    Raise RequestError if the model has no such block.
     """
     try:
         block = model.get_submodule(name)
     except AttributeError:
-        near = [other for other, _ in model.named_modules() if other.endswith(name.rpartition(".")[2])][:3]
+        similar = [other_name for other_name, _ in model.named_modules() if other_name.endswith(name.rpartition(".")[2])][:3]
         raise RequestError(
-            f"the model has no module {name!r}; it has {', '.join(near) or 'others: model.named_modules()'}"
+            f"the model has no module {name!r}; it has {', '.join(similar) or 'others: model.named_modules()'}"
         ) from None
     block.float()
     forward = block.forward
@@ -56,21 +57,31 @@ def keep_in_fp32(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def stored_in_bf16(model: nn.Module) -> bool:
-    """Return whether the model's matrices hold numbers of bf16 alone.
+    """Return whether all numbers of the model's matrices are bf16 numbers.
 
-    In fp32 their lower bits are then zero, which no fp32 training leaves.
+    Stored in fp32, their lower bits are zero. Training in fp32 does not produce such weights.
     """
-    matrices = [
-        p for p in model.parameters() if p.dim() > 1 and (local := local_part(p)) is not None and local.numel() >= ENOUGH_NUMBERS
-    ]
-    if any(p.dtype == torch.bfloat16 for p in matrices):
-        return True
-    whole = [local for p in matrices if p.dtype == torch.float32 and (local := local_part(p)) is not None and local.any()]
-    return bool(whole) and all(not bool((w.contiguous().view(torch.int32) & BF16_MANTISSA).any()) for w in whole)
+    fp32_matrices = []
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            continue
+        local = local_part(parameter)
+        if local is None or local.numel() < ENOUGH_NUMBERS:
+            continue
+        if parameter.dtype == torch.bfloat16:
+            return True
+        if parameter.dtype == torch.float32 and local.any():
+            fp32_matrices.append(local)
+    return bool(fp32_matrices) and not any(_uses_lower_bits(matrix) for matrix in fp32_matrices)
+
+
+def _uses_lower_bits(matrix: Tensor) -> bool:
+    """Return whether an fp32 matrix has numbers that are no bf16 numbers."""
+    return bool((matrix.contiguous().view(torch.int32) & BF16_MANTISSA).any())
 
 
 def examine_fp16(model: nn.Module) -> Finding | None:
-    """Return a warning before the first step in fp16, if the weights come from training in bf16."""
+    """Return a warning if the weights come from training in bf16. Call it before the first step in fp16."""
     if not stored_in_bf16(model):
         return None
     return warning(

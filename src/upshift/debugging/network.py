@@ -1,8 +1,7 @@
-"""Check that hosts reach each other: every pair connects at the port where ranks meet and at one that the system chooses, both
-ways.
+"""Check that hosts reach each other: each pair connects both ways, at the ranks' port and at one that the system chooses.
 
-The command is started on every host at the same time. It uses plain sockets, no torch. A host knows which one of the list it is
-by its own addresses.
+The command is started on every host at the same time. It uses plain sockets and no torch. A host finds itself in the list of
+hosts by its own addresses.
 """
 
 from __future__ import annotations
@@ -21,33 +20,36 @@ from upshift.debugging.finding import Finding, error, ok, warning
 from upshift.errors import RequestError
 from upshift.units import MIB
 
-CONNECT_SECONDS = 3.0  # of one try
+CONNECT_SECONDS = 3.0  # time limit of one attempt
 PINGS = 20
 BULK_BYTES = 32 * MIB
 CHUNK = MIB
-SLOW_BYTES = 110e6  # per second: one Gb/s
-SLOW_SECONDS = 1e-3
+SLOW_BYTES = 110e6  # per second: a link of one Gb/s
+SLOW_SECONDS = 1e-3  # of a round trip
 
 
 class Reached(NamedTuple):
+    """Hold the measurements of a connection to another host."""
+
     latency: float  # seconds of a round trip
-    rate: float  # bytes per second, to the other
-    local: str  # our address on the way
+    rate: float  # bytes per second, sent to the other host
+    local: str  # the address of this host on the connection
 
 
 class Server:
-    """A server that answers other hosts until all have said goodbye."""
+    """Answer the other hosts until all of them have said goodbye."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_server(("", port), backlog=64, reuse_port=False)
-        self._left = threading.Semaphore(0)
+        self._goodbyes = threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def wait(self, others: int, deadline: float) -> None:
-        for _ in range(others):
-            if not self._left.acquire(timeout=max(0.0, deadline - time.monotonic())):
+    def wait(self, num_others: int, deadline: float) -> None:
+        """Wait for the goodbyes of the other hosts, then close the server."""
+        for _ in range(num_others):
+            if not self._goodbyes.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 break
-        with suppress(OSError):  # wakes the thread that accepts
+        with suppress(OSError):  # wakes the thread that accepts connections
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -62,50 +64,54 @@ class Server:
     def _serve(self, peer: socket.socket) -> None:
         with peer, peer.makefile("rwb") as stream:
             for line in stream:
-                word, _, size = line.decode().strip().partition(" ")
-                if word == "ping":
+                command, _, size = line.decode().strip().partition(" ")
+                if command == "ping":
                     stream.write(b"pong\n")
-                elif word == "bulk":
-                    left = int(size)
-                    while left and (got := stream.read(min(left, CHUNK))):
-                        left -= len(got)
+                elif command == "bulk":
+                    bytes_left = int(size)
+                    while bytes_left:
+                        chunk = stream.read(min(bytes_left, CHUNK))
+                        if not chunk:
+                            break
+                        bytes_left -= len(chunk)
                     stream.write(b"done\n")
-                elif word == "another":
-                    stream.write(f"{self._another()}\n".encode())
-                elif word == "bye":
-                    self._left.release()
+                elif command == "another":
+                    stream.write(f"{self._open_port()}\n".encode())
+                elif command == "bye":
+                    self._goodbyes.release()
                 stream.flush()
 
-    def _another(self) -> int:
-        """Open a port that the system chooses, as NCCL's and gloo's are, and return it. One connection is accepted."""
-        other = socket.create_server(("", 0))
+    def _open_port(self) -> int:
+        """Open a port that the system chooses, like those of NCCL and gloo, and return it. It accepts one connection."""
+        listener = socket.create_server(("", 0))
 
-        def take() -> None:
-            other.settimeout(2 * CONNECT_SECONDS)
-            with suppress(OSError):  # no connection came: the other side reports it
-                other.accept()[0].close()
-            other.close()
+        def accept_one() -> None:
+            listener.settimeout(2 * CONNECT_SECONDS)
+            with suppress(OSError):  # no connection came, which the other host reports
+                listener.accept()[0].close()
+            listener.close()
 
-        threading.Thread(target=take, daemon=True).start()
-        return int(other.getsockname()[1])
+        threading.Thread(target=accept_one, daemon=True).start()
+        return int(listener.getsockname()[1])
 
 
-def own_place(hosts: list[str]) -> int:
-    """Return which of the hosts this is: the one whose address an interface has."""
-    own = interfaces()
-    for place, host in enumerate(hosts):
+def own_index(hosts: list[str]) -> int:
+    """Return the index of this host in the list. Raise RequestError if it is not in the list."""
+    own_addresses = interfaces_by_address()
+    for index, host in enumerate(hosts):
         with suppress(OSError):
             address = socket.gethostbyname(host)
-            if address in own or address.startswith("127."):
-                return place
+            if address in own_addresses or address.startswith("127."):
+                return index
     raise RequestError(f"none of {','.join(hosts)} is this host ({socket.gethostname()}); name it as the others reach it")
 
 
 def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iterator[Finding]:
-    """Yield findings about the connections to the other hosts. ``wait_seconds``: how long the others may take to start."""
+    """Yield findings about the connections to the other hosts. ``wait_seconds``: how long the other hosts may take to start."""
     if len(hosts) < 2:
         raise RequestError(f"--hosts {','.join(hosts)} names one host; name all, as a,b, and start the command on each")
-    me, deadline = own_place(hosts), time.monotonic() + wait_seconds
+    own = own_index(hosts)
+    deadline = time.monotonic() + wait_seconds
     try:
         server = Server(port)
     except OSError as failure:
@@ -115,39 +121,41 @@ def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iter
             fix=f"ss -ltnp 'sport = :{port}' shows who has it; or --port",
         )
         return
-    yield from _own_name()
-    for place, host in enumerate(hosts):
-        if place != me:
-            yield from _pair(hosts[me], host, port, deadline)
-    server.wait(len(hosts) - 1, deadline + CONNECT_SECONDS + 1 if wait_seconds else deadline)
+    yield from _examine_own_name()
+    for index, host in enumerate(hosts):
+        if index != own:
+            yield from _examine_pair(hosts[own], host, port, deadline)
+    if wait_seconds:
+        deadline += CONNECT_SECONDS + 1
+    server.wait(len(hosts) - 1, deadline)
 
 
-def _own_name() -> Iterator[Finding]:
+def _examine_own_name() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         address = None
     if address is None or address.startswith("127."):
-        interface = next(iter(interfaces().values()), "eth0")
+        interface = next(iter(interfaces_by_address().values()), "eth0")
         yield warning(
             "host name", what=f"{name} is {address or 'unknown'} to this host itself, and gloo announces it",
             evidence="the system's resolver", fix=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
         )  # fmt: skip
 
 
-def interfaces() -> dict[str, str]:
-    """Return the interface of each address, without loopback."""
-    found = {}
+def interfaces_by_address() -> dict[str, str]:
+    """Return the network interface of each address of this host, without loopback."""
+    interfaces = {}
     for name, addresses in importlib.import_module("psutil").net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
-                found[address.address] = name
-    return found
+                interfaces[address.address] = name
+    return interfaces
 
 
-def _pair(own: str, host: str, port: int, deadline: float) -> Iterator[Finding]:
-    subject = f"{own} -> {host}"
+def _examine_pair(own_host: str, host: str, port: int, deadline: float) -> Iterator[Finding]:
+    subject = f"{own_host} -> {host}"
     try:
         address = socket.gethostbyname(host)
     except OSError:
@@ -161,26 +169,27 @@ def _pair(own: str, host: str, port: int, deadline: float) -> Iterator[Finding]:
     while True:
         try:
             with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as connection:
-                reached, other = _talk(connection)
-                yield from _other_port(subject, address, other)
-            yield from _speed(subject, address, reached)
+                reached, other_port = _measure_connection(connection)
+                yield from _examine_port(subject, address, other_port)
+            yield from _speed_finding(subject, address, reached)
             return
         except OSError as failure:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            yield _blocked(subject, host, address, port, failure)
+            yield _blocked_finding(subject, host, address, port, failure)
             return
 
 
-def _talk(connection: socket.socket) -> tuple[Reached, int]:
+def _measure_connection(connection: socket.socket) -> tuple[Reached, int]:
+    """Return the measurements of a connection, and a second port of the other host."""
     connection.settimeout(10 * CONNECT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with connection.makefile("rwb") as stream:
 
-        def ask(words: bytes, load: int = 0) -> bytes:
-            stream.write(words + b"\n")
-            for _ in range(load // CHUNK):
+        def request(command: bytes, payload_bytes: int = 0) -> bytes:
+            stream.write(command + b"\n")
+            for _ in range(payload_bytes // CHUNK):
                 stream.write(block)
             stream.flush()
             answer: bytes = stream.readline()
@@ -188,25 +197,26 @@ def _talk(connection: socket.socket) -> tuple[Reached, int]:
                 raise ConnectionResetError(errno.ECONNRESET, "closed in the middle")
             return answer
 
-        block, times = bytes(CHUNK), []
+        block = bytes(CHUNK)
+        times = []
         for _ in range(PINGS):
             start = time.perf_counter()
-            ask(b"ping")
+            request(b"ping")
             times.append(time.perf_counter() - start)
         start = time.perf_counter()
-        ask(f"bulk {BULK_BYTES}".encode(), BULK_BYTES)
+        request(f"bulk {BULK_BYTES}".encode(), BULK_BYTES)
         rate = BULK_BYTES / (time.perf_counter() - start)
-        other = int(ask(b"another"))
+        other_port = int(request(b"another"))
         stream.write(b"bye\n")
         stream.flush()
-    return Reached(statistics.median(times), rate, connection.getsockname()[0]), other
+    return Reached(statistics.median(times), rate, connection.getsockname()[0]), other_port
 
 
-def _other_port(subject: str, address: str, port: int) -> Iterator[Finding]:
+def _examine_port(subject: str, address: str, port: int) -> Iterator[Finding]:
     try:
         socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
     except OSError:
-        low, high = _ephemeral()
+        low, high = _ephemeral_ports()
         yield error(
             subject, what=f"port {port}, which the system chose, is closed: ranks meet and then cannot exchange",
             evidence=f"{address}:{port} after {CONNECT_SECONDS:.0f} s", cause="a firewall lets only named ports through",
@@ -215,7 +225,8 @@ def _other_port(subject: str, address: str, port: int) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _ephemeral() -> tuple[int, int]:
+def _ephemeral_ports() -> tuple[int, int]:
+    """Return the first and the last port that the system chooses from."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             low, high = map(int, file.read().split())
@@ -224,8 +235,8 @@ def _ephemeral() -> tuple[int, int]:
     return low, high
 
 
-def _speed(subject: str, address: str, reached: Reached) -> Iterator[Finding]:
-    interface = interfaces().get(reached.local, "lo")
+def _speed_finding(subject: str, address: str, reached: Reached) -> Iterator[Finding]:
+    interface = interfaces_by_address().get(reached.local, "lo")
     evidence = f"{address} by {interface}: round trip {reached.latency * 1e6:,.0f} us, {reached.rate / 1e6:,.0f} MB/s"
     settings = f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     if reached.rate < SLOW_BYTES or reached.latency > SLOW_SECONDS:
@@ -237,20 +248,20 @@ def _speed(subject: str, address: str, reached: Reached) -> Iterator[Finding]:
         yield ok(subject, what=f"talks; export {settings}", evidence=evidence)
 
 
-def _blocked(subject: str, host: str, address: str, port: int, failure: OSError) -> Finding:
-    where = f"{address}:{port}"
+def _blocked_finding(subject: str, host: str, address: str, port: int, failure: OSError) -> Finding:
+    endpoint = f"{address}:{port}"
     if isinstance(failure, ConnectionRefusedError):
-        return error(subject, what=f"nobody listens at {where}", evidence="connection refused",
+        return error(subject, what=f"nobody listens at {endpoint}", evidence="connection refused",
                      fix=f"start the same command on {host}, within --wait; or there: sudo ufw allow {port}/tcp")  # fmt: skip
     if failure.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return error(
             subject,
-            what=f"there is no way to {where}",
+            what=f"there is no way to {endpoint}",
             evidence=str(failure),
             fix=f"ip route get {address}; name the host by an address of a shared network",
         )
     return error(
-        subject, what=f"port {port} of {host} does not answer at {where}",
+        subject, what=f"port {port} of {host} does not answer at {endpoint}",
         evidence=f"{failure}, {CONNECT_SECONDS:.0f} s",
         cause="a firewall drops what is sent there, or the host is off or too busy to answer",
         fix=f"on {host}: sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT; or another port: --port",

@@ -1,5 +1,4 @@
-"""Check that the ranks that a launcher started can allocate, reduce and send to each other; measure each pair's rate and
-latency."""
+"""Check that the ranks of a launcher can allocate, reduce and send, and measure the latency and the rate of each pair."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from upshift.units import MIB
 MEET_SECONDS = 60.0
 BULK_BYTES = 16 * MIB
 PINGS = 10
-SLOWER = 3.0  # a pair this many times slower than the median of all pairs is reported
+SLOWER = 3.0  # a pair that is so many times slower than the median of all pairs is reported
 
 
 def examine_ranks(ranks: Ranks) -> list[Finding]:
-    """Return what rank 0 knows of all ranks; empty on the others.
+    """Return the findings about all ranks on rank 0, and no findings on the other ranks.
 
-    Raises nothing: a failure is a finding of the rank that sees it.
+    A failure raises no error: it is a finding of the rank that sees it.
     """
-    where = f"{ranks.address}:{ranks.port}"
+    address = f"{ranks.address}:{ranks.port}"
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -36,48 +35,54 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
         dist.all_reduce(summed)
         expected = ranks.size * (ranks.size + 1) / 2
         if not bool((summed == expected).all()):
-            wrong = f"all_reduce of {ranks.size} ranks gave {float(summed[0])}, not {expected}"
+            problem = f"all_reduce of {ranks.size} ranks gave {float(summed[0])}, not {expected}"
             return [
                 error(
                     f"rank {ranks.rank}",
-                    what=wrong,
+                    what=problem,
                     evidence=backend,
                     fix="export NCCL_P2P_DISABLE=1 and try again: then it is a link between GPUs",
                 )
             ]
         pairs = {
-            (one, two): _pair(one, two, ranks.rank, device) for one in range(ranks.size) for two in range(one + 1, ranks.size)
+            (first, second): _measure_pair(first, second, ranks.rank, device)
+            for first in range(ranks.size)
+            for second in range(first + 1, ranks.size)
         }
         gathered: list[dict[tuple[int, int], tuple[float, float] | None]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(gathered, pairs)
     except RuntimeError as failure:
-        words = " ".join(str(failure).split())[:200]
+        message = " ".join(str(failure).split())[:200]
         variables = "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=NAME" if backend == "nccl" else "export GLOO_SOCKET_IFNAME=NAME"
         return [
             error(
-                f"rank {ranks.rank}", what=f"cannot meet or exchange with the others at {where} by {backend}", evidence=words,
+                f"rank {ranks.rank}", what=f"cannot meet or exchange with the others at {address} by {backend}", evidence=message,
                 fix=f"upshift doctor --network --hosts A,B on each host names the port; then {variables} (NAME: ip -br address)",
             )
         ]  # fmt: skip
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return _read(gathered, backend, device) if ranks.rank == 0 else []
+    return _pair_findings(gathered, backend, device) if ranks.rank == 0 else []
 
 
-def _pair(one: int, two: int, rank: int, device: torch.device) -> tuple[float, float] | None:
-    """Return the round trip in seconds and the bytes per second, on the first of the two ranks. Others wait at the barrier."""
-    found = None
-    if rank in (one, two):
-        peer, small, large = one + two - rank, torch.zeros(1, device=device), torch.ones(BULK_BYTES // 4, device=device)
-        times = [_there_and_back(small, peer, first=rank == one) for _ in range(PINGS)]
-        bulk = min(_there_and_back(large, peer, first=rank == one) for _ in range(2))
-        found = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == one else None
+def _measure_pair(first: int, second: int, rank: int, device: torch.device) -> tuple[float, float] | None:
+    """Return the seconds of a round trip and the bytes per second between two ranks, on the first of them.
+
+    Every rank calls this function. The result is None on all ranks except the first one."""
+    result = None
+    if rank in (first, second):
+        peer = first + second - rank
+        small = torch.zeros(1, device=device)
+        large = torch.ones(BULK_BYTES // 4, device=device)
+        times = [_round_trip(small, peer, first=rank == first) for _ in range(PINGS)]
+        bulk = min(_round_trip(large, peer, first=rank == first) for _ in range(2))
+        result = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == first else None
     dist.barrier()
-    return found
+    return result
 
 
-def _there_and_back(tensor: torch.Tensor, peer: int, *, first: bool) -> float:
+def _round_trip(tensor: torch.Tensor, peer: int, *, first: bool) -> float:
     start = time.perf_counter()
     for sends in (first, not first):
         if sends:
@@ -89,9 +94,11 @@ def _there_and_back(tensor: torch.Tensor, peer: int, *, first: bool) -> float:
     return time.perf_counter() - start
 
 
-def _read(gathered: list[dict[tuple[int, int], tuple[float, float] | None]], backend: str, device: torch.device) -> list[Finding]:
-    known = {pair: numbers for pairs in gathered for pair, numbers in pairs.items() if numbers is not None}
-    usual = statistics.median(rate for _, rate in known.values()) if known else 0.0
+def _pair_findings(
+    gathered: list[dict[tuple[int, int], tuple[float, float] | None]], backend: str, device: torch.device
+) -> list[Finding]:
+    measured = {pair: numbers for pairs in gathered for pair, numbers in pairs.items() if numbers is not None}
+    usual = statistics.median(rate for _, rate in measured.values()) if measured else 0.0
     findings = [
         ok(
             "ranks",
@@ -99,9 +106,9 @@ def _read(gathered: list[dict[tuple[int, int], tuple[float, float] | None]], bac
             evidence="all_reduce of 1 Mi numbers",
         )
     ]
-    for (one, two), (latency, rate) in sorted(known.items()):
+    for (first, second), (latency, rate) in sorted(measured.items()):
         evidence = f"round trip {latency * 1e6:,.0f} us, {rate / 1e6:,.0f} MB/s"
-        subject = f"rank {one} <-> rank {two}"
+        subject = f"rank {first} <-> rank {second}"
         if rate * SLOWER < usual:
             findings.append(
                 warning(

@@ -1,9 +1,8 @@
-"""Watch a model's numbers while it runs: the first module that makes inf or NaN, what vanishes, what climbs toward its limit.
+"""Watch a model's numbers while it runs: find the module that first makes inf or NaN, underflows, and numbers near their limit.
 
-On a CPU each call is looked at when it ends; on a device after the forward pass, so that the host waits for it once. Compiled
-modules write their ranges into a tensor inside of the compiled graph; their frames come in the order of definition.
-
-Find the tensors in a module's inputs and outputs, and the part of each that is here to be measured.
+On a CPU each call of a module is checked when it ends. On a device all calls are checked after the forward pass, so that the host
+waits for the device once. Compiled modules write their ranges into a tensor inside the compiled graph; their frames are ordered
+as the modules are defined.
 """
 
 from __future__ import annotations
@@ -27,55 +26,61 @@ FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 
 def local_part(tensor: Tensor) -> Tensor | None:
-    """Return the part of a tensor that this process has; None where that is nothing that has a range."""
+    """Return the part of a tensor that this process holds, or None if it is not of floats, is empty, or is on meta."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return tensor if tensor.dtype in FLOATS and tensor.numel() and tensor.device.type != "meta" else None
+    has_range = tensor.dtype in FLOATS and tensor.numel() and tensor.device.type != "meta"
+    return tensor if has_range else None
 
 
-def tensors(inputs: Any, named: Any, output: Any) -> Iterator[tuple[str, Tensor]]:
-    for place, value in enumerate(inputs):
-        yield from inside(value, f"input[{place}]")
+def labelled_tensors(inputs: Any, named: Any, output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module's call, each with a label such as input[0]."""
+    for index, value in enumerate(inputs):
+        yield from tensors_inside(value, f"input[{index}]")
     for name, value in named.items():
-        yield from inside(value, f"input[{name}]")
-    yield from inside(output, "output")
+        yield from tensors_inside(value, f"input[{name}]")
+    yield from tensors_inside(output, "output")
 
 
-def inside(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_inside(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dicts, lists and tuples, each with its label."""
     if isinstance(value, Tensor):
         yield label, value
     elif isinstance(value, dict):
-        for name, part in value.items():
-            yield from inside(part, f"{label}[{name}]")
+        for name, item in value.items():
+            yield from tensors_inside(item, f"{label}[{name}]")
     elif isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from inside(part, f"{label}[{place}]")
+        for index, item in enumerate(value):
+            yield from tensors_inside(item, f"{label}[{index}]")
 
 
-def numbers(ranges: list[Tensor]) -> list[list[float]]:
+def read_ranges(ranges: list[Tensor]) -> list[list[float]]:
+    """Return the smallest and the largest magnitude of each range, with one transfer from the device."""
     if not ranges:
         return []
-    stacked: list[list[float]] = torch.stack([found.to(ranges[0].device, torch.float32) for found in ranges]).tolist()
-    return stacked
+    on_one_device = [value_range.to(ranges[0].device, torch.float32) for value_range in ranges]
+    limits: list[list[float]] = torch.stack(on_one_device).tolist()
+    return limits
 
 
 def holds_bad(tensor: Tensor) -> bool:
+    """Return whether a tensor has inf or NaN and is no mask."""
     local = local_part(tensor)
     return local is not None and not bool(torch.isfinite(local).all()) and not is_mask(tensor)
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor is a mask: zero where attention may look, minus infinity where not."""
+    """Return whether a tensor is an attention mask: it has only zeros and minus infinity."""
     local = local_part(tensor)
     return local is not None and bool(((local == -torch.inf) | (local == 0)).all())
 
 
-SLOTS = 8  # tensors of a compiled module's call that are looked at: inputs, then outputs
-NOT_TOUCHED = -1.0  # no magnitude
+TENSORS_PER_MODULE = 8  # the tensors of a compiled module's call that are checked: inputs first, then outputs
+NOT_WRITTEN = -1.0  # no magnitude is negative
 
 
 class NumericsError(JobFailed, ValueError):
-    """Raised where numbers stopped being finite; ``finding`` is the diagnosis. Like transformers' error, it is a ValueError."""
+    """Report numbers that are not finite. ``finding`` is the diagnosis. Like transformers' error, this is a ValueError."""
 
     def __init__(self, message: str, finding: Finding | None = None) -> None:
         super().__init__(message)
@@ -87,11 +92,16 @@ def _to_stderr(line: str) -> None:
 
 
 class DebugUnderflowOverflow:
-    """A debugger like the class of this name in transformers, with more: see docs/doctor.md.
+    """Debug a model like transformers' class of this name. docs/doctor.md lists what it does beyond that.
 
-    ``tell`` receives lines; default: standard error. ``trace_batch_nums``: of these batches (forward passes, from 0) every frame
-    is told, and nothing is detected. ``findings`` collects the warnings: what vanishes, and what climbs toward the limit of its
-    type.
+    ``findings`` collects warnings about underflows and about numbers that approach the limit of their type.
+
+    Args:
+        model: the model to watch.
+        max_frames_to_save: how many calls of modules before a bad number are printed.
+        trace_batch_nums: batches (forward passes, counted from 0) whose frames are all printed, without detecting anything.
+        abort_after_batch_num: raise NumericsError after this batch.
+        tell: receives each line of the output; by default it is written to standard error.
     """
 
     def __init__(
@@ -105,115 +115,128 @@ class DebugUnderflowOverflow:
     ) -> None:
         if max_frames_to_save < 1:
             raise RequestError(f"max_frames_to_save={max_frames_to_save}: give 1 or more, such as 21")
-        self.model, self.trace_batch_nums, self.abort_after_batch_num = model, set(trace_batch_nums or ()), abort_after_batch_num
+        self.model = model
+        self.trace_batch_nums = set(trace_batch_nums or ())
+        self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
         self.findings: list[Finding] = []
         self._last: deque[Frame] = deque(maxlen=max_frames_to_save)
-        self._tell, self._trends, self._warned = tell, Trends(), set[tuple[str, str]]()
+        self._tell = tell
+        self._trends = Trends()
+        self._warned = set[tuple[str, str]]()
         self._frames: list[Frame] = []  # of this batch
-        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read together, at the end of the batch
-        self._open, self._bad_data = False, False
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id: the tensor, its version, its range
+        # Calls whose ranges are not read yet: name and class of the module, then label, tensor and range of each tensor.
+        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []
+        self._open = False
+        self._bad_data = False
+        # By id of a tensor: the tensor, its version, its range.
+        self._measured: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._weights: dict[str, tuple[int, int, Reading]] = {}
         self._names = {module: name for name, module in model.named_modules()}
-        self._order = {name: place for place, name in enumerate(_children_first(model))}
-        self._slots: Tensor | None = None
-        _NOTED.pop(id(self), None)  # an earlier debugger that is gone may have had the same id
-        self._handles = [model.register_forward_pre_hook(_never_compiled(self._begin), with_kwargs=True)]
-        for place, (module, name) in enumerate(self._names.items()):
-            self._handles.append(module.register_forward_hook(self._hook(name, place * SLOTS), with_kwargs=True))
-        self._handles.append(model.register_forward_hook(_never_compiled(self._end), with_kwargs=True, always_call=True))
+        self._order = {name: index for index, name in enumerate(_children_first(model))}
+        self._compiled_ranges: Tensor | None = None
+        _COMPILED_TENSORS.pop(id(self), None)  # an earlier debugger that is gone may have had the same id
+        self._handles = [model.register_forward_pre_hook(_never_compiled(self._start_batch), with_kwargs=True)]
+        for index, (module, name) in enumerate(self._names.items()):
+            self._handles.append(
+                module.register_forward_hook(self._make_hook(name, index * TENSORS_PER_MODULE), with_kwargs=True)
+            )
+        self._handles.append(model.register_forward_hook(_never_compiled(self._end_batch), with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
-        _NOTED.pop(id(self), None)
+        _COMPILED_TENSORS.pop(id(self), None)
         while self._handles:
             self._handles.pop().remove()
 
-    # One batch
-
-    def _begin(self, module: nn.Module, inputs: Any, named: Any) -> None:
-        self._finish()  # an exception may have ended the last forward pass, as in stages of a pipeline
+    def _start_batch(self, module: nn.Module, inputs: Any, named: Any) -> None:
+        self._finish_batch()  # an exception may have ended the previous forward pass, as in stages of a pipeline
         self._open = True
-        self._known.clear()
-        if self._slots is None:
+        self._measured.clear()
+        if self._compiled_ranges is None:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-            self._slots = torch.empty(len(self._names) * SLOTS, 2, device=device)
-        self._slots.fill_(NOT_TOUCHED)
-        self._bad_data = any(holds_bad(tensor) for _, tensor in tensors(inputs, named, ()))
-        self._look_at_weights()
+            self._compiled_ranges = torch.empty(len(self._names) * TENSORS_PER_MODULE, 2, device=device)
+        self._compiled_ranges.fill_(NOT_WRITTEN)
+        self._bad_data = any(holds_bad(tensor) for _, tensor in labelled_tensors(inputs, named, ()))
+        self._check_weights()
 
-    def _end(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        self._finish()
+    def _end_batch(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        self._finish_batch()
 
-    def _finish(self) -> None:
+    def _finish_batch(self) -> None:
+        """Check the frames that are not checked yet, follow the trends, and count the batch."""
         if not self._open:
             return
         frames = self._read_pending()
-        compiled = self._read_slots()
-        for frame in sorted([*frames, *compiled], key=lambda frame: self._order[frame.module]) if compiled else frames:
-            self._add(frame)
+        compiled = self._read_compiled_frames()
+        if compiled:
+            frames = sorted([*frames, *compiled], key=lambda frame: self._order[frame.module])
+        for frame in frames:
+            self._add_frame(frame)
         self._open = False
-        frames, self._frames = self._frames, []
-        number, self.batch_number = self.batch_number, self.batch_number + 1
+        frames = self._frames
+        self._frames = []
+        number = self.batch_number
+        self.batch_number += 1
         if number not in self.trace_batch_nums:
             for finding in self._trends.add(frames):
                 self._warn(finding)
         if self.abort_after_batch_num is not None and number >= self.abort_after_batch_num:
             raise NumericsError(f"stopped after batch {number}, as abort_after_batch_num={self.abort_after_batch_num} asks for")
 
-    # One call
-
-    def _hook(self, name: str, slot: int) -> Callable[..., None]:
+    def _make_hook(self, name: str, row: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
-                self._into_slots(slot, inputs, named, output)
+                self._record_ranges(row, inputs, named, output)
             else:
-                self._look(name, module, inputs, named, output)
+                self._record_call(name, module, inputs, named, output)
 
         return hook
 
     @torch.no_grad()
-    def _look(self, name: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+    def _record_call(self, name: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """Measure the tensors of a call. On a CPU also check them at once."""
         if not self._open:
-            return  # the backward pass recomputes a layer that was looked at before
+            return  # the backward pass recomputes a layer that was already checked
         ranges = []
-        for label, tensor in tensors(inputs, named, output):
-            found = self._range(tensor)
-            if found is not None:
-                ranges.append((label, tensor, found))
+        for label, tensor in labelled_tensors(inputs, named, output):
+            value_range = self._measure_range(tensor)
+            if value_range is not None:
+                ranges.append((label, tensor, value_range))
         self._pending.append((name, type(module).__name__, ranges))
-        if id(self) not in _NOTED and (not ranges or ranges[0][1].device.type == "cpu"):
+        if id(self) not in _COMPILED_TENSORS and (not ranges or ranges[0][1].device.type == "cpu"):
             for frame in self._read_pending():
-                self._add(frame)
+                self._add_frame(frame)
 
-    def _range(self, tensor: Tensor) -> Tensor | None:
-        """Return the smallest and the largest magnitude. A tensor that one module gives to the next is measured once."""
+    def _measure_range(self, tensor: Tensor) -> Tensor | None:
+        """Return the smallest and the largest magnitude. A tensor that one module passes to the next is measured once."""
         local = local_part(tensor)
         if local is None:
             return None
-        known = self._known.get(id(local))
-        if known is not None and known[0]() is local and known[1] == VERSION.of(local):
-            return known[2]
+        measured_before = self._measured.get(id(local))
+        if measured_before is not None and measured_before[0]() is local and measured_before[1] == VERSION.of(local):
+            return measured_before[2]
         measured = torch.stack(torch.aminmax(local.detach().abs()))
-        self._known[id(local)] = (weakref.ref(local), VERSION.of(local), measured)
+        self._measured[id(local)] = (weakref.ref(local), VERSION.of(local), measured)
         return measured
 
     def _read_pending(self) -> list[Frame]:
-        pending, self._pending = self._pending, []
+        """Return the frames of the pending calls."""
+        pending = self._pending
+        self._pending = []
         frames = []
-        each = iter(numbers([found for _, _, ranges in pending for _, _, found in ranges]))
+        limits = iter(read_ranges([value_range for _, _, ranges in pending for _, _, value_range in ranges]))
         for name, kind, ranges in pending:
             readings = []
             for label, tensor, _ in ranges:
-                low, high = next(each)
+                low, high = next(limits)
                 if label.startswith("input") and high == torch.inf and is_mask(tensor):
                     continue
                 readings.append(Reading(label, FLOATS[tensor.dtype], low, high))
-            frames.append(Frame(name, kind, (*self._of_weights(name), *readings)))
+            frames.append(Frame(name, kind, (*self._weight_readings(name), *readings)))
         return frames
 
-    def _add(self, frame: Frame) -> None:
+    def _add_frame(self, frame: Frame) -> None:
         self._frames.append(frame)
         self._last.append(frame)
         if self.batch_number in self.trace_batch_nums:
@@ -226,7 +249,7 @@ class DebugUnderflowOverflow:
             self._open = False
             finding = diagnose(frame, batch=self.batch_number, from_data=self._bad_data)
             self.findings.append(finding)
-            lines = [line for one in self._last for line in one.lines()]
+            lines = [line for last_frame in self._last for line in last_frame.lines()]
             self._tell("\n".join([f"Last {len(self._last)} forward frames:", " abs min  abs max", *lines]))
             raise NumericsError(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}", finding)
         for finding in underflows(frame):
@@ -239,59 +262,65 @@ class DebugUnderflowOverflow:
             self.findings.append(finding)
             self._tell(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
 
-    # Weights: once a batch, and only those that have changed
-
     @torch.no_grad()
-    def _look_at_weights(self) -> None:
+    def _check_weights(self) -> None:
+        """Read the ranges of the weights that changed since the last batch, and report weights that are not finite."""
         changed = []
         for name, parameter in self.model.named_parameters():
             local = local_part(parameter)
             if local is not None and self._weights.get(name, (0, -1))[:2] != (local.data_ptr(), VERSION.of(local)):
                 changed.append((name, local, torch.stack(torch.aminmax(local.detach().abs()))))
-        for (name, local, _), (low, high) in zip(changed, numbers([found for _, _, found in changed]), strict=True):
+        limits = read_ranges([value_range for _, _, value_range in changed])
+        for (name, local, _), (low, high) in zip(changed, limits, strict=True):
             reading = Reading(name.rpartition(".")[2], FLOATS[local.dtype], low, high)
             self._weights[name] = (local.data_ptr(), VERSION.of(local), reading)
         bad = [name for name, (_, _, reading) in self._weights.items() if not reading.is_finite]
         if bad and self.batch_number not in self.trace_batch_nums:
             owner = bad[0].rpartition(".")[0]
-            self._add(Frame(owner, type(self.model.get_submodule(owner)).__name__, (self._weights[bad[0]][2],)))
+            self._add_frame(Frame(owner, type(self.model.get_submodule(owner)).__name__, (self._weights[bad[0]][2],)))
 
-    def _of_weights(self, module: str) -> Iterator[Reading]:
+    def _weight_readings(self, module: str) -> Iterator[Reading]:
+        """Yield the readings of a module's own weights."""
         owner = self.model.get_submodule(module)
         for name in PARAMETERS.of(owner):
-            known = self._weights.get(f"{module}.{name}" if module else name)
-            if known is not None:
-                yield known[2]
+            stored = self._weights.get(f"{module}.{name}" if module else name)
+            if stored is not None:
+                yield stored[2]
 
-    # Compiled modules
-
-    def _into_slots(self, slot: int, inputs: Any, named: Any, output: Any) -> None:
-        assert self._slots is not None
-        for place, (label, tensor) in enumerate(tensors(inputs, named, output)):
-            if place < SLOTS and tensor.dtype in FLOATS and tensor.numel():
+    def _record_ranges(self, row: int, inputs: Any, named: Any, output: Any) -> None:
+        """Write the ranges of a compiled module's call into the tensor of ranges, from ``row`` on."""
+        assert self._compiled_ranges is not None
+        for index, (label, tensor) in enumerate(labelled_tensors(inputs, named, output)):
+            if index < TENSORS_PER_MODULE and tensor.dtype in FLOATS and tensor.numel():
                 with torch.no_grad():
-                    self._slots[slot + place] = torch.stack(torch.aminmax(tensor.detach().abs())).to(self._slots)
-                _note(id(self), slot + place, label, FLOATS[tensor.dtype])
+                    limits = torch.stack(torch.aminmax(tensor.detach().abs()))
+                    self._compiled_ranges[row + index] = limits.to(self._compiled_ranges)
+                _register_compiled_tensor(id(self), row + index, label, FLOATS[tensor.dtype])
 
-    def _read_slots(self) -> list[Frame]:
-        types = _NOTED.get(id(self))
-        if not types or self._slots is None:
+    def _read_compiled_frames(self) -> list[Frame]:
+        """Return the frames of compiled modules."""
+        types = _COMPILED_TENSORS.get(id(self))
+        if not types or self._compiled_ranges is None:
             return []
         compiled: dict[int, list[Reading]] = {}
-        for slot, (low, high) in enumerate(self._slots.tolist()):
-            if slot in types and low != NOT_TOUCHED:
-                compiled.setdefault(slot // SLOTS, []).append(Reading(*types[slot], low, high))
+        for row, (low, high) in enumerate(self._compiled_ranges.tolist()):
+            if row in types and low != NOT_WRITTEN:
+                compiled.setdefault(row // TENSORS_PER_MODULE, []).append(Reading(*types[row], low, high))
         names = [(name, type(module).__name__) for module, name in self._names.items()]
-        return [Frame(*names[place], (*self._of_weights(names[place][0]), *found)) for place, found in compiled.items()]
+        frames = []
+        for index, readings in compiled.items():
+            name, kind = names[index]
+            frames.append(Frame(name, kind, (*self._weight_readings(name), *readings)))
+        return frames
 
 
-_NOTED: dict[int, dict[int, tuple[str, str]]] = {}  # by the id of the debugger: a slot's name and type
+_COMPILED_TENSORS: dict[int, dict[int, tuple[str, str]]] = {}  # by id of the debugger and row of ranges: label and dtype
 
 
-# Runs once, when a module is compiled: a graph that changed Python's state would be made anew.
+# It runs once, when a module is compiled. A graph that changed Python's state would be compiled again.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note(debugger: int, slot: int, label: str, dtype: str) -> None:
-    _NOTED.setdefault(debugger, {})[slot] = (label, dtype)
+def _register_compiled_tensor(debugger: int, row: int, label: str, dtype: str) -> None:
+    _COMPILED_TENSORS.setdefault(debugger, {})[row] = (label, dtype)
 
 
 def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
@@ -306,12 +335,15 @@ def _children_first(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def detect_overflow(tensor: Tensor, name: str, *, tell: Callable[[str], None] = _to_stderr) -> bool:
-    """Return whether the tensor has NaN or inf; tell it with the range of the rest."""
+    """Return whether the tensor has NaN or inf. If it has, report how many, and the range of the other numbers."""
     local = local_part(tensor)
     if local is None or bool(torch.isfinite(local).all()):
         return False
     finite = local[torch.isfinite(local)].abs()
-    counts = [f"{int(found.sum()):,} {word}" for word, found in (("NaN", local.isnan()), ("inf", local.isinf())) if found.any()]
-    rest = f"the rest up to {float(finite.max()):.3g}" if finite.numel() else "nothing else"
-    tell(f"{name} has {' and '.join(counts)} of {local.numel():,} numbers, {rest} ({FLOATS[local.dtype]})")
+    counts = []
+    for word, matches in (("NaN", local.isnan()), ("inf", local.isinf())):
+        if matches.any():
+            counts.append(f"{int(matches.sum()):,} {word}")
+    others = f"the rest up to {float(finite.max()):.3g}" if finite.numel() else "nothing else"
+    tell(f"{name} has {' and '.join(counts)} of {local.numel():,} numbers, {others} ({FLOATS[local.dtype]})")
     return True

@@ -1,4 +1,4 @@
-"""Compare the rates that this machine reaches with what the table of products says it should reach. Takes ten seconds."""
+"""Compare the measured rates of this machine with the rates that its products should reach according to the catalog."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from upshift.debugging.finding import Finding, ok, unknown, warning
 from upshift.hardware.catalog.efficiency import gemm_efficiency, memory_efficiency
-from upshift.hardware.spec import Gpu, Host, Measured
+from upshift.hardware.spec import Gpu, Host, Measured, Precision
 from upshift.units import GIGA, TERA
 
 PROBED_FLOPS = 2 * 8192**3  # of the matrix product that the probe times on a GPU
-USUAL_SHARE, USUAL_MEMORY = 0.6, 0.7  # of the datasheet's peaks, where no fit for the product is known
-USUAL_COPY = 0.75  # of PCIe's rate, from pinned memory
-TOLERATED = 0.75  # of what is expected
+# Shares of the datasheet's peaks, for products without published measurements.
+USUAL_SHARE = 0.6
+USUAL_MEMORY = 0.7
+USUAL_COPY = 0.75  # share of PCIe's rate, from pinned memory
+TOLERATED = 0.75  # share of the expected rate
 
 
 def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
@@ -29,15 +31,15 @@ def examine_rates(host: Host, measured: Measured) -> Iterator[Finding]:
         return
     if gpu.peak is None:
         yield unknown(
-            "GPU rates", what=f"{gpu.name} is not in the table; measured {_gpu_words(measured)}", evidence="measured here"
+            "GPU rates", what=f"{gpu.name} is not in the table; measured {_describe_gpu(measured)}", evidence="measured here"
         )
         return
     share = gemm_efficiency(gpu.table_key or "", PROBED_FLOPS) or USUAL_SHARE
     fix = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER while it runs; end what else uses the GPU; then upshift doctor again"
     bf16 = gpu.peak.bf16 if measured.gpu.bf16 and gpu.supports("bf16") else None
-    yield from _against("GPU matrix products", "bf16", measured.gpu.bf16, bf16, share, TERA, "TFLOP/s", fix)
+    yield from _compare_rate("GPU matrix products", "bf16", measured.gpu.bf16, bf16, share, TERA, "TFLOP/s", fix)
     memory = memory_efficiency(gpu.table_key or "") or USUAL_MEMORY
-    yield from _against(
+    yield from _compare_rate(
         "GPU memory", "", measured.gpu.memory_bytes_per_second, gpu.peak.memory_bytes_per_second, memory, GIGA, "GB/s", fix
     )
     yield from _copies(host, gpu, measured)
@@ -47,7 +49,7 @@ def _copies(host: Host, gpu: Gpu, measured: Measured) -> Iterator[Finding]:
     link = host.host_to_device
     fix = "look at PCIe lanes above; bind the process to the GPU's own socket: numactl --cpunodebind=N --membind=N"
     if link is not None:
-        yield from _against(
+        yield from _compare_rate(
             f"copies to the GPU over {link.name}",
             "",
             measured.host_to_device_bytes_per_second,
@@ -60,40 +62,42 @@ def _copies(host: Host, gpu: Gpu, measured: Measured) -> Iterator[Finding]:
 
 
 def _cpu(measured: Measured) -> Iterator[Finding]:
-    """Yield the measured rates of the CPU.
-
-    No table row names the processor of this very machine with its clock, so there is nothing to compare the rates with.
-    """
+    """Yield the measured rates of the CPU. The catalog has no row for this machine's processor and clock to compare with."""
     rates = measured.cpu
-    words = [
-        f"{name} {rate / GIGA:,.0f} GFLOP/s"
-        for name in ("fp32", "fp32_medium", "bf16")
-        if (rate := rates.matrix(name)) is not None
-    ]
+    precisions: tuple[Precision, ...] = ("fp32", "fp32_medium", "bf16")
+    descriptions = []
+    for name in precisions:
+        rate = rates.matrix(name)
+        if rate is not None:
+            descriptions.append(f"{name} {rate / GIGA:,.0f} GFLOP/s")
     memory = f", memory {rates.memory_bytes_per_second / GIGA:.1f} GB/s" if rates.memory_bytes_per_second else ""
     yield ok(
         "CPU rates",
-        what=f"{', '.join(words)}{memory}",
+        what=f"{', '.join(descriptions)}{memory}",
         evidence=f"measured on {measured.num_threads} cores; the table has no peak of this CPU",
     )
 
 
-def _against(
+def _compare_rate(
     subject: str, precision: str, rate: float | None, peak: float | None, share: float, unit: float, name: str, fix: str
 ) -> Iterator[Finding]:
     if rate is None or peak is None:
         return
-    what = f"{precision} {rate / unit:,.0f} {name}".strip()
+    measured_rate = f"{precision} {rate / unit:,.0f} {name}".strip()
     expected = share * peak
     evidence = f"measured; {expected / unit:,.0f} {name} expected, {share:.0%} of the datasheet's {peak / unit:,.0f}"
     if rate < TOLERATED * expected:
-        yield warning(subject, what=f"{what}: {rate / expected:.0%} of what such a part reaches", evidence=evidence, fix=fix)
+        yield warning(
+            subject, what=f"{measured_rate}: {rate / expected:.0%} of what such a part reaches", evidence=evidence, fix=fix
+        )
     else:
-        yield ok(subject, what=what, evidence=evidence)
+        yield ok(subject, what=measured_rate, evidence=evidence)
 
 
-def _gpu_words(measured: Measured) -> str:
+def _describe_gpu(measured: Measured) -> str:
     rates = measured.gpu
     assert rates is not None
     bf16 = f"bf16 {rates.bf16 / TERA:,.0f} TFLOP/s" if rates.bf16 else "no bf16"
-    return f"{bf16}, memory {rates.memory_bytes_per_second / GIGA:,.0f} GB/s" if rates.memory_bytes_per_second else bf16
+    if rates.memory_bytes_per_second:
+        return f"{bf16}, memory {rates.memory_bytes_per_second / GIGA:,.0f} GB/s"
+    return bf16

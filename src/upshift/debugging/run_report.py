@@ -1,5 +1,4 @@
-"""Write the report that each rank of a run leaves when it hangs, slows or dies, and read all of them for `upshift doctor
-RUN_DIR`."""
+"""Write the report of a rank that hangs, slows down or dies, and examine all reports of a run for `upshift doctor RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from upshift.settings import read_library_variables
 from upshift.value import Value
 
 FOLDER = "upshift_report"  # in the output folder of the run
-MAX_FRAMES = 30  # of a thread's stack, the innermost
+MAX_FRAMES = 30  # innermost frames of a thread's stack
 AUTOPSIES = "upshift_out_of_memory.jsonl"
 RUN = "upshift_run.json"
-SIGNS = "findings-rank-"
+FINDINGS_PREFIX = "findings-rank-"
 
 
 class Stack(Value):
@@ -30,15 +29,17 @@ class Stack(Value):
 
 
 class RankReport(Value):
+    """Hold what a rank reports about itself."""
+
     rank: int
     ranks: int
     kind: Literal["stalled", "slow", "died"]
     step: int
-    words: str  # the exception, or the message of the watch
-    waiting: str | None = None  # the collective that the rank has begun and not ended
+    words: str  # the exception, or the message of the watchdog
+    waiting: str | None = None  # the collective that the rank started and that has not ended
     stacks: tuple[Stack, ...] = ()
     versions: dict[str, str] = {}
-    variables: dict[str, str] = {}  # of the libraries underneath
+    variables: dict[str, str] = {}  # environment variables of the libraries that Upshift uses
 
     def write(self, output: Path) -> None:
         folder = output / FOLDER
@@ -46,71 +47,91 @@ class RankReport(Value):
         write_whole(folder / f"rank-{self.rank}.json", self.to_json(indent=1))
 
 
-def report_of(error: BaseException | None, **fields: Any) -> RankReport:
-    """Return a report of this process now: where every thread is, or where the error came from."""
+def report_of(
+    error: BaseException | None,
+    *,
+    rank: int,
+    ranks: int,
+    kind: str,
+    step: int,
+    words: str,
+    waiting: str | None = None,
+    versions: dict[str, str] | None = None,
+) -> RankReport:
+    """Return a report of this process, with the stack of the error, or without an error with the stacks of all threads."""
     variables = {name: value for name, value in read_library_variables().items() if name != "PATH"}
-    stacks = (
-        stacks_now() if error is None else (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
-    )
-    return RankReport(stacks=stacks, variables=variables, **fields)
+    if error is None:
+        stacks = current_stacks()
+    else:
+        stacks = (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
+    return RankReport.model_validate(
+        {
+            "rank": rank, "ranks": ranks, "kind": kind, "step": step, "words": words, "waiting": waiting, "stacks": stacks,
+            "versions": versions or {}, "variables": variables,
+        }
+    )  # fmt: skip
 
 
-def stacks_now() -> tuple[Stack, ...]:
+def current_stacks() -> tuple[Stack, ...]:
+    """Return the stacks of all threads except this one, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    here = threading.get_ident()
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != here}
-    found = [
+    own_thread = threading.get_ident()
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != own_thread}
+    stacks = [
         Stack(thread=names.get(ident, str(ident)), frames=_lines(traceback.extract_stack(frame)))
         for ident, frame in frames.items()
     ]
-    return tuple(sorted(found, key=lambda stack: stack.thread != "MainThread"))
+    return tuple(sorted(stacks, key=lambda stack: stack.thread != "MainThread"))
 
 
 def _lines(frames: traceback.StackSummary) -> tuple[str, ...]:
-    return tuple(f"{_short(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-MAX_FRAMES:])
+    return tuple(f"{_short_path(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-MAX_FRAMES:])
 
 
-def _short(path: str) -> str:
-    """Return the path from its package on: a report names no machine's folders."""
-    parts = Path(path).parts
-    if "site-packages" in parts:
-        return "/".join(parts[parts.index("site-packages") + 1 :])
-    return "/".join(parts[parts.index("upshift") :]) if "upshift" in parts else "/".join(parts[-2:])
+def _short_path(path: str) -> str:
+    """Return the part of a path from the package on, so that a report contains no folders of the machine."""
+    folders = Path(path).parts
+    if "site-packages" in folders:
+        return "/".join(folders[folders.index("site-packages") + 1 :])
+    if "upshift" in folders:
+        return "/".join(folders[folders.index("upshift") :])
+    return "/".join(folders[-2:])
 
 
-def forget(output: Path, rank: int) -> None:
-    """Delete what this rank left in a run before this one."""
-    for name in (f"rank-{rank}.json", f"{SIGNS}{rank}.json"):
+def delete_report(output: Path, rank: int) -> None:
+    """Delete the files that this rank wrote in an earlier run."""
+    for name in (f"rank-{rank}.json", f"{FINDINGS_PREFIX}{rank}.json"):
         (output / FOLDER / name).unlink(missing_ok=True)
 
 
 def leave_findings(output: Path, rank: int, findings: list[Finding]) -> None:
-    """Write what a run that goes on has found wrong with itself."""
+    """Write the findings of a run about itself while it continues."""
     folder = output / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{SIGNS}{rank}.json", json.dumps([finding.model_dump() for finding in findings], indent=1))
+    write_whole(folder / f"{FINDINGS_PREFIX}{rank}.json", json.dumps([finding.model_dump() for finding in findings], indent=1))
 
 
-def _left_findings(output: Path) -> list[Finding]:
-    """Return the findings of all ranks. A subject that several ranks found is told once, in the words of the first."""
-    found: dict[str, Finding] = {}
-    for path in sorted((output / FOLDER).glob(f"{SIGNS}*.json"), key=_rank_of):
+def _read_findings(output: Path) -> list[Finding]:
+    """Return the findings of all ranks. For each subject only the finding of the first rank counts."""
+    findings: dict[str, Finding] = {}
+    for path in sorted((output / FOLDER).glob(f"{FINDINGS_PREFIX}*.json"), key=_rank_of):
         for fields in json.loads(path.read_text(encoding="utf-8")):
             finding = Finding.from_fields(fields)
-            found.setdefault(finding.subject, finding)
-    return list(found.values())
+            findings.setdefault(finding.subject, finding)
+    return list(findings.values())
 
 
 def examine_run(output: Path) -> list[Finding]:
+    """Return findings about the run in a folder. Raise RequestError if the folder has no run."""
     if not output.is_dir():
         raise RequestError(f"{output} is not a folder; give the output folder of a run, which has {RUN}")
-    run = _json(_text(output / RUN))
+    run = _parse_object(_read_text(output / RUN))
     reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
-    autopsies = _text(output / AUTOPSIES).splitlines()
-    left = _left_findings(output)
-    if run is None and not reports and not autopsies and not left:
+    autopsies = _read_text(output / AUTOPSIES).splitlines()
+    stored = _read_findings(output)
+    if run is None and not reports and not autopsies and not stored:
         raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
-    findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies), *left]
+    findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies), *stored]
     return findings + list(_ending(run, reports, output))
 
 
@@ -118,20 +139,20 @@ def _rank_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _json(text: str) -> dict[str, Any] | None:
-    """Return the object; None: there is nothing, only a part, or another program's text."""
+def _parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object of a text, or None if the text is empty, incomplete or no object."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
-FIXES = (  # words in the error, and what to type
+FIXES = (  # a phrase of the error, and what to type
     ("out of memory", "upshift plan again: it plans for the memory that is free; or --set per_device_train_batch_size=1"),
     ("NaN", "upshift train ... --resume --learning-rate HALF; upshift.Trainer with debug='underflow_overflow' names the module"),
     (
@@ -150,26 +171,26 @@ def _deaths(reports: list[RankReport], output: Path) -> Iterator[Finding]:
     for report in first:
         fix = next((fix for word, fix in FIXES if word in report.words), "upshift train ... --resume, when its cause is gone")
         yield error(
-            _name(report), what=f"died in step {report.step}: {report.words[:300]}", evidence=_where(report),
+            _rank_name(report), what=f"died in step {report.step}: {report.words[:300]}", evidence=_innermost_line(report),
             fix=fix.replace("OUTPUT", str(output)),
         )  # fmt: skip
 
 
 def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
     stalled = [report for report in reports if report.kind == "stalled"]
-    told = next((report.words for report in stalled if report.words), "")
+    message = next((report.words for report in stalled if report.words), "")
     for report in stalled:
         if report.waiting is None:
             yield error(
-                _name(report), what=f"holds up the others in step {report.step}: it is in no collective",
-                evidence=f"{_where(report)}{'; ' + told if told else ''}",
+                _rank_name(report), what=f"holds up the others in step {report.step}: it is in no collective",
+                evidence=f"{_innermost_line(report)}{'; ' + message if message else ''}",
                 fix="look at that line: data, a lock, a full disk; end the run, then: upshift train ... --resume",
             )  # fmt: skip
     if stalled and all(report.waiting is not None for report in stalled):
-        waits = "; ".join(f"{_name(report)} in {report.waiting}" for report in stalled)
+        waits = "; ".join(f"{_rank_name(report)} in {report.waiting}" for report in stalled)
         yield error(
             "hang", what=f"every rank that left a report waits, in step {stalled[0].step}", evidence=waits,
-            cause=told or None, fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
+            cause=message or None, fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
         )  # fmt: skip
     for report in reports:
         if report.kind == "slow":
@@ -181,7 +202,9 @@ def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
 
 def _silent(reports: list[RankReport]) -> Iterator[Finding]:
     serious = [report for report in reports if report.kind != "slow"]
-    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports}) if serious else []
+    if not serious:
+        return
+    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports})
     if missing:
         names = ", ".join(map(str, missing))
         yield error(
@@ -193,11 +216,11 @@ def _silent(reports: list[RankReport]) -> Iterator[Finding]:
 
 def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
     for number, line in enumerate(lines, start=1):
-        autopsy = _json(line)
+        autopsy = _parse_object(line)
         if autopsy is None:
             yield unknown("memory", what=f"ran out, and line {number} of {AUTOPSIES}, which says how, was cut off: left out")
             continue
-        parts = ", ".join(f"{part['part']} {part['measured_gib']:.2f} GiB" for part in autopsy["parts"])
+        parts = ", ".join(f"{entry['part']} {entry['measured_gib']:.2f} GiB" for entry in autopsy["parts"])
         yield warning(
             "memory", what=f"ran out in step {autopsy['step']}: {autopsy['verdict']}",
             evidence=f"{parts}; it went on with {' x '.join(map(str, autopsy['smaller']))} tokens at once",
@@ -208,26 +231,30 @@ def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
 def _ending(run: dict[str, Any] | None, reports: list[RankReport], output: Path) -> Iterator[Finding]:
     if run is None:
         return
-    steps, asked = len(run.get("tokens", ())), run.get("arguments", {}).get("max_steps")
+    steps = len(run.get("tokens", ()))
+    max_steps = run.get("arguments", {}).get("max_steps")
     newest = max((int(path.name[11:]) for path in output.glob("checkpoint-*") if path.name[11:].isdigit()), default=None)
-    kept = "no checkpoint" if newest is None else f"newest checkpoint: {newest}"
+    checkpoint = "no checkpoint" if newest is None else f"newest checkpoint: {newest}"
     if run.get("finished"):
-        yield ok("run", what=f"finished {steps} steps", evidence=f"{RUN}, {kept}")
+        yield ok("run", what=f"finished {steps} steps", evidence=f"{RUN}, {checkpoint}")
     elif not any(report.kind == "died" for report in reports):
         yield unknown(
             "run",
             what="has not finished: it runs, was stopped, or was killed without a word",
-            evidence=f"{asked} steps asked, {kept}",
+            evidence=f"{max_steps} steps asked, {checkpoint}",
         )
 
 
-def _name(report: RankReport) -> str:
+def _rank_name(report: RankReport) -> str:
     return f"rank {report.rank}" if report.ranks > 1 else "run"
 
 
-def _where(report: RankReport) -> str:
+def _innermost_line(report: RankReport) -> str:
+    """Return the innermost line of the main thread, and the line of Upshift that called it."""
     main = next(iter(report.stacks), None)
     if main is None or not main.frames:
         return "no stack"
-    own = next((line for line in reversed(main.frames) if line.startswith("upshift/")), None)
-    return main.frames[-1] + (f", called from {own}" if own is not None and own != main.frames[-1] else "")
+    upshift_line = next((line for line in reversed(main.frames) if line.startswith("upshift/")), None)
+    if upshift_line is None or upshift_line == main.frames[-1]:
+        return main.frames[-1]
+    return f"{main.frames[-1]}, called from {upshift_line}"

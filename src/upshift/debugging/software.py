@@ -1,7 +1,4 @@
-"""Find what does not go together among the libraries, compilers, toolkits and settings here. No heavy library is imported.
-
-Examine the compilers and CUDA toolkits that PATH leads to: which extensions can be built with them.
-"""
+"""Find libraries, compilers, CUDA toolkits and settings that do not work together. No heavy library is imported."""
 
 from __future__ import annotations
 
@@ -15,28 +12,29 @@ from upshift.hardware.nvml import Gpus
 from upshift.hardware.torch_build import DRIVERS, lacks_cuda, needs_newer_driver
 from upshift.versions import installed_version, installed_versions, requirements_of
 
-# The newest host compiler of each CUDA: CUDA Installation Guide for Linux, host compiler support policy.
+# The newest gcc that each CUDA release supports: CUDA Installation Guide for Linux, host compiler support policy.
 NEWEST_GCC = {(11, 0): 9, (11, 1): 10, (11, 5): 11, (12, 0): 12, (12, 4): 13, (12, 8): 14, (13, 0): 15}
 
-Ask = Callable[[list[str]], str | None]  # a command's output; None: it failed
+Ask = Callable[[list[str]], str | None]  # returns the output of a command, or None if the command fails
 
 
 class Compilers(NamedTuple):
-    """The compilers and toolkits that PATH leads to."""
+    """Hold the compilers and CUDA toolkits in PATH."""
 
-    toolkits: tuple[tuple[Path, tuple[int, int] | None], ...]  # nvcc, first in PATH first; its CUDA
+    toolkits: tuple[tuple[Path, tuple[int, int] | None], ...]  # nvcc and its CUDA release, in the order of PATH
     cxx: str | None
     gcc: int | None  # major version
     ninja: str | None
 
 
 def find_compilers(variables: Mapping[str, str], which: Callable[[str], str | None], ask: Ask) -> Compilers:
-    found: dict[Path, Path] = {}
+    """Find compilers and CUDA toolkits. ``which`` and ``ask`` find and run a program."""
+    toolkit_paths: dict[Path, Path] = {}
     for folder in variables.get("PATH", "").split(":"):
         nvcc = Path(folder) / "nvcc" if folder else None
         if nvcc is not None and nvcc.is_file():
-            found.setdefault(nvcc.resolve(), nvcc)  # two links to one toolkit count once
-    toolkits = tuple((nvcc, _release(ask([str(nvcc), "--version"]))) for nvcc in found.values())
+            toolkit_paths.setdefault(nvcc.resolve(), nvcc)  # several links to a toolkit count once
+    toolkits = tuple((nvcc, _release(ask([str(nvcc), "--version"]))) for nvcc in toolkit_paths.values())
     cxx = next((path for name in ("g++", "c++", "clang++") if (path := which(name))), None)
     version = ask([cxx, "-dumpfullversion"]) if cxx and not cxx.endswith("clang++") else None
     major = re.match(r"\d+", version or "")
@@ -61,15 +59,8 @@ def examine_compilers(
     first = compilers.toolkits[0] if compilers.toolkits else None
     if len(compilers.toolkits) > 1:
         listed = ", ".join(f"{nvcc.parent.parent} (CUDA {dotted(release)})" for nvcc, release in compilers.toolkits)
-        fitting = next(
-            (
-                nvcc
-                for nvcc, release in compilers.toolkits
-                if built is not None and release is not None and release[0] == built[0]
-            ),
-            None,
-        )
-        home = (fitting or compilers.toolkits[0][0]).parent.parent
+        matching = [nvcc for nvcc, release in compilers.toolkits if built and release and release[0] == built[0]]
+        home = (matching[0] if matching else compilers.toolkits[0][0]).parent.parent
         yield warning(
             "CUDA toolkits",
             what=f"{len(compilers.toolkits)} toolkits in PATH; extensions are built with the first",
@@ -111,10 +102,11 @@ def _extensions(compilers: Compilers, gpus: Gpus, versions: Mapping[str, str]) -
 
 
 def dotted(release: tuple[int, int] | None) -> str:
+    """Return a release as text: 12.8."""
     return "unknown" if release is None else f"{release[0]}.{release[1]}"
 
 
-LIBRARIES = (  # whose declared requirements are compared with what is installed
+LIBRARIES = (  # their declared requirements are compared with what is installed
     "torch",
     "transformers",
     "accelerate",
@@ -137,7 +129,7 @@ LIBRARIES = (  # whose declared requirements are compared with what is installed
     "ctranslate2",
     "triton",
 )
-EXTRAS = {  # libraries that plans and races use where they are installed: what for, and the extra's name
+EXTRAS = {  # libraries that plans and races use if they are installed: their purpose, and the extra's name
     "torchao": ("8-bit and 4-bit optimizers, fp8", "quant"),
     "peft": ("adapters", "peft"),
     "accelerate": ("upshift.Trainer", "trainer"),
@@ -155,7 +147,7 @@ LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr
 def examine_requirements(
     requirements: Mapping[str, list[str]] | None = None, versions: Mapping[str, str] | None = None
 ) -> Iterator[Finding]:
-    """Yield errors for each installed library whose declared requirements do not match what is installed."""
+    """Yield an error for each declared requirement of an installed library that is not met."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -167,24 +159,23 @@ def examine_requirements(
             needed = Requirement(line)
             if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                 continue
-            known = versions.get(canonicalize_name(needed.name)) or installed_version(needed.name)
-            if known is None or not needed.specifier.contains(known, prereleases=True):
+            installed = versions.get(canonicalize_name(needed.name)) or installed_version(needed.name)
+            if installed is None or not needed.specifier.contains(installed, prereleases=True):
                 broken = True
                 yield error(
                     name,
                     what=f"{name} {versions[name]} needs {needed.name}{needed.specifier}",
-                    evidence=f"{needed.name} {known or 'is not installed'}",
+                    evidence=f"{needed.name} {installed or 'is not installed'}",
                     fix=f"pip install '{needed.name}{needed.specifier}', or another {name}",
                 )
     if not broken:
-        shown = ", ".join(
-            f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers", "numpy") if name in versions
-        )
+        names = [name for name in ("torch", "transformers", "tokenizers", "numpy") if name in versions]
+        shown = ", ".join(f"{name} {versions[name]}" for name in names)
         yield ok("libraries", what="versions go together", evidence=shown)
 
 
 def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare torch with the driver, and find what hides GPUs."""
+    """Compare torch with the driver, and find variables that hide GPUs. ``built``, ``is_known``: as of ``torch_cuda``."""
     if not gpus.states:
         return
     if lacks_cuda(built, is_known):
@@ -222,7 +213,7 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
 
 
 def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ranks: int) -> Iterator[Finding]:
-    """Compare the threads that OpenMP and MKL would start with the cores there are."""
+    """Compare the threads that OpenMP and MKL will start with the usable cores."""
     share = max(1, usable_cores // local_ranks)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         text = variables.get(name, "")
@@ -248,8 +239,8 @@ def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ra
 
 
 def examine_switches(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Find settings made for a search that were left on, and slow every run."""
-    for name, what in (
+    """Find settings that slow every run, such as switches left on after debugging."""
+    for name, effect in (
         ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for"),
         ("NCCL_P2P_DISABLE", "GPUs exchange through host memory"),
         ("NCCL_SHM_DISABLE", "ranks of one host exchange through the network"),
@@ -258,13 +249,12 @@ def examine_switches(variables: Mapping[str, str]) -> Iterator[Finding]:
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "every tensor is allocated anew"),
     ):
         if variables.get(name, "0") not in ("", "0"):
-            yield warning(name, what=f"is set: {what}", evidence=f"{name}={variables[name]}", fix=f"unset {name}")
+            yield warning(name, what=f"is set: {effect}", evidence=f"{name}={variables[name]}", fix=f"unset {name}")
     for folder in variables.get("LD_LIBRARY_PATH", "").split(":"):
-        shadowing = (
-            sorted(file.name for file in Path(folder).glob("lib*.so*") if re.match(r"lib(nccl|cudnn|cublas)\.so", file.name))
-            if folder
-            else []
-        )
+        if not folder:
+            continue
+        files = Path(folder).glob("lib*.so*")
+        shadowing = sorted(file.name for file in files if re.match(r"lib(nccl|cudnn|cublas)\.so", file.name))
         if shadowing:
             yield warning(
                 "LD_LIBRARY_PATH",
@@ -279,27 +269,28 @@ def examine_allocators(variables: Mapping[str, str], root: Path) -> Iterator[Fin
     if any(name in preload for name in ALLOCATORS):
         yield ok("allocator", what="a faster one than the system's is preloaded", evidence=f"LD_PRELOAD={preload}")
         return
-    files = [
-        file for name in ALLOCATORS for folder in LIBRARY_FOLDERS for file in sorted((root / folder).glob(f"lib{name}*.so*"))
-    ]
-    get = "" if files else "sudo apt install libjemalloc2; "
+    files: list[Path] = []
+    for name in ALLOCATORS:
+        for folder in LIBRARY_FOLDERS:
+            files += sorted((root / folder).glob(f"lib{name}*.so*"))
+    install = "" if files else "sudo apt install libjemalloc2; "
     path = f"/{files[0].relative_to(root)}" if files else "$(ldconfig -p | grep -o '/.*libjemalloc.so.2')"
     yield hint(
         "allocator",
         what="the system's: jemalloc or tcmalloc can be faster where many tensors come and go on the CPU",
         evidence="installed, not used" if files else "neither is installed",
         cause="not measured here: time your own job with and without",
-        fix=f"{get}export LD_PRELOAD={path}",
+        fix=f"{install}export LD_PRELOAD={path}",
     )
 
 
 def examine_extras(versions: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    there = installed_versions(EXTRAS) if versions is None else versions
-    missing = {library: words for library, words in EXTRAS.items() if library not in there}
+    installed = installed_versions(EXTRAS) if versions is None else versions
+    missing = {library: purpose for library, purpose in EXTRAS.items() if library not in installed}
     if missing:
         yield hint(
             "extras",
-            what=f"not installed, so no plan can use: {', '.join(f'{name} ({words[0]})' for name, words in missing.items())}",
+            what=f"not installed, so no plan can use: {', '.join(f'{name} ({purpose[0]})' for name, purpose in missing.items())}",
             evidence="importlib.metadata",
             fix=f"pip install 'upshift[{','.join(sorted({extra for _, extra in missing.values()}))}]'",
         )

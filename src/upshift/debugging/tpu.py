@@ -1,7 +1,7 @@
-"""Check for `upshift doctor --tpu` whether this machine, and what is installed, is ready to train on a TPU.
+"""Check whether this machine and its software are ready to train on a TPU, for `upshift doctor --tpu`.
 
-There are nine steps, in the order of the transformers guide "Training on TPU with TensorFlow", each with what was read here. A
-step that Upshift does by itself at every run says so. Only what depends on the machine or on the user can be wrong.
+There are nine findings, one for each step of the transformers guide "Training on TPU with TensorFlow", in its order. If Upshift
+does a step by itself at every run, the finding says so. Only steps that depend on the machine or on the user can be wrong.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from upshift.debugging.finding import Finding, error, hint, ok, unknown
 from upshift.value import Value
 from upshift.versions import installed_version
 
-TPU_VM = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.21"}  # with the libtpu that pip takes by itself it aborts at import
+TPU_VM = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.21"}  # with the libtpu that pip chooses it aborts when imported
 INSTALL = "pip install " + " ".join(f"{name}=={version}" for name, version in TPU_VM.items())
 REHEARSE = "upshift xla compile MODEL --topology v5e-4"
 BUCKET = "gs://"
 
 
 class TpuFacts(Value):
-    """The facts of this machine. ``chips``: device files of TPUs. ``data``: where the training data is, as the user says."""
+    """Hold the facts of this machine. ``chips``: the number of TPU device files. ``data``: where the user's data is."""
 
     chips: int
     tensorflow: str | None = None  # version of a wheel that also compiles for this host
@@ -30,7 +30,7 @@ class TpuFacts(Value):
 
 
 def read_tpu_facts(*, data: str | None = None, devices: Path = Path("/dev")) -> TpuFacts:
-    chips = [*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")]  # up to v4, and from v5e on
+    chips = [*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")]  # up to v4; from v5e on
     host = installed_version("tensorflow") or installed_version("tensorflow-cpu")
     return TpuFacts(
         chips=len(chips), tensorflow=host, tensorflow_tpu=installed_version("tensorflow-tpu"), libtpu=installed_version("libtpu"),
@@ -87,7 +87,8 @@ def _data(facts: TpuFacts) -> Finding:
 
 
 def _machine(facts: TpuFacts) -> Finding:
-    name, evidence = "4 a TPU VM", f"{facts.chips} device files of TPUs in /dev"
+    name = "4 a TPU VM"
+    evidence = f"{facts.chips} device files of TPUs in /dev"
     if facts.chips:
         return ok(name, what="this machine has TPU chips", evidence=evidence)
     return hint(
@@ -110,18 +111,18 @@ def _wheels(facts: TpuFacts) -> Finding:
     if facts.tensorflow is not None:
         fix = f"pip uninstall tensorflow tensorflow-cpu tensorflow-tpu, then {INSTALL}"
         return error(name, what="two TensorFlows are installed over each other", evidence=str(facts.tensorflow), fix=fix)
-    found = {"tensorflow-tpu": facts.tensorflow_tpu, "libtpu": facts.libtpu}
-    evidence = ", ".join(f"{library} {version}" for library, version in found.items())
-    if found != TPU_VM:
-        what = "not the combination that is known to import: with another libtpu the process aborts"
-        return error(name, what=what, evidence=evidence, fix=INSTALL)
+    versions = {"tensorflow-tpu": facts.tensorflow_tpu, "libtpu": facts.libtpu}
+    evidence = ", ".join(f"{library} {version}" for library, version in versions.items())
+    if versions != TPU_VM:
+        problem = "not the combination that is known to import: with another libtpu the process aborts"
+        return error(name, what=problem, evidence=evidence, fix=INSTALL)
     return ok(name, what="the combination that imports", evidence=evidence)
 
 
 def _start(facts: TpuFacts) -> Finding:
-    where = facts.data or "PATH"
-    ready = bool(facts.chips) and facts.tensorflow_tpu is not None
-    command = f"upshift train MODEL --data {where} --backend xla"
-    if ready:
+    data = facts.data or "PATH"
+    is_ready = bool(facts.chips) and facts.tensorflow_tpu is not None
+    command = f"upshift train MODEL --data {data} --backend xla"
+    if is_ready:
         return ok("9 start", what="type it", evidence=command)
     return hint("9 start", what="rehearse it here on the CPU, then the same command on the TPU VM", fix=command)

@@ -1,4 +1,4 @@
-"""Describe the machine that is here, or about to be rented. Light; `upshift.hardware.probe` needs torch: import it by name."""
+"""Describe this machine, or a machine to rent. Nothing here needs torch, except `upshift.hardware.probe`: import it by name."""
 
 from upshift.hardware.catalog.cpus import CPUS
 from upshift.hardware.catalog.efficiency import collective, gemm_efficiency, memory_efficiency

@@ -1,7 +1,7 @@
-"""Read the limits that control groups put on this process: cores and memory, v1, v2 and hybrid, the tightest of all ancestors.
+"""Read the limits that control groups (v1, v2 or both) set for the cores and the memory of this process.
 
-The kernel enforces every ancestor's limit, so the files of the process's own group alone would overstate what is usable. Swap
-limits and memory.high (which slows but does not kill) are ignored.
+The kernel enforces the limits of the process's group and of all its ancestors, so the smallest limit counts. Swap limits are
+ignored, and so is memory.high, which slows a process but does not kill it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Group(NamedTuple):
 
 
 def read_limits(root: Path) -> CgroupLimits:
-    """Return the limits on the calling process; `root` is the folder that holds proc and sys. None: no limit found."""
+    """Return the limits of this process. None: no limit. `root`: the folder that contains proc and sys."""
     cores = [_cores(group) for group in _ancestors(root, "cpu")]
     memory = [_memory(group) for group in _ancestors(root, "memory")]
     return CgroupLimits(
@@ -35,8 +35,8 @@ def read_limits(root: Path) -> CgroupLimits:
     )
 
 
-def own_group(root: Path, controller: str) -> Path | None:
-    """Return the folder of this process's own group, whose files tell what happened to the group."""
+def process_cgroup(root: Path, controller: str) -> Path | None:
+    """Return the folder of this process's own group, which has the group's statistics, or None if there is no group."""
     return next((group.path for group in _ancestors(root, controller)), None)
 
 
@@ -44,45 +44,52 @@ def _cores(group: _Group) -> float | None:
     if group.version == 2:
         quota, _, period = read_text(group.path / "cpu.max").partition(" ")
     else:
-        quota, period = read_text(group.path / "cpu.cfs_quota_us"), read_text(group.path / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+        quota = read_text(group.path / "cpu.cfs_quota_us")
+        period = read_text(group.path / "cpu.cfs_period_us")
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period)
 
 
 def _memory(group: _Group) -> tuple[int, int] | None:
-    """Return the limit and what is left of it, in bytes.
+    """Return the limit, and the part of it that is free, in bytes.
 
     Reclaimable file pages do not count as used, as in Kubernetes' working set.
     """
     names = ("memory.max", "memory.current", "inactive_file")
     if group.version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit, used = read_text(group.path / names[0]), read_text(group.path / names[1])
+    limit = read_text(group.path / names[0])
+    used = read_text(group.path / names[1])
     if not limit.isdigit() or int(limit) >= UNLIMITED:
         return None
-    reclaimable = dict(line.split() for line in read_text(group.path / "memory.stat").splitlines()).get(names[2], "0")
-    working_set = max(0, int(used or 0) - int(reclaimable))
+    statistics = dict(line.split() for line in read_text(group.path / "memory.stat").splitlines())
+    reclaimable = int(statistics.get(names[2], "0"))
+    working_set = max(0, int(used or 0) - reclaimable)
     return int(limit), max(0, int(limit) - working_set)
 
 
 def _ancestors(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield the folders of this process's groups for one controller, from its own up to the mount point."""
+    """Yield the folders of this process's groups for a controller, from its own group up to the mount point."""
     membership = _membership(root)
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # proc_pid_mountinfo(5): id parent device root mount_point options [tags..] - type source super_options
-        left, _, right = line.partition(" - ")
-        mount_root, mount_point = left.split()[3:5]
+        fields, _, right = line.partition(" - ")
+        mount_root, mount_point = fields.split()[3:5]
         kind, *_, super_options = right.split()
         if kind == "cgroup2":
-            version, own = 2, membership.get("")
+            version = 2
+            group_path = membership.get("")
         elif kind == "cgroup" and controller in super_options.split(","):
-            version, own = 1, membership.get(controller)
+            version = 1
+            group_path = membership.get(controller)
         else:
             continue
-        if own is None:
+        if group_path is None:
             continue
         top = root / mount_point.lstrip("/")
         base = mount_root.rstrip("/")
-        inside = own[len(base) :] if own.startswith(f"{base}/") else ""
+        inside = group_path[len(base) :] if group_path.startswith(f"{base}/") else ""
         folder = top / inside.strip("/")
         while folder != top and top in folder.parents:
             yield _Group(folder, version)

@@ -1,6 +1,6 @@
 """Join the machines of a launcher to one Host, with the measured link between them.
 
-They are planned as equal: of every amount and rate the least counts, since each step waits for the slowest machine.
+Machines are planned as equal ones. Each step waits for the slowest machine, so the smallest amount and the lowest rate count.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ from upshift.hardware.spec import Cpu, Host, Isa, Link, Measured
 from upshift.units import MIB
 
 Number = TypeVar("Number", int, float)
-LINK_BYTES, SMALL_BYTES, TIMES = 4 * MIB, 1024, 3
+LINK_BYTES = 4 * MIB
+SMALL_BYTES = 1024
+REPEATS = 3
 
 
 def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
-    """Return one host for several machines. Raises RequestError where they have different devices.
+    """Return one Host for several machines. Raise RequestError if they have different devices.
 
-    ``hosts``: one for each machine, as its own ranks detected it. ``link``: between them, None where it was not measured.
+    ``hosts``: each machine as its own ranks detected it. ``link``: between the machines; None: not measured.
     """
     first = hosts[0]
     if len(hosts) == 1:
         return first
     gpus = {(host.gpus_per_node, str(host.gpu.identity()) if host.gpu else "") for host in hosts}
     if len(gpus) > 1 or any(host.mixed_gpus for host in hosts):
-        named = ", ".join(sorted({f"{host.gpus_per_node} x {host.gpu.name if host.gpu else 'mixed GPUs'}" for host in hosts}))
-        raise RequestError(f"these hosts have different devices ({named}); start a job on hosts of one kind")
+        names = {f"{host.gpus_per_node} x {host.gpu.name if host.gpu else 'mixed GPUs'}" for host in hosts}
+        raise RequestError(f"these hosts have different devices ({', '.join(sorted(names))}); start a job on hosts of one kind")
     free = [host.gpu.free_memory_bytes for host in hosts if host.gpu is not None]
     cpus = [host.cpu for host in hosts if host.cpu is not None]
     return first.changed(
         name=f"{len(hosts)} hosts",
         num_nodes=len(hosts),
-        cpu=_least_cpu(cpus) if len(cpus) == len(hosts) else None,
-        gpu=first.gpu.changed(free_memory_bytes=_least(free)) if first.gpu is not None else None,
+        cpu=_weakest_cpu(cpus) if len(cpus) == len(hosts) else None,
+        gpu=first.gpu.changed(free_memory_bytes=_minimum(free)) if first.gpu is not None else None,
         inter_node=link,
-        measured=_least_measured([host.measured for host in hosts]),
+        measured=_slowest_measured([host.measured for host in hosts]),
         origin=first.origin | {"num_nodes": "the launcher", "inter_node": "measured" if link else "unknown: not measured"},
     )
 
 
 def measure_link(group: Any = None) -> Link | None:
-    """Return the measured link between the first ranks of all machines; None with one rank.
+    """Measure the link between the ranks of a group, one on each machine. Return None if there is one rank.
 
-    This process is one rank of their ``group`` (None: all ranks). Each of them calls this function, and all get the same link.
+    Every rank of ``group`` (None: all ranks) must call this function. All get the same link.
     """
     import torch
     import torch.distributed as dist
@@ -58,9 +60,9 @@ def measure_link(group: Any = None) -> Link | None:
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     small, large = slowest.tolist()
-    sent = 2.0 * (ranks - 1) / ranks * LINK_BYTES  # over each machine's own port, by a ring
+    ring_bytes = 2.0 * (ranks - 1) / ranks * LINK_BYTES  # a ring all-reduce sends so many over each machine's port
     return Link(
-        name="network", bytes_per_second=sent / max(large - small, 0.1 * large), latency_seconds=small / (2 * (ranks - 1)),
+        name="network", bytes_per_second=ring_bytes / max(large - small, 0.1 * large), latency_seconds=small / (2 * (ranks - 1)),
         measured=True,
     )  # fmt: skip
 
@@ -69,7 +71,7 @@ def _ring_seconds(tensor: Any, group: Any) -> float:
     import torch.distributed as dist
 
     samples = []
-    for _ in range(TIMES + 1):
+    for _ in range(REPEATS + 1):
         dist.barrier(group)
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
@@ -77,36 +79,39 @@ def _ring_seconds(tensor: Any, group: Any) -> float:
     return median(samples[1:])
 
 
-def _least(values: Sequence[Number | None]) -> Number | None:
-    """Return the least value; None (unknown) where one value is unknown."""
-    known = [value for value in values if value is not None]
-    return min(known) if known and len(known) == len(values) else None
+def _minimum(values: Sequence[Number | None]) -> Number | None:
+    """Return the smallest value, or None (unknown) if a value is unknown."""
+    known_values = [value for value in values if value is not None]
+    return min(known_values) if known_values and len(known_values) == len(values) else None
 
 
-def _least_cpu(cpus: Sequence[Cpu]) -> Cpu:
+def _weakest_cpu(cpus: Sequence[Cpu]) -> Cpu:
+    """Return a Cpu with the smallest amounts of all, and with the instructions that all have."""
     first = cpus[0]
     names = {cpu.model_name for cpu in cpus}
     instructions: list[tuple[Isa, ...]] = [cpu.isa for cpu in cpus if cpu.isa is not None]
-    shared = tuple(name for name in instructions[0] if all(name in isa for isa in instructions)) if instructions else None
+    shared: tuple[Isa, ...] | None = None
+    if len(instructions) == len(cpus):
+        shared = tuple(name for name in instructions[0] if all(name in isa for isa in instructions))
     return first.changed(
         model_name=first.model_name if len(names) == 1 else " or ".join(sorted(str(name) for name in names)),
-        physical_cores=_least([cpu.physical_cores for cpu in cpus]),
+        physical_cores=_minimum([cpu.physical_cores for cpu in cpus]),
         usable_cores=min(cpu.usable_cores for cpu in cpus),
-        numa_nodes=_least([cpu.numa_nodes for cpu in cpus]),
-        isa=shared if len(instructions) == len(cpus) else None,
-        memory_bytes=_least([cpu.memory_bytes for cpu in cpus]),
-        free_memory_bytes=_least([cpu.free_memory_bytes for cpu in cpus]),
+        numa_nodes=_minimum([cpu.numa_nodes for cpu in cpus]),
+        isa=shared,
+        memory_bytes=_minimum([cpu.memory_bytes for cpu in cpus]),
+        free_memory_bytes=_minimum([cpu.free_memory_bytes for cpu in cpus]),
     )
 
 
-def _least_measured(found: Sequence[Measured | None]) -> Measured | None:
-    """Return the rates of the slowest machine, and times and sizes of the first."""
-    all_measured = [measured for measured in found if measured is not None]
-    if len(all_measured) < len(found):
+def _slowest_measured(measurements: Sequence[Measured | None]) -> Measured | None:
+    """Return the rates of the slowest machine, and the times and sizes of the first one. None if a machine was not measured."""
+    all_measured = [measured for measured in measurements if measured is not None]
+    if len(all_measured) < len(measurements):
         return None
     first = all_measured[0]
     names = type(first.cpu).model_fields
-    rates = {name: _least([getattr(measured.cpu, name) for measured in all_measured]) for name in names}
+    rates = {name: _minimum([getattr(measured.cpu, name) for measured in all_measured]) for name in names}
     exchanges = {
         name: min((measured.exchanges[name] for measured in all_measured), key=lambda link: link.bytes_per_second)
         for name in first.exchanges

@@ -1,6 +1,6 @@
-"""Detect the host at hand, without torch: /proc and /sys for the CPU, control groups for limits, NVML for GPUs.
+"""Detect this machine without torch: the CPU from /proc and /sys, limits from control groups, GPUs from NVML.
 
-On systems without these files (macOS, Windows) psutil answers what it can and the rest is None.
+On systems without these files (macOS, Windows) psutil provides some facts, and the others are None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from upshift.settings import read_settings
 from upshift.units import KIB, MIB
 
 ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-# /proc/cpuinfo's word to ours, by architecture: the kernel reuses "bf16" and the like with other meanings.
+# Flags of /proc/cpuinfo, by architecture, because "bf16" and others have another meaning on each.
 ISA_FLAGS: dict[str, dict[str, Isa]] = {
     "x86_64": {
         "avx2": "avx2", "avx512f": "avx512f", "avx512_bf16": "avx512_bf16", "avx512_fp16": "avx512_fp16",
@@ -33,7 +33,8 @@ ISA_FLAGS: dict[str, dict[str, Isa]] = {
         "sve": "sve", "sve2": "sve2",
     },
 }  # fmt: skip
-FIND_NVML, FROM_ENVIRONMENT = object(), object()
+FIND_NVML = object()
+FROM_ENVIRONMENT = object()
 
 
 def detect(
@@ -43,18 +44,18 @@ def detect(
     affinity: Collection[int] | None = None,
     visible_devices: Any = FROM_ENVIRONMENT,
 ) -> Host:
-    """Return the machine that this process runs on. Missing facts never raise: they are None, and `origin` says why.
+    """Return the machine that this process runs on. Missing facts are None, and `origin` says why.
 
-    `root` (where proc and sys are), `nvml` (a pynvml-like module, or None) and `affinity` (CPU numbers) are for tests.
-    `visible_devices` stands for the value of CUDA_VISIBLE_DEVICES, which counts otherwise; None shows every GPU.
+    `root` (the folder with proc and sys), `nvml` (a module like pynvml, or None) and `affinity` (CPU numbers) are for tests.
+    `visible_devices` replaces the value of CUDA_VISIBLE_DEVICES; None shows every GPU.
     """
     if visible_devices is FROM_ENVIRONMENT:
         visible_devices = read_settings().cuda_visible_devices
     limits = read_limits(root)
     cpu, cpu_origin = _cpu(root, affinity, limits)
     gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
-    same = len({str(gpu.identity()) for gpu in gpus}) == 1
-    gpu = _least_free(gpus) if same else None
+    is_uniform = len({str(gpu.identity()) for gpu in gpus}) == 1
+    gpu = _with_least_free_memory(gpus) if is_uniform else None
     link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
     origin = cpu_origin | {"gpu": gpu_origin}
     if gpu is not None:
@@ -66,7 +67,7 @@ def detect(
         cpu=cpu,
         gpus_per_node=len(gpus),
         gpu=gpu,
-        mixed_gpus=() if same else gpus,
+        mixed_gpus=() if is_uniform else gpus,
         intra_node=link,
         host_to_device=None if gpu is None else pcie_link(gpu),
         origin=origin | ({"intra_node": "NVML and the link's specification"} if link else {}),
@@ -74,13 +75,14 @@ def detect(
 
 
 def find_nvml() -> Any:
+    """Return the module pynvml, or None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
 
 
-def _least_free(gpus: tuple[Gpu, ...]) -> Gpu:
+def _with_least_free_memory(gpus: tuple[Gpu, ...]) -> Gpu:
     free = [gpu.free_memory_bytes for gpu in gpus if gpu.free_memory_bytes is not None]
     return gpus[0].changed(free_memory_bytes=min(free) if len(free) == len(gpus) else None)
 
@@ -102,8 +104,8 @@ def _cpu(root: Path, affinity: Collection[int] | None, limits: CgroupLimits) -> 
         l2_total_bytes=_cache_bytes(root, level=2),
         l3_total_bytes=_cache_bytes(root, level=3),
         isa=isa,
-        memory_bytes=_least(total, limits.memory_bytes),
-        free_memory_bytes=_least(available, limits.free_memory_bytes),
+        memory_bytes=_bounded(total, limits.memory_bytes),
+        free_memory_bytes=_bounded(available, limits.free_memory_bytes),
     )
     limited = limits.memory_bytes is not None and limits.memory_bytes < total
     origin = {
@@ -121,17 +123,19 @@ def _cpu(root: Path, affinity: Collection[int] | None, limits: CgroupLimits) -> 
     return cpu, origin
 
 
-def _least(value: int, limit: int | None) -> int:
+def _bounded(value: int, limit: int | None) -> int:
     return value if limit is None else min(value, limit)
 
 
 def _usable_cores(cores: dict[int, tuple[str, str]], affinity: Collection[int] | None, limits: CgroupLimits) -> tuple[int, str]:
     allowed = set(affinity) if affinity is not None else _affinity()
     if allowed is None:
-        usable, origin = _psutil_cores() or 1, "psutil"
+        usable = _psutil_cores() or 1
+        origin = "psutil"
     else:
-        # Hyper-threads of one core share its matrix units, so they count once.
-        usable, origin = len({cores.get(cpu, (str(cpu), "")) for cpu in allowed}) or 1, "affinity of this process"
+        # Hardware threads of one core share its matrix units, so they count once.
+        usable = len({cores.get(cpu, (str(cpu), "")) for cpu in allowed}) or 1
+        origin = "affinity of this process"
     if limits.cores is not None and limits.cores < usable:
         return max(1, int(limits.cores)), f"cgroup quota of {limits.cores:g} cores"
     return usable, origin
@@ -148,7 +152,7 @@ def _psutil_cores() -> int | None:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """Return the fields of the first processor's block."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     block = read_text(root / "proc/cpuinfo").split("\n\n")[0]
     pairs = (line.partition(":") for line in block.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
@@ -162,20 +166,21 @@ def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
     """Return (package, core) of each online CPU number."""
     cores = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
-        package, core = read_text(folder / "physical_package_id"), read_text(folder / "core_id")
+        package = read_text(folder / "physical_package_id")
+        core = read_text(folder / "core_id")
         if core:
             cores[int(folder.parent.name[3:])] = (package, core)
     return cores
 
 
 def _numa_nodes(root: Path) -> int | None:
-    """Return the number of nodes that have CPUs: memory-only nodes (CXL, a GPU's own memory) are not places to run on."""
+    """Return the number of nodes that have CPUs. Nodes with memory only (CXL, a GPU's memory) cannot run anything."""
     lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     return sum(bool(read_text(path)) for path in lists) or None
 
 
 def _cache_bytes(root: Path, *, level: int) -> int | None:
-    """Return the total over the machine; each instance is listed once for every CPU that shares it."""
+    """Return the total size of the caches of a level. The files list each cache once for every CPU that shares it."""
     instances = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         size = read_text(folder / "size")
@@ -186,9 +191,9 @@ def _cache_bytes(root: Path, *, level: int) -> int | None:
 
 
 def _memory(root: Path) -> tuple[int, int, str]:
-    """Return the total and available bytes of RAM, and where they come from."""
+    """Return the total bytes of RAM, the available bytes, and the source of both."""
     lines = (line.split() for line in read_text(root / "proc/meminfo").splitlines())
-    kib = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    kib = {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1 and fields[1].isdigit()}
     if "MemTotal:" in kib and "MemAvailable:" in kib:
         return kib["MemTotal:"] * KIB, kib["MemAvailable:"] * KIB, "/proc/meminfo"
     memory = importlib.import_module("psutil").virtual_memory()

@@ -1,6 +1,6 @@
-"""Measure how fast the disk that holds a file is read: a short read of the file itself, after the cache dropped its pages.
+"""Measure how fast a file is read from its disk, with short reads of the file after its pages were dropped from the cache.
 
-Ignored: a cache below the system (of a virtual machine's host), and pages that another process has mapped, which stay.
+Two effects are ignored: the cache of a virtual machine's host, and pages that stay because another process has mapped them.
 """
 
 from __future__ import annotations
@@ -14,44 +14,51 @@ from pathlib import Path
 
 from upshift.units import MIB
 
-PIECE, PIECES = 24 * MIB, 5  # 120 MiB: a tenth of a second of a fast disk, one of a slow one
-CHUNK = 4 * MIB  # of one system call
+# Together 120 MiB, which a fast disk reads in a tenth of a second and a slow one in a second.
+SAMPLE_BYTES = 24 * MIB
+NUM_SAMPLES = 5
+CHUNK = 4 * MIB  # read by one system call
 MIN_BYTES = 4 * MIB  # a smaller file does not show a disk's rate
 
 
 def disk_rate(files: Sequence[Path]) -> float | None:
-    """Return the bytes per second, measured once in a process for each file.
+    """Return the bytes per second of the largest file. Each file is measured once in a process.
 
-    None: the files are too small, or the system has no way to drop their pages.
+    Return None if the files are too small, or if the system cannot drop their pages.
     """
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
-    return None if largest is None or largest.stat().st_size < MIN_BYTES else _measured(largest.resolve())
+    if largest is None or largest.stat().st_size < MIN_BYTES:
+        return None
+    return _cached_rate(largest.resolve())
 
 
 @cache
-def _measured(file: Path) -> float | None:
+def _cached_rate(file: Path) -> float | None:
     return fresh_disk_rate(file)
 
 
 def fresh_disk_rate(file: Path) -> float | None:
-    """Return the rate of ``disk_rate`` of one file, measured anew. The file must be as large as ``disk_rate`` requires."""
+    """Measure the rate of one file of MIN_BYTES or more. Return None if the system cannot drop its pages."""
     if not hasattr(os, "posix_fadvise"):
         return None
     size = file.stat().st_size
-    piece = min(PIECE, size)
-    starts = [int((size - piece) * number / (PIECES - 1)) for number in range(PIECES)] if size > PIECE * PIECES else [0]
-    content = memoryview(bytearray(min(CHUNK, piece)))
+    sample_bytes = min(SAMPLE_BYTES, size)
+    starts = [0]
+    if size > SAMPLE_BYTES * NUM_SAMPLES:
+        starts = [int((size - sample_bytes) * number / (NUM_SAMPLES - 1)) for number in range(NUM_SAMPLES)]
+    buffer = memoryview(bytearray(min(CHUNK, sample_bytes)))
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        for start in starts:  # no more than is read here: the rest of a cached file stays cached
-            os.posix_fadvise(descriptor, start, piece, os.POSIX_FADV_DONTNEED)
-        return statistics.median(_rate(descriptor, content, start, start + piece) for start in starts)
+        for start in starts:  # only the pages that are read here; the others stay in the cache
+            os.posix_fadvise(descriptor, start, sample_bytes, os.POSIX_FADV_DONTNEED)
+        return statistics.median(_read_rate(descriptor, buffer, start, start + sample_bytes) for start in starts)
     finally:
         os.close(descriptor)
 
 
-def _rate(descriptor: int, content: memoryview, start: int, end: int) -> float:
-    began, offset = time.perf_counter(), start
+def _read_rate(descriptor: int, buffer: memoryview, start: int, end: int) -> float:
+    started = time.perf_counter()
+    offset = start
     while offset < end:
-        offset += os.preadv(descriptor, [content[: end - offset]], offset) or end
-    return (end - start) / (time.perf_counter() - began)
+        offset += os.preadv(descriptor, [buffer[: end - offset]], offset) or end
+    return (end - start) / (time.perf_counter() - started)

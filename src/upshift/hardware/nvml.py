@@ -1,14 +1,15 @@
-"""Find GPUs by NVML: what the driver reports, and the table's figures where the full product name is known.
+"""Find GPUs and read their present state with NVML.
 
-Without a driver there is no GPU, which is not an error. A GPU cut into MIG instances counts as its first instance, whose peak is
-unknown, because a CUDA process can use one instance only.
-
-Read the present state of GPUs from NVML: heat, power, clocks, links, errors, who holds memory. None: the driver does not say.
+``find_gpus`` returns what the planner needs, with the catalog's figures if the product is in it. Without a driver there is no
+GPU, which is not an error. A GPU divided into MIG instances counts as its first instance, because a CUDA process can use only one
+of them, and the peak of an instance is unknown. ``read_gpus`` returns heat, power, clocks, links, errors and the processes that
+hold memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
@@ -16,13 +17,13 @@ from upshift.hardware.spec import Gpu
 from upshift.units import GIGA
 from upshift.value import Value
 
-# One link, one direction, by NVML's nvmlNvlinkVersion_t (1: 1.0, 2: 2.0, 3: 2.2, 4: 3.0, 5: 3.1, 6: 4.0, 7: 5.0);
-# NVIDIA NVLink and NVSwitch product page.
+# Rate of one link in one direction, by NVML's nvmlNvlinkVersion_t (1: 1.0, 2: 2.0, 3: 2.2, 4: 3.0, 5: 3.1, 6: 4.0, 7: 5.0).
+# Source: NVIDIA NVLink and NVSwitch product page.
 NVLINK_BYTES_PER_SECOND = {1: 20 * GIGA, **dict.fromkeys((2, 3, 4, 5, 6), 25 * GIGA), 7: 50 * GIGA}
 
 
 def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """Return the usable GPUs in PCI order, and how they are known. `nvml` is the pynvml module, None if not installed."""
+    """Return the usable GPUs in PCI order, and the source. `nvml`: the module pynvml, or None if it is not installed."""
     if nvml is None:
         return (), "none: nvidia-ml-py is not installed"
     try:
@@ -38,46 +39,49 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
 
 
 def newest_cuda(nvml: Any) -> tuple[int, int] | None:
-    """Return the newest CUDA that the driver serves. ``nvml``: initialised."""
-    version = ask(nvml, "nvmlSystemGetCudaDriverVersion")
+    """Return the newest CUDA release that the driver supports. ``nvml`` must be initialised."""
+    version = query(nvml, "nvmlSystemGetCudaDriverVersion")
     return None if version is None else (version // 1000, version % 1000 // 10)
 
 
 def usable_handles(nvml: Any, visible_devices: str | None) -> list[Any]:
-    whole, instances = _handles(nvml)
+    """Return NVML's handles of the GPUs that this process may use."""
+    gpus, instances = _handles(nvml)
     if visible_devices is None:
-        return whole or instances[:1]
-    return _select(nvml, whole, instances, visible_devices)
+        return gpus or instances[:1]
+    return _select(nvml, gpus, instances, visible_devices)
 
 
 def _handles(nvml: Any) -> tuple[list[Any], list[Any]]:
-    """Return the GPUs that are not cut, and the MIG instances of the others."""
-    whole, instances = [], []
+    """Return the handles of undivided GPUs, and those of the MIG instances of the other GPUs."""
+    gpus = []
+    instances = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        mode = ask(nvml, "nvmlDeviceGetMigMode", handle)
+        mode = query(nvml, "nvmlDeviceGetMigMode", handle)
         if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
-            whole.append(handle)
+            gpus.append(handle)
             continue
-        for position in range(ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            instance = ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
+        for position in range(query(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            instance = query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
             if instance is not None:
                 instances.append(instance)
-    return whole, instances
+    return gpus, instances
 
 
-def _select(nvml: Any, whole: Sequence[Any], instances: Sequence[Any], visible_devices: str) -> list[Any]:
+def _select(nvml: Any, gpus: Sequence[Any], instances: Sequence[Any], visible_devices: str) -> list[Any]:
     """Return the handles that CUDA_VISIBLE_DEVICES selects, as in the CUDA C Programming Guide and the MIG User Guide.
 
-    Entries are indices or beginnings of UUIDs. A bad entry ends the list. A process can use one MIG instance, and nothing beside
-    it.
+    Entries are indices, or the beginnings of UUIDs. A wrong entry ends the list. A process can use one MIG instance and no other
+    device besides.
     """
-    numbered, selected = whole or instances[:1], list[Any]()
+    numbered = gpus or instances[:1]
+    selected = list[Any]()
     for entry in (part.strip() for part in visible_devices.split(",")):
         if entry.isdigit() and int(entry) < len(numbered):
             selected.append(numbered[int(entry)])
             continue
-        named = [h for h in (*whole, *instances) if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
+        named = [h for h in (*gpus, *instances) if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
         if len(named) != 1:
             break
         if named[0] in instances:
@@ -87,8 +91,8 @@ def _select(nvml: Any, whole: Sequence[Any], instances: Sequence[Any], visible_d
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
-    name = plain(nvml.nvmlDeviceGetName(handle))
-    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    name = as_text(nvml.nvmlDeviceGetName(handle))
+    memory = query(nvml, "nvmlDeviceGetMemoryInfo", handle)
     key = NVML_NAMES.get(name)
     links, link_rate = _nvlink(nvml, handle)
     return Gpu(
@@ -97,8 +101,8 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         memory_bytes=None if memory is None else memory.total,
         free_memory_bytes=None if memory is None else memory.free,
         compute_capability=_capability(nvml, handle),
-        pcie_generation=ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
-        pcie_width=ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
+        pcie_generation=query(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
+        pcie_width=query(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
         nvlink_links=links,
         nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
         tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
@@ -107,55 +111,58 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    """Return CUDA's compute capability. Some drivers tell it of a whole GPU alone, and not of its MIG instances."""
-    found = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
-    if found is None:
-        parent = ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        found = None if parent is None else ask(nvml, "nvmlDeviceGetCudaComputeCapability", parent)
-    return None if found is None else (int(found[0]), int(found[1]))
+    """Return CUDA's compute capability. Some drivers report it for the GPU only and not for its MIG instances."""
+    capability = query(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
+    if capability is None:
+        parent = query(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        capability = None if parent is None else query(nvml, "nvmlDeviceGetCudaComputeCapability", parent)
+    return None if capability is None else (int(capability[0]), int(capability[1]))
 
 
 def _nvlink(nvml: Any, handle: Any) -> tuple[int, int | None]:
-    """Return the number of active links, and the rate of one in one direction."""
+    """Return the number of active links, and the rate of one link in one direction (None: unknown)."""
     active = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
+        if query(nvml, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
     ]
-    version = ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
+    version = query(nvml, "nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
     return len(active), NVLINK_BYTES_PER_SECOND.get(version or 0)
 
 
 def _uuid(nvml: Any, handle: Any) -> str:
-    return plain(ask(nvml, "nvmlDeviceGetUUID", handle) or "")
+    return as_text(query(nvml, "nvmlDeviceGetUUID", handle) or "")
 
 
-def ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """Return the answer, None where this GPU, driver or version of pynvml does not know it."""
+def query(nvml: Any, question: str, *arguments: Any) -> Any:
+    """Call a function of NVML. Return None if this GPU, driver or version of pynvml does not support it."""
     try:
         return getattr(nvml, question)(*arguments) if hasattr(nvml, question) else None
     except nvml.NVMLError:
         return None
 
 
-def plain(text: str | bytes) -> str:
+def as_text(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text  # nvidia-ml-py before 11.5 returns bytes
 
 
 P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-TEMPERATURE_SLOWDOWN, TEMPERATURE_GPU = 1, 0  # NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, NVML_TEMPERATURE_GPU
-CLOCK_SM = 1
+TEMPERATURE_SLOWDOWN = 1  # NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
+CLOCK_SM = 1  # NVML_CLOCK_SM
 MILLI = 1e-3
 
 
 class Holder(Value):
-    """A process that holds memory of a GPU."""
+    """Describe a process that holds memory of a GPU."""
 
     pid: int
     bytes: int | None  # None: the driver hides it, as inside containers
 
 
 class GpuState(Value):
+    """Hold the present state of a GPU. None: the driver does not report it."""
+
     index: int
     name: str
     table_key: str | None = None
@@ -191,7 +198,7 @@ class GpuState(Value):
 
 
 class GpuPair(Value):
-    """The connection of two GPUs. ``level``: NVML's nvmlGpuTopologyLevel_t (10 a switch ... 50 across CPU sockets)."""
+    """Describe how two GPUs are connected. ``level``: NVML's nvmlGpuTopologyLevel_t (10: one switch ... 50: across sockets)."""
 
     one: int
     other: int
@@ -200,17 +207,17 @@ class GpuPair(Value):
 
 
 class Gpus(Value):
-    """The GPUs of this machine. ``origin``: how they are known, or why there are none."""
+    """Hold the GPUs of this machine. ``origin``: the source, or why there are none."""
 
     states: tuple[GpuState, ...] = ()
     pairs: tuple[GpuPair, ...] = ()
     origin: str
     driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None  # the newest CUDA it serves
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA release that the driver supports
 
 
 def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
-    """Return the state of all GPUs. ``nvml`` is the pynvml module, None if not installed."""
+    """Return the state of all GPUs. ``nvml``: the module pynvml, or None if it is not installed."""
     if nvml is None:
         return Gpus(origin="none: nvidia-ml-py is not installed")
     try:
@@ -220,12 +227,9 @@ def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
     try:
         handles = usable_handles(nvml, visible_devices)
         states = tuple(_state(nvml, handle, index) for index, handle in enumerate(handles))
-        numbers = range(len(handles))
-        pairs = [_pair(nvml, handles, one, other) for one in numbers for other in numbers if one < other]
-        return Gpus(
-            states=states, pairs=tuple(pairs), origin="NVML", driver=plain(ask(nvml, "nvmlSystemGetDriverVersion") or "") or None,
-            driver_cuda=newest_cuda(nvml),
-        )  # fmt: skip
+        pairs = tuple(_pair(nvml, handles, first, second) for first, second in combinations(range(len(handles)), 2))
+        driver = as_text(query(nvml, "nvmlSystemGetDriverVersion") or "") or None
+        return Gpus(states=states, pairs=pairs, origin="NVML", driver=driver, driver_cuda=newest_cuda(nvml))
     except nvml.NVMLError as error:
         return Gpus(origin=f"none: NVML says {error}")
     finally:
@@ -234,17 +238,19 @@ def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
 
 def _state(nvml: Any, handle: Any, index: int) -> GpuState:
     def get(question: str, *arguments: Any) -> Any:
-        return ask(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
+        return query(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
 
-    name = plain(nvml.nvmlDeviceGetName(handle))
-    memory, utilization, limits, ecc = (
-        get(q) for q in ("MemoryInfo", "UtilizationRates", "PowerManagementLimitConstraints", "EccMode")
-    )
+    name = as_text(nvml.nvmlDeviceGetName(handle))
+    memory = get("MemoryInfo")
+    utilization = get("UtilizationRates")
+    limits = get("PowerManagementLimitConstraints")
+    ecc = get("EccMode")
     links = [get("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    rows, bus = get("RemappedRows"), getattr(get("PciInfo"), "busId", None)
+    rows = get("RemappedRows")
+    bus = getattr(get("PciInfo"), "busId", None)
     reasons = get("CurrentClocksEventReasons")
     return GpuState(
-        index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else plain(bus),
+        index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else as_text(bus),
         compute_capability=get("CudaComputeCapability"),
         temperature=get("Temperature", TEMPERATURE_GPU), slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
         throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # drivers before 535
@@ -261,21 +267,26 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
         retired_pages=_retired(get),
         remap_pending=None if rows is None else bool(rows[2]), remap_failed=None if rows is None else bool(rows[3]),
         memory_bytes=None if memory is None else memory.total, used_bytes=None if memory is None else memory.used,
-        holders=tuple(Holder(pid=p.pid, bytes=p.usedGpuMemory) for p in get("ComputeRunningProcesses") or ()),
+        holders=_holders(get),
         persistence=_flag(get("PersistenceMode")), compute_mode=get("ComputeMode"),
     )  # fmt: skip
 
 
+def _holders(get: Any) -> tuple[Holder, ...]:
+    processes = get("ComputeRunningProcesses") or ()
+    return tuple(Holder(pid=process.pid, bytes=process.usedGpuMemory) for process in processes)
+
+
 def _retired(get: Any) -> int | None:
-    """Return the number of retired pages by both causes: repeated single-bit errors, and double-bit ones."""
-    lists = [get("RetiredPages", cause) for cause in (0, 1)]
-    return None if None in lists else sum(len(pages) for pages in lists)
+    """Return the number of retired pages, for both causes: repeated single-bit errors, and double-bit errors."""
+    pages_by_cause = [get("RetiredPages", cause) for cause in (0, 1)]
+    return None if None in pages_by_cause else sum(len(pages) for pages in pages_by_cause)
 
 
-def _pair(nvml: Any, handles: list[Any], one: int, other: int) -> GpuPair:
-    status = ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], P2P_NVLINK)
-    level = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
-    return GpuPair(one=one, other=other, level=level, nvlink=None if status is None else status == 0)
+def _pair(nvml: Any, handles: list[Any], first: int, second: int) -> GpuPair:
+    status = query(nvml, "nvmlDeviceGetP2PStatus", handles[first], handles[second], P2P_NVLINK)
+    level = query(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
+    return GpuPair(one=first, other=second, level=level, nvlink=None if status is None else status == 0)
 
 
 def _watts(milliwatts: int | None) -> float | None:

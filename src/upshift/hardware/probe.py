@@ -1,7 +1,8 @@
-"""Measure what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
+"""Measure this machine for the cost model: matrix and memory rates, and the fixed costs of torch.
 
-Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
-Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result.
+Each number is a median after warm-up, on all usable cores, at a shape that is typical of training; smaller shapes reach less.
+Exchanges between processes are measured with gloo. Collectives of GPUs, fp8 and int8 are not measured. Other work on the machine
+lowers the rates.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_SHAPE, CPU_SMALL_SHAPE = (1024, 1024, 4096), (128, 1024, 1024)  # tokens, in features, out features
+# tokens, in features, out features
+CPU_SHAPE = (1024, 1024, 4096)
+CPU_SMALL_SHAPE = (128, 1024, 1024)
 GPU_SHAPE = (8192, 8192, 8192)
-MIN_STREAM_BYTES = 64 * MIB  # per array, where the last-level cache is small or unknown
+MIN_STREAM_BYTES = 64 * MIB  # of one array, if the last-level cache is small or unknown
 MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 PINNED_BYTES = 256 * MIB
@@ -39,28 +42,28 @@ IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a 
 
 
 def memory_rate(host: Host) -> float:
-    """Return the bytes per second of the CPU's memory alone, in less than a second."""
+    """Return the bytes per second of the CPU's memory. If the host was not probed, measure them in less than a second."""
     if host.measured is not None and host.measured.cpu.memory_bytes_per_second is not None:
         return host.measured.cpu.memory_bytes_per_second
     return _triad_rate("cpu", MIN_STREAM_BYTES, limit_seconds=0.5)
 
 
 def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
-    """Return `host` with `measured` filled by running on it, in about `budget_seconds`. Torch's settings stay as they were.
+    """Measure this machine in about `budget_seconds`, and return `host` with `measured` filled. Restore torch's settings.
 
-    Raises RequestError if `host` is not this machine, JobFailed if torch cannot run here.
+    Raise RequestError if `host` is not this machine. Raise JobFailed if torch cannot run here.
     """
     if budget_seconds <= 0:
         raise RequestError(f"budget_seconds={budget_seconds} leaves no time; give more than 0, such as 10")
-    cpu = _this_machine(host)
+    cpu = _check_this_machine(host)
     start = time.perf_counter()
-    base = _base_process(cpu.usable_cores, timeout_seconds=max(IMPORT_PATIENCE_SECONDS, budget_seconds))
+    base = _run_base_process(cpu.usable_cores, timeout_seconds=max(IMPORT_PATIENCE_SECONDS, budget_seconds))
     with _torch_settings(cpu.usable_cores):
-        left = max(1.0, budget_seconds - (time.perf_counter() - start))
-        cpu_rates, core_share = _cpu_rates(cpu, limit_seconds=0.7 * left)
+        seconds_left = max(1.0, budget_seconds - (time.perf_counter() - start))
+        cpu_rates, core_share = _cpu_rates(cpu, limit_seconds=0.7 * seconds_left)
         dispatch = _dispatch_seconds("cpu")
         touch = _first_touch_seconds_per_byte(cpu)
-        gpu = _gpu_numbers(0.5 * left) if host.device == "cuda" else {}
+        gpu = _gpu_numbers(0.5 * seconds_left) if host.device == "cuda" else {}
     measured = Measured(
         torch_version=version("torch"),
         transformers_version=installed_version("transformers"),
@@ -85,27 +88,29 @@ def with_measured(host: Host, measured: Measured) -> Host:
     return host.model_copy(update={"measured": measured, "origin": host.origin | {"measured": "probe"}})
 
 
-def _this_machine(host: Host) -> Cpu:
-    here = detect()
-    same_cpu = here.cpu is not None and host.cpu is not None and here.cpu.model_name == host.cpu.model_name
-    gpu_names = {gpu.name for gpu in (here.gpu, *here.mixed_gpus) if gpu is not None}
+def _check_this_machine(host: Host) -> Cpu:
+    """Return the host's CPU. Raise RequestError if the host is not this machine."""
+    detected = detect()
+    same_cpu = detected.cpu is not None and host.cpu is not None and detected.cpu.model_name == host.cpu.model_name
+    gpu_names = {gpu.name for gpu in (detected.gpu, *detected.mixed_gpus) if gpu is not None}
     same_gpu = host.gpu is None or host.gpu.name in gpu_names
     if host.cpu is None or host.num_nodes != 1 or not same_cpu or not same_gpu:
         raise RequestError(f"host {host.name!r} is not this machine ({platform.node()}); probe the result of detect()")
     return host.cpu
 
 
-def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
+def _run_base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
+    """Return the measurements of a process that imports torch and transformers; unknown ones if it times out."""
     command = parent_process.command("upshift.hardware.probe_process", str(num_threads), options=("-P",))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:
         logger.warning("no imports of torch, transformers in %.0f s: nothing is compiled, memory is underrated", timeout_seconds)
         return {"resident_bytes": None, "compiler": None, "exchanges": {}}
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise JobFailed(f"a process that imports torch and transformers fails here: {last_line}") from None
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 
@@ -113,7 +118,8 @@ def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]
 def _torch_settings(num_threads: int) -> Iterator[None]:
     import torch
 
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     torch.set_num_threads(num_threads)
     try:
         yield
@@ -123,7 +129,7 @@ def _torch_settings(num_threads: int) -> Iterator[None]:
 
 
 def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: float) -> float:
-    """Return the median time of `run` after one untimed call; fewer repeats, but one at least, where the limit is reached."""
+    """Return the median time of `run` after one untimed call. If the time limit is reached, there are fewer repeats."""
     run()
     end = time.perf_counter() + limit_seconds
     samples: list[float] = []
@@ -135,23 +141,25 @@ def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: f
 
 
 def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
-    """Return the rates, with the share of the cores' time that products in fp32 had, which use all cores."""
+    """Return the CPU's rates, and the share of the cores' time that this process got while it multiplied in fp32."""
     import torch
 
-    each = limit_seconds / 5
+    seconds_each = limit_seconds / 5
     torch.set_float32_matmul_precision("highest")
-    start, worked = time.perf_counter(), time.process_time()
-    fp32 = _cpu_matrix_rate(torch.float32, limit_seconds=each)
-    share = (time.process_time() - worked) / (time.perf_counter() - start) / cpu.usable_cores
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    fp32 = _cpu_matrix_rate(torch.float32, limit_seconds=seconds_each)
+    share = (time.process_time() - cpu_start) / (time.perf_counter() - start) / cpu.usable_cores
     torch.set_float32_matmul_precision("medium")
-    medium = _cpu_matrix_rate(torch.float32, limit_seconds=each)
-    bf16, fp16 = (_cpu_matrix_rate(dtype, limit_seconds=each) for dtype in (torch.bfloat16, torch.float16))
-    triad = _triad_rate("cpu", _stream_bytes(cpu), limit_seconds=each)
+    medium = _cpu_matrix_rate(torch.float32, limit_seconds=seconds_each)
+    bf16 = _cpu_matrix_rate(torch.bfloat16, limit_seconds=seconds_each)
+    fp16 = _cpu_matrix_rate(torch.float16, limit_seconds=seconds_each)
+    triad = _triad_rate("cpu", _stream_bytes(cpu), limit_seconds=seconds_each)
     return Rates(fp32=fp32, fp32_medium=medium, bf16=bf16, fp16=fp16, memory_bytes_per_second=triad), share
 
 
 def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:
-    """Return the FLOP/s of a linear layer, at a small shape where emulation is so slow that the usual one would overrun."""
+    """Return the FLOP/s of a linear layer. If emulation is too slow for the usual shape, the small shape counts."""
     small = _matrix_rate("cpu", dtype, CPU_SMALL_SHAPE, limit_seconds=limit_seconds / 4)
     m, k, n = CPU_SHAPE
     if 4 * (2 * m * k * n) / small > limit_seconds:
@@ -181,14 +189,16 @@ def _synchronize(device: str) -> None:
 
 
 def _stream_bytes(cpu: Cpu) -> int:
-    """Return the size of one array: beyond four times the last-level cache, within an eighth of free memory."""
-    wanted = max(MIN_STREAM_BYTES, 4 * (cpu.l3_total_bytes or MIN_STREAM_BYTES))
-    available = MAX_STREAM_BYTES if cpu.free_memory_bytes is None else cpu.free_memory_bytes // 8
-    return max(MIB, min(wanted, available, MAX_STREAM_BYTES))
+    """Return the size of an array for streaming: at least four last-level caches, and at most an eighth of the free memory."""
+    preferred = max(MIN_STREAM_BYTES, 4 * (cpu.l3_total_bytes or MIN_STREAM_BYTES))
+    limit = MAX_STREAM_BYTES
+    if cpu.free_memory_bytes is not None:
+        limit = min(limit, cpu.free_memory_bytes // 8)
+    return max(MIB, min(preferred, limit))
 
 
 def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
-    """Return the bytes/s of a = b + s * c, counted as STREAM does: two reads and one write, no write-allocate."""
+    """Return the bytes per second of a = b + s * c, counted as in STREAM: two reads and one write, without write-allocate."""
     import torch
 
     a, b, c = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
@@ -201,22 +211,22 @@ def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
 
 
 def _dispatch_seconds(device: str) -> float:
-    """Return the seconds for Python and torch to issue one operation on one element."""
+    """Return the seconds that Python and torch take to issue one operation on one element."""
     import torch
 
-    one = torch.ones(1, device=device)
+    element = torch.ones(1, device=device)
     samples = []
     for _ in range(8):
         start = time.perf_counter()
         for _ in range(DISPATCHES):
-            torch.add(one, one)
+            torch.add(element, element)
         samples.append((time.perf_counter() - start) / DISPATCHES)
         _synchronize(device)
     return statistics.median(samples[1:])
 
 
 def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
-    """Return the cost of writing a fresh allocation beyond writing it again: the kernel maps and clears its pages."""
+    """Return the extra seconds per byte of the first write to an allocation, when the kernel maps and clears its pages."""
     import torch
 
     num_bytes = min(_stream_bytes(cpu), 256 * MIB)
@@ -234,29 +244,29 @@ def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
 
 
 def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
-    """Return the fields of Measured for the first GPU; nothing where this torch has no CUDA."""
+    """Return the fields of Measured for the first GPU, or no field if this torch cannot use CUDA."""
     import torch
 
     if not torch.cuda.is_available():
         logger.warning("a GPU is here but torch %s cannot use it; install a CUDA build of torch", torch.__version__)
         return {}
-    each = limit_seconds / 6
+    seconds_each = limit_seconds / 6
     torch.set_float32_matmul_precision("highest")
-    fp32 = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=each)
+    fp32 = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=seconds_each)
     torch.set_float32_matmul_precision("medium")
-    medium = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=each)
+    medium = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=seconds_each)
     stream_bytes = min(1024 * MIB, torch.cuda.mem_get_info()[0] // 8)
     rates = Rates(
         fp32=fp32,
         fp32_medium=medium,
-        bf16=_matrix_rate("cuda", torch.bfloat16, GPU_SHAPE, limit_seconds=each),
-        fp16=_matrix_rate("cuda", torch.float16, GPU_SHAPE, limit_seconds=each),
-        memory_bytes_per_second=_triad_rate("cuda", stream_bytes, limit_seconds=each),
+        bf16=_matrix_rate("cuda", torch.bfloat16, GPU_SHAPE, limit_seconds=seconds_each),
+        fp16=_matrix_rate("cuda", torch.float16, GPU_SHAPE, limit_seconds=seconds_each),
+        memory_bytes_per_second=_triad_rate("cuda", stream_bytes, limit_seconds=seconds_each),
     )
     torch.cuda.empty_cache()
     pinned = torch.ones(PINNED_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
-    copy_seconds = _median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=each)
+    copy_seconds = _median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=seconds_each)
     return {
         "gpu": rates,
         "gpu_dispatch_seconds": _dispatch_seconds("cuda"),

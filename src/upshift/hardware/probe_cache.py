@@ -1,4 +1,4 @@
-"""Keep what the probe measured for later processes: once for this hardware and these library versions."""
+"""Cache the probe's measurements for later processes, for this hardware and these library versions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import RequestError
 from upshift.hardware.probe import probe, with_measured
 from upshift.hardware.spec import Host, Measured
@@ -15,23 +15,24 @@ from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "2"  # raise when more is measured
-SHARED = 0.75  # of the cores' time; a probe that runs alone has more: beside six busy processes rates were a twentieth
-SHARED_SECONDS = 600.0  # a probe that had less of the cores' time counts for so long
+FORMAT = "2"  # raise it when the probe measures more
+MIN_CORE_SHARE = 0.75  # of the cores' time; a probe that runs alone gets more; beside six busy processes rates were a twentieth
+LOW_SHARE_SECONDS = 600.0  # how long a probe with less of the cores' time is valid
 
 
 def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
-    """Return `host` with `measured` filled.
+    """Return `host` with `measured` filled, from the cache if possible, else by `probe`, with its errors.
 
-    It comes from the cache if this hardware and these library versions were probed before, alone or just now. The cache is
-    `probe/` in the cache folder, safe to delete. Raises as `probe` does.
+    A cached result of the same hardware and library versions is used if the probe had the cores almost alone, or if it is recent.
+    The cache is the folder `probe` in the cache folder and may be deleted.
     """
     path = _cache_path(host)
     if not refresh and path.is_file():
         try:
-            kept = Measured.from_file(path)
-            if kept.core_share is None or kept.core_share >= SHARED or time.time() - path.stat().st_mtime < SHARED_SECONDS:
-                return with_measured(host, kept)
+            cached = Measured.from_file(path)
+            ran_alone = cached.core_share is None or cached.core_share >= MIN_CORE_SHARE
+            if ran_alone or time.time() - path.stat().st_mtime < LOW_SHARE_SECONDS:
+                return with_measured(host, cached)
         except RequestError as error:
             logger.warning("probing again: %s", error)
     probed = probe(host, budget_seconds=budget_seconds)
@@ -46,4 +47,4 @@ def _cache_path(host: Host) -> Path:
 
 
 def _store(path: Path, measured: Measured) -> None:
-    keep("the probe's result is", path, measured.to_json(indent=1))
+    write_cache_file("the probe's result is", path, measured.to_json(indent=1))

@@ -1,8 +1,8 @@
-"""Measure, in a process that the probe runs, what a process with torch and transformers needs and how fast gloo exchanges.
+"""Measure the fixed costs of a process with torch and transformers. The probe runs this module as a process.
 
-The process measures its memory after importing torch and transformers, whether compiling works, and how fast gloo exchanges
-tensors with another process. It prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a
-small one, bytes per second]}}. It is a process of its own, because a trial is one, too.
+It measures the memory of the process after importing torch and transformers, checks whether compiling works, and measures how
+fast gloo exchanges tensors with another process. It prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation:
+[seconds of a small tensor, bytes per second of a large one]}}. A trial is a process of its own, so this is one, too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from upshift.errors import MissingInternal
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.parent_process import end_with
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
-TIMES = 5
+SMALL_BYTES = 2**10
+LARGE_BYTES = 2**23
+REPEATS = 5
 PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
 
-def resident_bytes(num_threads: int) -> int:
-    """Return the RSS after the imports and one matrix product in fp32 and bf16 (the math libraries allocate at first use)."""
+def measure_resident_bytes(num_threads: int) -> int:
+    """Return the RSS after the imports and a matrix product in fp32 and bf16, as math libraries allocate at their first use."""
     import torch
     import transformers
 
@@ -44,11 +45,11 @@ def resident_bytes(num_threads: int) -> int:
 
 
 def compiler_works() -> bool:
-    """Return whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
-
+    """Return whether the C++ compiler that torch inductor chooses can compile the headers of its CPU kernels."""
     try:
-        find, no_compiler = CPP_COMPILER.get(), NO_COMPILER.get()
-    except MissingInternal:  # then torch's helper for extensions, which takes the same variables
+        find = CPP_COMPILER.get()
+        no_compiler = NO_COMPILER.get()
+    except MissingInternal:  # torch's helper for extensions reads the same environment variables
         from torch.utils.cpp_extension import get_cxx_compiler as find
 
         no_compiler = RuntimeError
@@ -57,8 +58,8 @@ def compiler_works() -> bool:
     except no_compiler:
         return False
     if sys.platform == "win32":
-        return True  # get_cpp_compiler ran it; cl has other flags than below
-    # On macOS OpenMP's header comes from wherever libomp is, which inductor searches itself.
+        return True  # get_cpp_compiler has already run it, and cl has other flags than those below
+    # On macOS inductor itself searches for libomp, which has OpenMP's header.
     openmp = "" if sys.platform == "darwin" else "#include <omp.h>\n"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
@@ -68,8 +69,8 @@ def compiler_works() -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def other_process(port: int) -> int | None:
-    """Fork the process that tensors are exchanged with, before torch has threads. Return its id; None where that cannot be."""
+def fork_exchange_partner(port: int) -> int | None:
+    """Fork the process to exchange tensors with, before torch has threads. Return its id, or None if that is not possible."""
     import torch.distributed as dist
 
     if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
@@ -79,22 +80,24 @@ def other_process(port: int) -> int | None:
     if child == 0:
         try:
             end_with(parent)
-            exchanges(1, port)
+            measure_exchanges(1, port)
         finally:
             os._exit(0)
     return child
 
 
-def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
-    """Return for each operation the seconds for a small tensor and the bytes of a large one per second; medians. Empty without
-    gloo."""
+def measure_exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
+    """Return the median seconds of a small tensor and the bytes per second of a large one, for each operation of gloo.
+
+    Return nothing if gloo fails."""
     import torch.distributed as dist
 
     try:
-        # Under torchrun an address means the agent's store, and nobody would listen at this one.
+        # With an address instead of a store, torchrun's environment would make torch connect to the agent's store.
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE)
         dist.init_process_group("gloo", store=store, timeout=PATIENCE, rank=rank, world_size=2)
-        small, large = (_exchange_seconds(rank, size) for size in (SMALL_BYTES, LARGE_BYTES))
+        small = _exchange_seconds(rank, SMALL_BYTES)
+        large = _exchange_seconds(rank, LARGE_BYTES)
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError:  # torch raises this type for errors of a process group
@@ -106,24 +109,25 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    full = torch.zeros(num_bytes // 4)
+    received = torch.zeros(num_bytes // 4)
     half = torch.zeros(num_bytes // 8)
     operations: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, half),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, whole), "all_reduce": lambda: dist.all_reduce(whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "send": lambda: dist.recv(whole, 0) if rank else dist.send(whole, 1),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, half),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full), "all_reduce": lambda: dist.all_reduce(full),
+        "all_to_all": lambda: dist.all_to_all_single(received, full),
+        "send": lambda: dist.recv(full, 0) if rank else dist.send(full, 1),
     }  # fmt: skip
-    found = {}
+    seconds = {}
     for name, operation in operations.items():
         samples = []
-        for _ in range(TIMES + 1):
+        for _ in range(REPEATS + 1):
             dist.barrier()
             start = time.perf_counter()
             operation()
             samples.append(time.perf_counter() - start)
-        found[name] = statistics.median(samples[1:])
-    return found
+        seconds[name] = statistics.median(samples[1:])
+    return seconds
 
 
 def _free_port() -> int:
@@ -134,9 +138,9 @@ def _free_port() -> int:
 
 if __name__ == "__main__":
     port = _free_port()
-    child = other_process(port)
-    alone = {"resident_bytes": resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
-    together = {"exchanges": {} if child is None else exchanges(0, port)}
+    child = fork_exchange_partner(port)
+    alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
+    together = {"exchanges": {} if child is None else measure_exchanges(0, port)}
     if child is not None:
         os.waitpid(child, 0)
     sys.stdout.write(json.dumps(alone | together) + "\n")

@@ -1,8 +1,7 @@
-"""Define what the planner needs to know of a machine: a Host and its parts, all frozen values with JSON in and out.
+"""Define Host, the planner's description of a machine, and its parts, as frozen values with JSON in and out.
 
-Unknown is None, never a guess. Sizes are bytes, rates are per second, matrix rates are FLOP/s (OP/s for int8) without sparsity.
-`Host.origin` says for each field, by its dotted name, how it is known. Several kinds of GPU in one node are kept apart in
-`mixed_gpus` and never merged into one.
+None means unknown. Sizes are bytes, rates are per second, and matrix rates are FLOP/s (OP/s for int8) without sparsity.
+`Host.origin` gives the source of each field, by its dotted name. If the GPUs of a node differ, all of them are in `mixed_gpus`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Isa = Literal[
 ]  # fmt: skip
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Exchange = Literal[Collective, "send"]
-Backend = Literal["cuda", "rocm", "hpu", "xla", "mps"]  # what PyTorch runs an accelerator with
+Backend = Literal["cuda", "rocm", "hpu", "xla", "mps"]  # PyTorch's backend for an accelerator
 Device = Literal["cpu", "cuda", "hpu", "xla", "mps"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -30,7 +29,7 @@ Bytes = CountOrZero
 Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
-# Matrix instructions first appeared with these compute capabilities: CUDA C Programming Guide, "Compute Capabilities".
+# The first compute capability with matrix instructions for a precision: CUDA C Programming Guide, "Compute Capabilities".
 MIN_COMPUTE_CAPABILITY: dict[Precision, tuple[int, int]] = {
     "fp32": (0, 0), "fp32_medium": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9), "int8": (7, 2),
 }  # fmt: skip
@@ -42,15 +41,13 @@ CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
 # "HIP (ROCm) semantics" in PyTorch's documentation: ROCm GPUs keep the name cuda.
 TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
-
-
 NOT_PROBED: tuple[Precision, ...] = ("fp8", "int8")
 
 
 class Rates(Value):
-    """Dense matrix rate by precision in FLOP/s, and memory traffic. A datasheet peak or measured: its holder says.
+    """Hold dense matrix rates by precision, in FLOP/s, and the memory bandwidth: datasheet peaks, or measured rates.
 
-    fp32_medium is what `torch.set_float32_matmul_precision("medium")` gives: TF32 on GPUs since compute capability 8.0.
+    fp32_medium is fp32 with `torch.set_float32_matmul_precision("medium")`: TF32 on GPUs of compute capability 8.0 or later.
     """
 
     fp32: Rate | None = None
@@ -67,23 +64,25 @@ class Rates(Value):
         return rate
 
     def filled(self, peak: Rates | None) -> Rates:
-        """Return measured rates with those of fp8 and int8, which no probe measures: the datasheet's ``peak``, at the share of it
-        that bf16 products reach, or else fp16 ones."""
-        shares = [
-            measured / stated
-            for measured, stated in ((self.bf16, peak and peak.bf16), (self.fp16, peak and peak.fp16))
-            if measured and stated
-        ]
-        if peak is None or not shares:
+        """Return measured rates with estimates for fp8 and int8, which no probe measures.
+
+        An estimate is the datasheet's peak times the share of its peak that bf16 reaches, or fp16 if bf16 is unknown."""
+        if peak is None:
             return self
-        known = {name: peak.matrix(name) for name in NOT_PROBED if self.matrix(name) is None}
-        return self.changed(**{name: shares[0] * rate for name, rate in known.items() if rate is not None})
+        if self.bf16 and peak.bf16:
+            share = self.bf16 / peak.bf16
+        elif self.fp16 and peak.fp16:
+            share = self.fp16 / peak.fp16
+        else:
+            return self
+        missing = {name: peak.matrix(name) for name in NOT_PROBED if self.matrix(name) is None}
+        return self.changed(**{name: share * rate for name, rate in missing.items() if rate is not None})
 
 
 class Cpu(Value):
-    """The processors of one node. Cache sizes are totals over all instances in the node.
+    """Describe the processors of a node. Cache sizes are totals over the node.
 
-    `peak` holds rates computed from the datasheet of a described CPU, None for a detected one: the probe measures that.
+    `peak`: rates from the datasheet of a described CPU; None for a detected CPU, which the probe measures.
     """
 
     model_name: str | None
@@ -99,7 +98,7 @@ class Cpu(Value):
     peak: Rates | None = None  # of all cores together
 
     def supports(self, precision: Precision) -> bool | None:
-        """Return whether the cores have instructions for matrices of this precision (torch emulates, slowly, where not)."""
+        """Return whether the cores have matrix instructions for this precision. If not, torch emulates it slowly."""
         if precision == "fp32":
             return True
         if precision == "fp8":
@@ -110,7 +109,7 @@ class Cpu(Value):
 
 
 class Gpu(Value):
-    """One GPU or other accelerator. `peak` holds datasheet figures and is None for a product that is not in the table."""
+    """Describe a GPU or another accelerator. `peak`: datasheet figures; None for a product that is not in the catalog."""
 
     name: str
     backend: Backend = "cuda"
@@ -122,13 +121,13 @@ class Gpu(Value):
     pcie_width: Count | None = None  # lanes
     nvlink_links: CountOrZero | None = None  # active links; 0: the GPU is known to have none
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
-    tdp_watts: Rate | None = None  # thermal design power, or the vendor's word for the board's sustained limit
+    tdp_watts: Rate | None = None  # thermal design power, or the vendor's figure for the board's sustained limit
     peak: Rates | None = None
 
     def supports(self, precision: Precision) -> bool | None:
         """Return whether the GPU has matrix instructions for this precision.
 
-        On CUDA the compute capability decides, elsewhere whether the table has a rate for it. fp32 runs on all of them.
+        On CUDA the compute capability decides; elsewhere, whether the catalog has a rate for it. All support fp32.
         """
         if precision == "fp32":
             return True
@@ -139,22 +138,22 @@ class Gpu(Value):
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY[precision]
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this GPU from another product: no free memory, no table figures; the name implies the backend."""
-        known = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "tdp_watts", "peak"})
-        return known | {"memory_bytes": _coarse(self.memory_bytes)}
+        """Return the fields that identify the product: no free memory and no catalog figures. The name implies the backend."""
+        fields = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "tdp_watts", "peak"})
+        return fields | {"memory_bytes": _coarse(self.memory_bytes)}
 
 
 class Link(Value):
-    """A connection seen from one device: bytes/s in one direction."""
+    """Describe a connection as one device sees it: bytes per second in one direction."""
 
     name: str
     bytes_per_second: Rate
     latency_seconds: Seconds | None = None
-    measured: bool = False  # False: the specification's rate, an upper bound (PCIe peers often reach far less)
+    measured: bool = False  # False: the specified rate, an upper bound (PCIe peers often reach far less)
 
 
 class Measured(Value):
-    """The probe's measurements on this machine, with torch. Medians; None where not measured."""
+    """Hold the probe's measurements on this machine, with torch. They are medians; None means not measured."""
 
     torch_version: str
     transformers_version: str | None
@@ -165,26 +164,26 @@ class Measured(Value):
     gpu_dispatch_seconds: Seconds | None = None  # the host's time to queue one kernel
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
-    exchanges: dict[Exchange, Link] = {}  # gloo's between two processes here: latency, and bytes of the whole tensor per second
+    exchanges: dict[Exchange, Link] = {}  # gloo between two processes: latency, and bytes of the full tensor per second
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
-    compiler: bool | None  # a C++ compiler and the headers torch.compile needs on the CPU work
+    compiler: bool | None  # whether the C++ compiler and the headers that torch.compile needs on the CPU work
     probe_seconds: Seconds
-    core_share: float | None = None  # share of the cores' time that the probe had: other programs had the rest
+    core_share: float | None = None  # share of the cores' time that the probe got; other programs had the rest
 
 
 class Host(Value):
-    """A machine, or several equal ones, that is here or about to be rented."""
+    """Describe a machine, or several equal machines, that exist here or are to be rented."""
 
     name: str
     num_nodes: Count = 1
     cpu: Cpu | None = None
     gpus_per_node: CountOrZero = 0
-    gpu: Gpu | None = None  # every GPU is one of these; free memory is the least of them
-    mixed_gpus: tuple[Gpu, ...] = ()  # all GPUs of a node, only where they differ
+    gpu: Gpu | None = None  # all GPUs are equal to it; its free memory is the smallest of theirs
+    mixed_gpus: tuple[Gpu, ...] = ()  # all GPUs of a node, only if they differ
     intra_node: Link | None = None  # between the GPUs of a node
     inter_node: Link | None = None  # per node, between nodes
     host_to_device: Link | None = None
-    disk_bytes_per_second: Rate | None = None  # of the disk that a model's weights are read from, where that was measured
+    disk_bytes_per_second: Rate | None = None  # of the disk that a model's weights are read from, if measured
     measured: Measured | None = None
     origin: dict[str, str] = {}
 
@@ -200,24 +199,24 @@ class Host(Value):
 
     @property
     def device(self) -> Device:
-        """Return the name that torch has for the devices that compute; a ROCm build of PyTorch calls its own cuda."""
+        """Return torch's name for the devices that compute. A ROCm build of PyTorch calls its devices cuda."""
         gpu = self.gpu or next(iter(self.mixed_gpus), None)
         return "cpu" if gpu is None else TORCH_DEVICE[gpu.backend]
 
     @property
     def num_devices(self) -> int:
-        """Return the number of GPUs of all nodes; without GPUs, one device per node."""
+        """Return the number of GPUs of all nodes. Without GPUs each node counts as one device."""
         return self.num_nodes * max(1, self.gpus_per_node)
 
     def ranks_per_node(self, num_processes: int) -> int:
-        """Return the ranks on one node of a job of ``num_processes`` processes.
+        """Return the number of ranks on each node, for a job of ``num_processes`` processes.
 
-        There is one for each GPU. Without GPUs the processes share the cores of the nodes evenly.
+        There is one rank for each GPU. Without GPUs the processes are divided evenly among the nodes.
         """
         return self.gpus_per_node or max(num_processes // self.num_nodes, 1)
 
     def one_device(self) -> Host:
-        """Return the same machine with a single GPU, for jobs that use no more; where GPUs differ, with the first."""
+        """Return the same machine with a single GPU, the first one, for jobs that use no more."""
         if self.num_devices == 1 and not self.mixed_gpus:
             return self
         gpu = self.gpu or next(iter(self.mixed_gpus), None)
@@ -226,34 +225,35 @@ class Host(Value):
         )
 
     def cpu_alone(self) -> Host:
-        """Return one such machine without its GPUs, for jobs that compute on the CPU."""
+        """Return a single machine without GPUs, for jobs that compute on the CPU."""
         return self.changed(
             num_nodes=1, gpus_per_node=0, gpu=None, mixed_gpus=(), intra_node=None, inter_node=None, host_to_device=None
         )
 
     def supports(self, precision: Precision) -> bool | None:
-        """Return whether every device that would compute has matrix instructions for this precision; None if unknown."""
-        parts: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]
-        answers = {part.supports(precision) for part in parts if part is not None}
-        return False if False in answers else None if None in answers else True
+        """Return whether all devices that compute have matrix instructions for this precision; None if unknown."""
+        devices: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]
+        answers = {device.supports(precision) for device in devices if device is not None}
+        if False in answers:
+            return False
+        return None if None in answers else True
 
     @property
     def measured_gpu(self) -> Rates | None:
-        """Return the rates of the GPU that was probed, those of fp8 and int8 from the datasheet."""
+        """Return the probed GPU's rates, with estimates for fp8 and int8 from the datasheet."""
         if self.measured is None or self.measured.gpu is None:
             return None
         return self.measured.gpu.filled(self.gpu.peak if self.gpu is not None else None)
 
     @property
     def medium_is_bf16(self) -> bool:
-        """Return whether torch's ``medium`` precision of fp32 matrix products is bf16 here, as on CPUs with AMX. On other CPUs
-        it is fp32."""
+        """Return whether torch's ``medium`` precision of fp32 products computes in bf16, as on CPUs with AMX, and not in fp32."""
         isa = self.cpu.isa if self.cpu is not None and self.device == "cpu" else None
         return isa is not None and "amx_bf16" in isa
 
     @property
     def fingerprint(self) -> str:
-        """Return a short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
+        """Return a short stable hash that identifies the hardware. Name, free memory, peaks and measurements do not count."""
         cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes", "peak"})
         if cpu is not None:
             cpu["memory_bytes"] = _coarse(cpu["memory_bytes"])
@@ -269,11 +269,11 @@ class Host(Value):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def stated_memory(part: Cpu | Gpu | None) -> int | None:
-    """Return the free bytes, or all bytes if the free ones are unknown; None where the host does not say."""
-    if part is None:
+def stated_memory(device: Cpu | Gpu | None) -> int | None:
+    """Return the free bytes, or all bytes if the free bytes are unknown, or None if both are unknown."""
+    if device is None:
         return None
-    return part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
+    return device.memory_bytes if device.free_memory_bytes is None else device.free_memory_bytes
 
 
 def _coarse(num_bytes: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Tell whether the installed torch can use this machine's GPUs. CUDA itself is not asked: no fork could use a GPU afterwards."""
+"""Check whether the installed torch can use this machine's GPUs, without initialising CUDA: forks could not use a GPU then."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from upshift.hardware.nvml import newest_cuda
 from upshift.hardware.spec import Host
 from upshift.versions import torch_cuda
 
-# A driver serves all CUDA releases of its own major number, and older ones: CUDA Compatibility guide. The first driver of each.
+# The first driver of each major CUDA release. A driver supports all releases of its own major number, and older ones (CUDA
+# Compatibility guide).
 DRIVERS = {12: "525", 13: "580"}
 
 
-def check_gpus_are_used(host: Host) -> None:
-    """Check a host that was found here. Raise RequestError if the installed torch cannot use its GPUs."""
+def check_torch_uses_gpus(host: Host) -> None:
+    """Raise RequestError if the installed torch cannot use the GPUs of this machine, which ``host`` describes."""
     if host.device != "cuda":
         return
     built, is_known = torch_cuda()
-    why = why_unused(built, is_known, _driver_cuda(find_nvml()))
-    if why is not None:
+    reason = why_unused(built, is_known, _driver_cuda(find_nvml()))
+    if reason is not None:
         names = ", ".join(sorted({gpu.name for gpu in (host.gpu, *host.mixed_gpus) if gpu is not None}))
         raise RequestError(
-            f"this machine has {names}, which the installed torch cannot use: {why}; or leave the GPU out: "
+            f"this machine has {names}, which the installed torch cannot use: {reason}; or leave the GPU out: "
             "set CUDA_VISIBLE_DEVICES to nothing. upshift doctor tells more"
         )
 
 
 def lacks_cuda(built: tuple[int, int] | None, is_known: bool) -> bool:
-    """Return whether torch is built without CUDA. ``is_known``: what it is built for could be read."""
+    """Return whether torch is built without CUDA. ``is_known``: whether its CUDA release could be read."""
     return is_known and built is None
 
 
 def needs_newer_driver(built: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
-    """Return whether the driver serves only releases of CUDA before the one that torch is built for."""
+    """Return whether the driver is too old for the CUDA release that torch is built for."""
     return driver_cuda[0] < built[0]
 
 
@@ -52,11 +53,12 @@ def _driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def why_unused(built: tuple[int, int] | None, is_known: bool, driver_cuda: tuple[int, int] | None) -> str | None:
-    """Return why torch cannot use an NVIDIA GPU and what to do, or None if nothing speaks against it.
+    """Return why torch cannot use an NVIDIA GPU and what to do, or None if there is no known reason.
 
     Args:
-        built: the CUDA that torch is built for; None: without CUDA, if ``is_known``.
-        driver_cuda: the newest CUDA that the driver serves; None: unknown.
+        built: the CUDA release that torch is built for; None: without CUDA, if ``is_known``.
+        is_known: whether the CUDA release could be read.
+        driver_cuda: the newest CUDA release that the driver supports; None: unknown.
     """
     if lacks_cuda(built, is_known):
         return "it is built without CUDA; pip install torch from an index whose wheels have CUDA"

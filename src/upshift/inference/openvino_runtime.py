@@ -1,11 +1,8 @@
-"""Provide OpenVINO's core, one for the process, so that Ctrl-C stays a signal.
+"""Provide one OpenVINO core per process, and write models as OpenVINO files.
 
-The CPU plugin of every core replaces the stack for signal handlers, and puts the earlier one back when the core goes
-(OpenVINO 2026.4, on Linux). If two cores do not go last in, first out, the stack that is put back was unmapped
-before. The next signal then ends the process with SIGSEGV. NNCF makes such cores.
-
-Make a model's pair of OpenVINO files once from transformers' weights.
-"""
+There is one core so that Ctrl-C keeps working. The CPU plugin of every core replaces the stack for signal handlers, and
+restores the earlier one when the core is deleted (OpenVINO 2026.4, on Linux). If two cores are not deleted in reverse order,
+the restored stack is already unmapped, and the next signal ends the process with SIGSEGV. NNCF makes such cores."""
 
 from __future__ import annotations
 
@@ -28,64 +25,69 @@ from upshift.units import MIB
 
 @cache
 def core() -> Any:
-    with without_telemetry():  # importing it tells of it already, by a process that is forked for that
+    """Return the process's OpenVINO core."""
+    with without_telemetry():  # the import alone sends telemetry, from a forked process
         import openvino
 
-    found = openvino.Core()
-    found.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin, before that of any other core
-    return found
+    openvino_core = openvino.Core()
+    openvino_core.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin before any other core does
+    return openvino_core
 
 
 @contextmanager
-def signal_stack_kept() -> Iterator[None]:
-    """Restore the stack of signal handlers afterwards, whichever cores came and went."""
+def keep_signal_stack() -> Iterator[None]:
+    """Restore the stack of signal handlers at the end, whichever cores were made and deleted."""
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None, use_errno=True), _Stack()
-    libc.sigaltstack(None, ctypes.byref(before))
+    libc = ctypes.CDLL(None, use_errno=True)
+    saved = _SignalStack()
+    libc.sigaltstack(None, ctypes.byref(saved))
     try:
         yield
     finally:
-        libc.sigaltstack(ctypes.byref(before), None)
+        libc.sigaltstack(ctypes.byref(saved), None)
 
 
-class _Stack(ctypes.Structure):
-    """The struct stack_t of signal.h, as Linux has it."""
+class _SignalStack(ctypes.Structure):
+    """The struct stack_t of signal.h on Linux."""
 
     _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 
 
-def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | None) -> None:
-    """Make the file ``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of
-    fp32.xml without torch."""
-    core()  # before those of nncf
-    plain = path.with_name("fp32.xml")
+def make_model_file(path: Path, export: Callable[[], Any], quantize: Callable[[Any], Any] | None) -> None:
+    """Write the model file ``path`` if it does not exist.
 
-    def write() -> None:
-        with without_telemetry(), signal_stack_kept():
-            if not plain.is_file():
-                _save(export(), plain)
-            if rounded is not None and not path.is_file():
-                _save(rounded(core().read_model(plain)), path)
+    ``export`` returns the model in fp32, which is written to fp32.xml in the same folder. For any other ``path``,
+    ``quantize`` returns its model from the one in fp32, without torch."""
+    core()  # before the cores of NNCF
+    fp32_path = path.with_name("fp32.xml")
 
-    make_once(path, write, beside=plain)
+    def write_files() -> None:
+        with without_telemetry(), keep_signal_stack():
+            if not fp32_path.is_file():
+                _save(export(), fp32_path)
+            if quantize is not None and not path.is_file():
+                _save(quantize(core().read_model(fp32_path)), path)
+
+    make_once(path, write_files, beside=fp32_path)
 
 
 def fp16_weights(model: Any) -> Any:
-
+    """Round the weights to fp16 in place."""
     FP16_WEIGHTS.get()(model)
     return model
 
 
 def int8_weights(model: Any) -> Any:
+    """Round the weights to 8 bits, scaled by output channel."""
     import nncf
 
     return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
 
 
 def _save(model: Any, path: Path) -> None:
-    """Put in place whole: ``path`` is the .xml, and is there only when its .bin is."""
+    """Write the .xml file ``path`` and its .bin. The .xml appears only when both are complete."""
     import openvino
 
     temporary = path.with_name(f"writing-{path.name}")
@@ -93,11 +95,11 @@ def _save(model: Any, path: Path) -> None:
         openvino.save_model(model, temporary, compress_to_fp16=False)
         temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
         temporary.replace(path)
-    except BaseException as error:  # a disk that is full is not filled for good
+    except BaseException as error:  # remove the partial files, which may fill the disk
         free = shutil.disk_usage(path.parent).free
         temporary.unlink(missing_ok=True)
         temporary.with_suffix(".bin").unlink(missing_ok=True)
-        if "iostream" in str(error):  # C++ has no word for why a write failed
+        if "iostream" in str(error):  # C++ does not say why a write failed
             code = errno.ENOSPC if free < MIB else errno.EIO
             raise OSError(code, os.strerror(code), str(path)) from error
         raise

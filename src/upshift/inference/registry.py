@@ -1,13 +1,11 @@
-"""Define EngineSetup: every choice that changes how a model is run forward here, and nothing else.
+"""List the inference engines: what each needs, what it can compute, and the setups that race for a model.
 
-An engine that is one file says at its top what it is, and is read there without being imported:
+An engine that is one file declares itself at its top, and is read there without an import:
 
 ENGINE = {"name": "toy", "task": "encode", "class": "ToyEngine", "libraries": ("toy",), "precisions": ("fp32",)}
 
-Such engines race behind those of engines.py, which are several files, or wait for a place in the order.
-
-List the engines, what each needs and can do, and the setups of a race.
-"""
+Such engines race after those of the table ENGINES. ENGINES has the engines that are several files, and those with a fixed
+position in the order of a race."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
@@ -36,82 +34,103 @@ Precision = Literal[
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
-FOLDERS = {"encode": "encoding", "generate": "generation", "seq2seq": "generation"}
-MARK = "\nENGINE = {"
+ENGINE_FOLDERS = {"encode": "encoding", "generate": "generation", "seq2seq": "generation"}
+DECLARATION = "\nENGINE = {"
 
 
-class Added(NamedTuple):
+class AddedEngine(NamedTuple):
+    """The declaration of an engine that is one file."""
+
     name: str
     task: Task
-    door: str  # module:class
+    factory: str  # module:class
     libraries: tuple[str, ...]
     precisions: tuple[Precision, ...]  # on a CPU
     on_gpu: tuple[Precision, ...]
-    kinds: str  # the name, in the file, of the model_types that it has; empty: all
+    kinds: str  # the name, in the file, of the model types that the engine supports; empty: all
 
 
 @cache
-def added() -> tuple[Added, ...]:
-    here = Path(__file__).parent
-    files = [path for folder in sorted({*FOLDERS.values()}) for path in sorted((here / folder / "engines").glob("*.py"))]
-    return tuple(_read(path) for path in files if MARK in path.read_text(encoding="utf-8"))
+def added_engines() -> tuple[AddedEngine, ...]:
+    """Return the declarations of all engine files that have one."""
+    package = Path(__file__).parent
+    engines = []
+    for folder in sorted({*ENGINE_FOLDERS.values()}):
+        for path in sorted((package / folder / "engines").glob("*.py")):
+            if DECLARATION in path.read_text(encoding="utf-8"):
+                engines.append(_read_declaration(path))
+    return tuple(engines)
 
 
-def _read(path: Path) -> Added:
+def _read_declaration(path: Path) -> AddedEngine:
+    """Read the declaration of an engine file. Raise RequestError for a missing or unknown key, or a wrong task."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (found,) = (
+    (literal,) = (
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENGINE"
     )  # fmt: skip
-    said: dict[str, Any] = {"libraries": (), "on_gpu": (), "kinds": "", **ast.literal_eval(found)}
+    declaration: dict[str, Any] = {"libraries": (), "on_gpu": (), "kinds": "", **ast.literal_eval(literal)}
     keys = {"name", "task", "class", "libraries", "precisions", "on_gpu", "kinds"}
-    if {*said} != keys or FOLDERS.get(said["task"]) != path.parents[1].name:
-        wrong = ", ".join(sorted({*said} ^ keys)) or f"task {said['task']!r} in the folder {path.parents[1].name}"
-        raise RequestError(f"ENGINE of {path.name} is not understood ({wrong}); it has {', '.join(sorted(keys))}")
-    kinds = f"{path.stem}:{said['kinds']}" if said["kinds"] else ""
-    door = f"{path.stem}:{said['class']}"
-    precisions, on_gpu = tuple(said["precisions"]), tuple(said["on_gpu"])
-    return Added(said["name"], said["task"], door, tuple(said["libraries"]), precisions, on_gpu, kinds)
+    folder = path.parents[1].name
+    task = declaration.get("task", "")
+    if {*declaration} != keys or ENGINE_FOLDERS.get(task) != folder:
+        problem = ", ".join(sorted({*declaration} ^ keys)) or f"task {task!r} in the folder {folder}"
+        raise RequestError(f"ENGINE of {path.name} is not understood ({problem}); it has {', '.join(sorted(keys))}")
+    return AddedEngine(
+        name=declaration["name"],
+        task=declaration["task"],
+        factory=f"{path.stem}:{declaration['class']}",
+        libraries=tuple(declaration["libraries"]),
+        precisions=tuple(declaration["precisions"]),
+        on_gpu=tuple(declaration["on_gpu"]),
+        kinds=f"{path.stem}:{declaration['kinds']}" if declaration["kinds"] else "",
+    )
 
 
-if TYPE_CHECKING:  # which engines are added is known only when their files are read
+if TYPE_CHECKING:  # the added engines are known only when their files are read
     EngineName = str
 else:
     EngineName = Literal[
         "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing",
-        *(engine.name for engine in added()),
+        *(engine.name for engine in added_engines()),
     ]  # fmt: skip
 
 
 class EngineSetup(Value):
+    """Every choice that changes how a model is run forward here, and nothing else."""
+
     engine: EngineName
     precision: Precision = Field(
-        description="of matrix products; ...-weights: weights alone are rounded, else activations, too; stored: as the files are"
+        description="of matrix products; ...-weights: only weights are rounded, else activations too; stored: as the files are"
     )
-    device: Device = Field("cpu", description="what computes; cuda: the first GPU that torch sees, of NVIDIA or AMD")
+    device: Device = Field("cpu", description="cuda: the first GPU that torch sees, of NVIDIA or AMD")
     threads: int = Field(gt=0)
-    batch: int = Field(gt=0, description="tokens of a batch of texts, padding included; or sequences that are generated at once")
-    hint: Hint = Field("throughput", description="several batches share the cores, or one has them all")
+    batch: int = Field(gt=0, description="tokens of a batch of texts, with padding; or sequences that are generated at once")
+    hint: Hint = Field("throughput", description="throughput: several batches share the cores; latency: one batch has all cores")
 
     def label(self) -> str:
         return f"{self.engine} {self.precision}"
 
 
-class Door(NamedTuple):
-    name: str  # module and class, in the task's folder of engines
+class EngineFactory(NamedTuple):
+    """The class of an engine for one task, and what it supports there."""
+
+    name: str  # module:class, in the task's folder of engines
     precisions: tuple[Precision, ...]  # on a CPU
     on_gpu: tuple[Precision, ...] = ()
-    needs: Precision | None = None  # what it computes in, whatever its weights are
-    kinds: str = ""  # module and name of the models that it has, by their configs' model_type; empty: of all
+    needs: Precision | None = None  # that the hardware must support, whatever the precision of the weights
+    kinds: str = ""  # module:name of the supported model types (model_type of a config); empty: all
 
-    def on(self, device: Device) -> tuple[Precision, ...]:
+    def precisions_on(self, device: Device) -> tuple[Precision, ...]:
         return self.on_gpu if device == "cuda" else self.precisions
 
 
-class Entry(NamedTuple):
+class EngineSpec(NamedTuple):
+    """An engine: the libraries that it needs, and its factory for each task."""
+
     libraries: tuple[str, ...]
-    extra: str  # of pip install 'upshift[...]'; empty: the core has it
-    doors: Mapping[Task, Door]
-    uncompiled: EngineName | None = None  # of one that compiles whenever it is loaded: the same, kernel by kernel
+    extra: str  # of pip install 'upshift[...]'; empty: the core installs the libraries
+    factories: Mapping[Task, EngineFactory]
+    uncompiled: EngineName | None = None  # for an engine that compiles at each load: the same engine without compiling
 
 
 PACKAGES: dict[Task, str] = {
@@ -120,71 +139,78 @@ PACKAGES: dict[Task, str] = {
     "seq2seq": "upshift.inference.generation",
 }
 ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
-ENGINES: dict[EngineName, Entry] = {  # in the order of a race: the reference, then what converts a model soonest
-    "torch": Entry(
+ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the reference first, then by the time to convert a model
+    "torch": EngineSpec(
         ("torch",), "",
         {
-            "encode": Door("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
-            "generate": Door("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
-            "seq2seq": Door("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
+            "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
+            "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
+            "seq2seq": EngineFactory("torch_decoder:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
         },
     ),
-    "torch-graphs": Entry(
+    "torch-graphs": EngineSpec(
         ("torch",), "",
-        {"generate": Door("torch_cuda_graphs:TorchGraphsDecoder", (), ON_GPU)},
+        {"generate": EngineFactory("torch_cuda_graphs:TorchGraphsDecoder", (), ON_GPU)},
     ),
-    "torchao": Entry(
+    "torchao": EngineSpec(
         ("torchao",), "quant",
-        {"generate": Door("torch_cuda_graphs:TorchaoDecoder", (), ("int8-weights", "int4-weights", "fp8"), "bf16")},
+        {"generate": EngineFactory("torch_cuda_graphs:TorchaoDecoder", (), ("int8-weights", "int4-weights", "fp8"), "bf16")},
     ),
-    "llamacpp": Entry(
+    "llamacpp": EngineSpec(
         ("llama_cpp", "gguf"), "llamacpp",
-        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_families:FAMILIES")},
+        {
+            "generate": EngineFactory(
+                "llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_families:FAMILIES"
+            )
+        },
     ),
-    "ctranslate2": Entry(
+    "ctranslate2": EngineSpec(
         ("ctranslate2",), "ctranslate2",
-        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
+        {"encode": EngineFactory("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
     ),
-    "openvino": Entry(
+    "openvino": EngineSpec(
         ("openvino", "nncf"), "openvino",
         {
-            "encode": Door("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
-            "generate": Door("openvino_decoder:decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
-            "seq2seq": Door("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
+            "encode": EngineFactory("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
+            "generate": EngineFactory("openvino_decoder:build_decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
+            "seq2seq": EngineFactory("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
-    "onnxruntime": Entry(
+    "onnxruntime": EngineSpec(
         ("onnxruntime", "onnx", "onnxscript"), "onnx",
-        {"encode": Door("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
+        {"encode": EngineFactory("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
     ),
-    "torch-compiled": Entry(
+    "torch-compiled": EngineSpec(
         ("torch",), "",
         {
-            "encode": Door("torch_engine:TorchCompiledEngine", ("fp32", "tf32", "bf16")),
-            "generate": Door("torch_decoder:TorchCompiledDecoder", ("fp32", "bf16")),
+            "encode": EngineFactory("torch_engine:TorchCompiledEngine", ("fp32", "tf32", "bf16")),
+            "generate": EngineFactory("torch_decoder:TorchCompiledDecoder", ("fp32", "bf16")),
         },
         uncompiled="torch",
     ),
 }  # fmt: skip
-for _one in added():
-    ENGINES[_one.name] = Entry(_one.libraries, "", {_one.task: Door(_one.door, _one.precisions, _one.on_gpu, kinds=_one.kinds)})
-NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: what it takes is what all else takes
+for _added in added_engines():
+    _factory = EngineFactory(_added.factory, _added.precisions, _added.on_gpu, kinds=_added.kinds)
+    ENGINES[_added.name] = EngineSpec(_added.libraries, "", {_added.task: _factory})
+NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures the time outside the engines
     (), "",
     {
-        "encode": Door("null_engine:NothingEngine", ("fp32",)),
-        "generate": Door("null_decoder:NothingDecoder", ("fp32",)),
-        "seq2seq": Door("null_decoder:NothingDecoder", ("fp32",)),
+        "encode": EngineFactory("null_engine:NullEngine", ("fp32",)),
+        "generate": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
+        "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
     },
 )  # fmt: skip
 
 
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
-    """Build an engine. ``build`` is what the task's engines are built from."""
-    entry = NOTHING if name == "nothing" else ENGINES[name]
+    """Build an engine from ``build``, the parts that the engines of the task take.
+
+    Raise JobFailed if the disk is full."""
+    spec = NULL_ENGINE if name == "nothing" else ENGINES[name]
     try:
-        return _named(task, entry.doors[task].name)(build)
-    except Exception as error:  # libraries have classes of their own for a full disk
-        reason = full_disk(error)
+        return _import_attribute(task, spec.factories[task].name)(build)
+    except Exception as error:  # libraries have error types of their own for a full disk
+        reason = disk_full_message(error)
         if reason is None:
             raise
         raise JobFailed(f"the files that {name} makes of the model could not be written ({reason}); {FREE_SOME}") from error
@@ -195,49 +221,84 @@ def is_installed(name: EngineName) -> bool:
 
 
 def install_line(name: EngineName) -> str:
-    entry = ENGINES[name]
-    return f"pip install 'upshift[{entry.extra}]'" if entry.extra else f"pip install {' '.join(entry.libraries)}"
+    """Return the command that installs the libraries of an engine."""
+    spec = ENGINES[name]
+    return f"pip install 'upshift[{spec.extra}]'" if spec.extra else f"pip install {' '.join(spec.libraries)}"
 
 
 def contestants(
     task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None,
     reference: Precision = "fp32",
 ) -> list[EngineSetup]:  # fmt: skip
-    """Return the setups of all engines that can run such models, installed or not. transformers in ``reference``
-    comes first.
+    """Return the setups of all engines that can run the model, installed or not, the reference first.
 
-    ``exact`` leaves out setups that round to fewer bits, because they cannot win. ``stored`` names the only engine
-    that can load weights which are quantized already."""
+    Args:
+        task: the task.
+        source: the model.
+        host: the machine. Setups that it does not support are left out.
+        exact: leave out setups that round, because they cannot win under the quality "exact".
+        batch: batch of every setup.
+        hint: hint of every setup.
+        stored: the only engine that can load weights that are quantized already.
+        reference: precision of the reference, transformers in torch.
+    """
     device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
-    some = EngineSetup(engine=stored or "torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
+    base = EngineSetup(engine=stored or "torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
     if stored is not None:
-        return [some if ENGINES[stored].doors[task].on(device) else some.changed(device="cpu")]
-    unfit = {"bf16"} if host.supports("bf16") is False else set[Precision]()
-    unfit |= set() if host.supports("fp8") else {"fp8"}
-    unfit |= {"tf32"} if host.medium_is_bf16 else set()
-    unfit |= {precision for precision in ROUNDED if exact} | ({"fp32", "tf32"} if reference != "fp32" else set())
-    found = []
-    for name, entry in ENGINES.items():
-        door = entry.doors.get(task)
-        able = () if door is None or door.needs in unfit else door.on(device)
-        kept = [precision for precision in able if precision == reference or precision not in unfit]
-        if door is not None and kept and _has(task, door, source):
-            found += [some.changed(engine=name, precision=precision) for precision in kept]
-    return sorted(found, key=lambda setup: setup != some.changed(precision=reference))
+        return [base if ENGINES[stored].factories[task].precisions_on(device) else base.changed(device="cpu")]
+    excluded = _excluded_precisions(host, exact=exact, reference=reference)
+    setups = []
+    for name, spec in ENGINES.items():
+        factory = spec.factories.get(task)
+        if factory is None or factory.needs in excluded:
+            continue
+        precisions = [
+            precision
+            for precision in factory.precisions_on(device)
+            if precision == reference or precision not in excluded
+        ]  # fmt: skip
+        if precisions and _supports(task, factory, source):
+            setups += [base.changed(engine=name, precision=precision) for precision in precisions]
+    return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
+
+
+def _excluded_precisions(host: Host, *, exact: bool, reference: Precision) -> set[Precision]:
+    """Return the precisions that the host does not support, or that cannot win."""
+    excluded: set[Precision] = set()
+    if host.supports("bf16") is False:
+        excluded.add("bf16")
+    if not host.supports("fp8"):
+        excluded.add("fp8")
+    if host.medium_is_bf16:
+        excluded.add("tf32")
+    if exact:
+        excluded.update(ROUNDED)
+    if reference != "fp32":
+        excluded.update(("fp32", "tf32"))
+    return excluded
 
 
 def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> EngineName:
+    """Return the engine's name. Raise RequestError if it does not support the task, the machine or the model, or if it
+    is not installed."""
     device = _device(host)
-    able = [known for known, entry in ENGINES.items() if task in entry.doors and entry.doors[task].on(device)]
-    if name not in able:
-        what = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
-        raise RequestError(f"--engine {name!r} is none for {task}; use one of {', '.join(able)} (on this machine's {what})")
+    valid_names = [
+        engine
+        for engine, spec in ENGINES.items()
+        if task in spec.factories and spec.factories[task].precisions_on(device)
+    ]  # fmt: skip
+    if name not in valid_names:
+        device_name = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
+        raise RequestError(
+            f"--engine {name!r} is none for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
+        )
     if not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: {install_line(name)}")
-    door = ENGINES[name].doors[task]
-    if not _has(task, door, source):
-        raise RequestError(f"--engine {name} has no {_kind(source)!r}; it has {', '.join(sorted(_named(task, door.kinds)))}")
+    factory = ENGINES[name].factories[task]
+    if not _supports(task, factory, source):
+        kinds = ", ".join(sorted(_import_attribute(task, factory.kinds)))
+        raise RequestError(f"--engine {name} has no {_model_type(source)!r}; it has {kinds}")
     return name
 
 
@@ -245,16 +306,17 @@ def _device(host: Host) -> Device:
     return "cuda" if host.device == "cuda" else "cpu"
 
 
-def _has(task: Task, door: Door, source: ModelSource) -> bool:
-    return not door.kinds or _kind(source) in _named(task, door.kinds)
+def _supports(task: Task, factory: EngineFactory, source: ModelSource) -> bool:
+    """Return whether an engine supports the type of the model."""
+    return not factory.kinds or _model_type(source) in _import_attribute(task, factory.kinds)
 
 
-def _kind(source: ModelSource) -> str:
-    """Return the type of the model, or of its text model if that is a part."""
+def _model_type(source: ModelSource) -> str:
+    """Return the model_type of the model, or of its text model if it has several parts."""
     return str(source.config.get("text_config", source.config).get("model_type"))
 
 
-def _named(task: Task, name: str) -> Any:
-    """Import an object by name: a module in the task's folder of engines, and an attribute of it."""
-    module, found = name.split(":")
-    return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), found)
+def _import_attribute(task: Task, name: str) -> Any:
+    """Import ``module:attribute`` from the task's folder of engines."""
+    module, attribute = name.split(":")
+    return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), attribute)

@@ -1,7 +1,4 @@
-"""Load the tokenizer of a model, and list its files.
-
-Pad rows of token ids of unequal lengths to one array.
-"""
+"""Load the tokenizer of a model, list its files, and pad rows of token ids of unequal lengths to one array."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ FILES = (
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Load the tokenizer. Raise RequestError if there is none, or only a slow one."""
+    """Load the fast tokenizer of a model. Raise RequestError if it has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -33,19 +30,22 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def tokenizer_files(source: ModelSource) -> list[Path]:
-    """Return the files that transformers reads of a tokenizer and its chat template."""
-    found = [] if source.directory is None else [path for pattern in FILES for path in source.directory.glob(pattern)]
-    return sorted({path for path in found if path.is_file()})
+    """Return the files from which transformers loads a tokenizer and its chat template."""
+    if source.directory is None:
+        return []
+    matches = [path for pattern in FILES for path in source.directory.glob(pattern)]
+    return sorted({path for path in matches if path.is_file()})
 
 
 def padded_rows(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and mask of 0 and 1, int64 [N, S], padded on one side. S is the length of the longest row, or 1 if
-    all are empty."""
-    longest = max(1, *(len(row) for row in rows))
-    ids = np.full((len(rows), longest), pad, dtype=np.int64)
+    """Return ids and mask of 0 and 1, both int64 [N, S], padded on one side.
+
+    S is the length of the longest row, or 1 if all rows are empty."""
+    length = max(1, *(len(row) for row in rows))
+    ids = np.full((len(rows), length), pad, dtype=np.int64)
     mask = np.zeros_like(ids)
-    for number, row in enumerate(rows):
-        places = slice(longest - len(row), longest) if left else slice(len(row))
-        ids[number, places] = row
-        mask[number, places] = 1
+    for index, row in enumerate(rows):
+        span = slice(length - len(row), length) if left else slice(len(row))
+        ids[index, span] = row
+        mask[index, span] = 1
     return ids, mask

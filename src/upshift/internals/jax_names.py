@@ -1,10 +1,11 @@
-"""List the names of jax that Upshift uses beside the documented ones: libtpu's compiler is reached through it."""
+"""List the undocumented names of jax that Upshift uses to call libtpu's compiler."""
 
 from __future__ import annotations
 
 from upshift.internals.lookup import Internal
 
-FEATURE, INSTEAD = "upshift xla compile", "run on a TPU, which needs no jax"
+FEATURE = "upshift xla compile"
+INSTEAD = "run on a TPU, which needs no jax"
 COMPILER = Internal("jax", "jax._src:compiler", FEATURE, INSTEAD)
 MLIR = Internal("jax", "jax._src.interpreters:mlir", FEATURE, INSTEAD)
 IR = Internal("jax", "jax._src.lib.mlir:ir", FEATURE, INSTEAD)

@@ -1,5 +1,4 @@
-"""Look up names of libraries that are not promised when they are used. If a library no longer has a name, raise an
-error that says so."""
+"""Look up undocumented names of libraries when they are used, and raise an error if a library no longer has one."""
 
 from __future__ import annotations
 
@@ -19,40 +18,39 @@ from upshift.versions import installed_version
 
 @dataclass(frozen=True)
 class Internal:
-    """One name. ``feature`` is what needs it, as the subject of a sentence. ``instead`` is what a user can do without
-    it."""
+    """An undocumented name of a library, looked up when it is used."""
 
     library: str  # as pip names it
     name: str  # "torch.utils._pytree:tree_leaves", or "Module._parameters" of an object
-    feature: str
-    instead: str = ""
+    feature: str  # the feature that needs the name, as the subject of a sentence
+    instead: str = ""  # the user's alternative to the feature
     attribute: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attribute", re.split("[.:]", self.name)[-1])
 
     def get(self) -> Any:
-        """Return what the module has under this name. Raises MissingInternal where it has none."""
+        """Return the module's object of this name. Raise MissingInternal if there is none."""
         try:
-            return _find(self.name)
+            return _import_name(self.name)
         except (ImportError, AttributeError):
             raise self.missing() from None
 
     def of(self, owner: Any) -> Any:
-        """Return the attribute of an object. Raises MissingInternal where it has none."""
+        """Return the attribute of an object. Raise MissingInternal if it has none."""
         try:
             return getattr(owner, self.attribute)
         except AttributeError:
             raise self.missing() from None
 
     def put(self, owner: Any, value: Any) -> None:
-        """Set an attribute that the library reads. Raises MissingInternal where the object has none: nobody would read it."""
+        """Set an attribute that the library reads. Raise MissingInternal if the object has none, since nothing would read it."""
         self.of(owner)
         setattr(owner, self.attribute, value)
 
     @contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
-        """Put something in its place for a while, for the library's own use. Raises MissingInternal where nobody would use it."""
+        """Replace the object inside its library while the context is open. Raise MissingInternal if there is none."""
         self.get()
         with mock.patch(self.name.replace(":", "."), value):
             yield
@@ -66,27 +64,27 @@ class Internal:
 
 @dataclass(frozen=True)
 class Mark(Internal):
-    """An attribute that the library looks for on objects which do not have it before: "transformers.trainer:_is_marked"."""
+    """An attribute that a library's module looks for on objects that need not have it: "transformers.trainer:_is_marked"."""
 
     def put(self, owner: Any, value: Any) -> None:
-        """Set it. Raises MissingInternal where the text of the library's module does not mention it."""
+        """Set the attribute. Raise MissingInternal if the source of the library's module does not mention it."""
         if not _mentions(*self.name.split(":")):
             raise self.missing()
         setattr(owner, self.attribute, value)
 
     def read(self, owner: Any, default: Any = None) -> Any:
-        """Return the attribute, or the default where this object has none. Raises MissingInternal as ``put`` does."""
+        """Return the attribute, or the default if the object has none. Raise MissingInternal as ``put`` does."""
         if not _mentions(*self.name.split(":")):
             raise self.missing()
         return getattr(owner, self.attribute, default)
 
 
 @cache
-def _find(name: str) -> Any:
+def _import_name(name: str) -> Any:
     module, _, path = name.partition(":")
     owner: Any = import_module(module)
-    for part in path.split("."):
-        owner = getattr(owner, part)
+    for attribute in path.split("."):
+        owner = getattr(owner, attribute)
     return owner
 
 

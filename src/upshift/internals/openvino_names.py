@@ -1,4 +1,4 @@
-"""List the names of OpenVINO that Upshift uses beside the documented ones."""
+"""List the undocumented names of OpenVINO that Upshift uses."""
 
 from __future__ import annotations
 

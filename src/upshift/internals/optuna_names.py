@@ -1,10 +1,11 @@
-"""List the names of Optuna that Upshift uses beside the documented ones."""
+"""List the undocumented names of Optuna that Upshift uses."""
 
 from __future__ import annotations
 
 from upshift.internals.lookup import Internal
 
-PRUNER, PRUNER_INSTEAD = "The steps at which a pruner decides", "use --pruner none"
+PRUNER = "The steps at which a pruner decides"
+PRUNER_INSTEAD = "use --pruner none"
 MIN_RESOURCE = Internal("optuna", "Pruner._min_resource", PRUNER, PRUNER_INSTEAD)
 MAX_RESOURCE = Internal("optuna", "HyperbandPruner._max_resource", PRUNER, PRUNER_INSTEAD)
 REDUCTION = Internal("optuna", "Pruner._reduction_factor", PRUNER, PRUNER_INSTEAD)

@@ -1,10 +1,11 @@
-"""List the names of peft that Upshift uses beside the documented ones."""
+"""List the undocumented names of peft that Upshift uses."""
 
 from __future__ import annotations
 
 from upshift.internals.lookup import Internal
 
-MERGING, INSTEAD = "Merging an adapter", "merge it by peft's merge_and_unload"
+MERGING = "Merging an adapter"
+INSTEAD = "merge it by peft's merge_and_unload"
 LINEAR = Internal("peft", "peft.tuners.lora.layer:Linear", MERGING, INSTEAD)
 EMBEDDING = Internal("peft", "peft.tuners.lora.layer:Embedding", MERGING, INSTEAD)
 PARAMETER = Internal("peft", "peft.tuners.lora.layer:ParamWrapper", MERGING, INSTEAD)

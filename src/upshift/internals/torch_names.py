@@ -1,7 +1,8 @@
-"""List the names of PyTorch that Upshift uses beside the documented ones, each with the feature that needs it.
+"""List the undocumented names of PyTorch that Upshift uses, each with the feature that needs it.
 
-A function here has a plain fall-back that gives the same. A constant is refused where it is used, and ends that
-feature alone."""
+If PyTorch no longer has a name, using the constant raises an error, and only that feature is lost. The functions at the end
+have fall-backs that give the same results.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ COMPILED = "The memory of compiled layers"
 MODULES = "Replacing a module's tensors"
 ONEDNN = "The engine onednn"
 ONEDNN_INSTEAD = "use another engine (--engine)"
-PIPELINE, PIPELINE_INSTEAD = "Pipeline parallelism", "use pipeline_parallel=1"
-TENSOR, TENSOR_INSTEAD = "Tensor parallelism", "use tensor_parallel=1"
-DIVIDED, DIVIDED_INSTEAD = "Exchanging tensors between ranks", "use context_parallel=1 and fully_shard=off"
+PIPELINE = "Pipeline parallelism"
+PIPELINE_INSTEAD = "use pipeline_parallel=1"
+TENSOR = "Tensor parallelism"
+TENSOR_INSTEAD = "use tensor_parallel=1"
+DIVIDED = "Exchanging tensors between ranks"
+DIVIDED_INSTEAD = "use context_parallel=1 and fully_shard=off"
 
-# Tracing: fake tensors, and what is told of each operator.
+# Tracing: fake tensors and facts about each operator.
 FAKE_TENSOR_MODE = Internal("torch", "torch._subclasses.fake_tensor:FakeTensorMode", TRACING)
 FAKE_TENSOR = Internal("torch", "torch._subclasses.fake_tensor:FakeTensor", TRACING)
 DISPATCH_MODE = Internal("torch", "torch.utils._python_dispatch:TorchDispatchMode", TRACING)
@@ -88,37 +92,39 @@ SPLIT_TENSOR = Internal("torch", "Shard._split_tensor", "Checkpoints of divided 
 SCALER_STATES = Internal("torch", "GradScaler._per_optimizer_states", "Training in fp16 on several ranks", "use precision=bf16")
 LAST_RATE = Internal("torch", "LRScheduler._last_lr", "Population based training")
 
-# With fall-backs.
+# Names with fall-backs.
 SOFTMAX_BACKWARD = Internal("torch", "torch:_softmax_backward_data", "The backward pass of block attention")
 NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
 TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")
 
 
-def cuda_was_asked() -> bool:
-    """Return whether this process is a fork of one that had asked CUDA something: no fork can use a GPU then.
+def is_fork_after_cuda() -> bool:
+    """Return whether this process was forked from one that had queried CUDA. Such a fork cannot use a GPU.
 
-    Some libraries ask it while they are imported (torchao 0.18: float8_utils, mx_formats/kernels)."""
+    Some libraries query CUDA while they are imported (torchao 0.18: float8_utils, mx_formats/kernels)."""
     return "torch" in sys.modules and bool(BAD_FORK.get()())
 
 
 def dispatch_mode(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-    """Return a context manager under which every operator is handed to ``handle(operator, args, kwargs)``, which runs it."""
+    """Return a context manager that calls ``handle(operator, args, kwargs)`` in place of every operator."""
     base: Any = DISPATCH_MODE.get()
 
-    class Handed(base):  # type: ignore[misc]
+    class HandlerMode(base):  # type: ignore[misc]
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            """Nothing is compiled under it; else PyTorch wraps the next method in a guard that costs as much as an operator."""
+            """Return False, because nothing is compiled in this mode.
+
+            Otherwise PyTorch wraps __torch_dispatch__ in a guard that costs as much as an operator."""
             return False
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handle(function, args, kwargs or {})
 
-    return Handed()
+    return HandlerMode()
 
 
 def softmax_backward(gradient: Any, probabilities: Any) -> Any:
-    """Return the gradient of what softmax was taken of over the last dimension; both arguments have its shape."""
+    """Return the gradient of softmax's input. Softmax is over the last dimension, and both arguments have the input's shape."""
     try:
         return SOFTMAX_BACKWARD.get()(gradient, probabilities, -1, gradient.dtype)
     except MissingInternal:
@@ -137,10 +143,10 @@ def norms(tensors: list[Any]) -> list[Any]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return what is neither a tuple, a list nor a mapping, in order; inside of types that were registered with torch, too."""
-    walk = _torch_leaves()
-    if walk is not None:
-        return list(walk(tree))
+    """Return the leaves of nested tuples, lists, mappings and types registered with torch, in order."""
+    flatten = _torch_leaves()
+    if flatten is not None:
+        return list(flatten(tree))
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, list | tuple):
@@ -157,33 +163,33 @@ def _torch_leaves() -> Callable[[Any], list[Any]] | None:
     return leaves
 
 
-def tree_map(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the same tree with ``change`` of every leaf of this type."""
+def tree_map(leaf_type: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the tree with ``function`` applied to every leaf of this type."""
     try:
-        return TREE.get().tree_map_only(kind, change, tree)
+        return TREE.get().tree_map_only(leaf_type, function, tree)
     except (MissingInternal, AttributeError):
         pass
-    if isinstance(tree, kind):
-        return change(tree)
+    if isinstance(tree, leaf_type):
+        return function(tree)
     if isinstance(tree, Mapping):
-        return type(tree)(**{name: tree_map(kind, change, branch) for name, branch in tree.items()})
+        return type(tree)(**{name: tree_map(leaf_type, function, branch) for name, branch in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
-        return type(tree)(*(tree_map(kind, change, branch) for branch in tree))
+        return type(tree)(*(tree_map(leaf_type, function, branch) for branch in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(tree_map(kind, change, branch) for branch in tree)
+        return type(tree)(tree_map(leaf_type, function, branch) for branch in tree)
     return tree
 
 
 @cache
 def _fake_type() -> type | None:
     try:
-        fake: type = FAKE_TENSOR.get()
+        fake_tensor_class: type = FAKE_TENSOR.get()
     except MissingInternal:
         return None
-    return fake
+    return fake_tensor_class
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return whether a tensor has no numbers: it is of a mode that measures. Without that mode no tensor is."""
-    fake = _fake_type()
-    return fake is not None and isinstance(tensor, fake)
+    """Return whether a tensor is fake: it has a shape but no values. Without FakeTensor in torch, no tensor is."""
+    fake_tensor_class = _fake_type()
+    return fake_tensor_class is not None and isinstance(tensor, fake_tensor_class)

@@ -1,4 +1,4 @@
-"""List the names of transformers that Upshift uses beside the documented ones, each with the feature that needs it."""
+"""List the undocumented names of transformers that Upshift uses, each with the feature that needs it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from upshift.internals.lookup import Internal, Mark
 
 LOADING = "Loading a model"
 MERGING = "Weights that one file stores apart and the model together"
-TENSOR, TENSOR_INSTEAD = "Tensor parallelism", "use tensor_parallel=1"
-EXPERTS, EXPERTS_INSTEAD = "Expert parallelism", "use expert_parallel=1"
-CONTEXT, CONTEXT_INSTEAD = "Context parallelism", "use context_parallel=1"
-XLA, XLA_INSTEAD = "Training and generation under XLA", "leave out --backend xla"
-GGUF, GGUF_INSTEAD = "Reading a GGUF file", "give the folder that the model was published in"
+TENSOR = "Tensor parallelism"
+TENSOR_INSTEAD = "use tensor_parallel=1"
+EXPERTS = "Expert parallelism"
+EXPERTS_INSTEAD = "use expert_parallel=1"
+CONTEXT = "Context parallelism"
+CONTEXT_INSTEAD = "use context_parallel=1"
+XLA = "Training and generation under XLA"
+XLA_INSTEAD = "leave out --backend xla"
+GGUF = "Reading a GGUF file"
+GGUF_INSTEAD = "give the folder that the model was published in"
 CORE = "transformers.core_model_loading"
 
 # Loading.
@@ -49,7 +54,7 @@ ROPE_FUNCTIONS = Internal(
 )
 CLASS_NAMES = Internal("transformers", "transformers.models.auto:modeling_auto", "Finding what a model is for")
 
-# What a model declares.
+# Declarations of a model.
 NO_SPLIT = Internal("transformers", "PreTrainedModel._no_split_modules", "Profiles of a model")
 WHOLE_MODULES = Mark("transformers", "transformers.modeling_utils:_no_split_modules", "Placing a model on several devices")
 TENSOR_PLAN = Mark("transformers", "transformers.modeling_utils:_tp_plan", TENSOR, TENSOR_INSTEAD)
@@ -102,7 +107,7 @@ EXPERTS_KERNEL = Mark("transformers", "transformers.modeling_utils:_experts_impl
 EXPERTS_FUNCTIONS = Internal("transformers", "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", XLA, XLA_INSTEAD)
 BATCHED_EXPERTS = Internal("transformers", "transformers.integrations.moe:batched_mm_experts_forward", XLA, XLA_INSTEAD)
 
-# Methods of transformers' Trainer that upshift.Trainer replaces or calls: under another name nobody would call ours.
+# Methods of transformers' Trainer that upshift.Trainer overrides or calls. If one is renamed, the override is never called.
 TRAINER_METHODS = tuple(
     Internal("transformers", f"Trainer.{name}", "upshift.Trainer", "use upshift train")
     for name in (

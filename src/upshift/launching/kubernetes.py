@@ -1,6 +1,6 @@
-"""Write objects of Kubeflow: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
+"""Write Kubeflow objects: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
 
-YAML is written as text, for its comments; every value in it is JSON, which YAML reads as it is.
+The YAML is written as text, so that it has comments. Every value in it is JSON, which is valid YAML.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from upshift.errors import RequestError
 from upshift.launching.request import Launch
 
 KINDS = ("PyTorchJob", "TrainJob")
-RUNTIME = "torch-distributed"  # the one that Kubeflow's trainer installs
+RUNTIME = "torch-distributed"  # the runtime that Kubeflow's trainer installs
 
 
 def manifest(launch: Launch, kind: str) -> str:
+    """Return the YAML file of a job. Raise RequestError for options that it lacks, and for an unknown kind."""
     if launch.image is None:
         raise RequestError("--kubernetes needs --image IMAGE: a container image with upshift in it, as in example.com/upshift:1")
     if launch.cpus is None or launch.memory is None:
@@ -35,7 +36,7 @@ kind: PyTorchJob
 metadata:
   name: {_value(launch.name)}
 spec:
-  nprocPerNode: {_value(str(launch.ranks_of_a_node))}  # ranks of a pod
+  nprocPerNode: {_value(str(launch.ranks_per_node))}  # ranks of a pod
   elasticPolicy:  # the operator tells torchrun where the pods meet, by variables that begin with PET_
     rdzvBackend: "c10d"
     minReplicas: {launch.min_nodes}  # fewer pods wait; more join when they can
@@ -84,7 +85,7 @@ spec:
   trainer:
     image: {_value(image)}
     numNodes: {launch.max_nodes}
-    numProcPerNode: {launch.ranks_of_a_node}  # ranks of a pod
+    numProcPerNode: {launch.ranks_per_node}  # ranks of a pod
     # The runtime tells torchrun where the pods meet, by variables that begin with PET_.
     command: {_value(["python", "-m", "torch.distributed.run", f"--max-restarts={launch.max_restarts}", *launch.command])}
 {_env(launch, " " * 4)}\
@@ -117,18 +118,18 @@ def _value(value: object) -> str:
 
 
 def _resources(launch: Launch, indent: str) -> str:
-    """Return equal requests and limits, which make a pod "Guaranteed".
+    """Return equal requests and limits, which make the pod "Guaranteed".
 
-    Whole cores are then its own if the kubelet's CPU manager is static."""
+    Such a pod has its cores to itself if the kubelet's CPU manager policy is static."""
     amounts: dict[str, str] = {"cpu": str(launch.cpus), "memory": str(launch.memory)}
     if launch.gpus:
         amounts["nvidia.com/gpu"] = str(launch.gpus)
-    why = "  # as the limits: the cores are the pod's own, and it is the last to be evicted"
-    return f"{indent}requests: {_value(amounts)}{why}\n{indent}limits: {_value(amounts)}\n"
+    comment = "  # as the limits: the cores are the pod's own, and it is the last to be evicted"
+    return f"{indent}requests: {_value(amounts)}{comment}\n{indent}limits: {_value(amounts)}\n"
 
 
 def _env(launch: Launch, indent: str) -> str:
-    threads = ("OMP_NUM_THREADS", str(max((launch.cpus or 1) // launch.ranks_of_a_node, 1)))  # a rank's share of the cores
+    threads = ("OMP_NUM_THREADS", str(max((launch.cpus or 1) // launch.ranks_per_node, 1)))  # a rank's share of the cores
     lines = [f"  - {{name: {_value(name)}, value: {_value(value)}}}" for name, value in (threads, *launch.environment)]
     return "".join(f"{indent}{line}\n" for line in ("env:", *lines))
 

@@ -1,6 +1,6 @@
-"""Write a script that starts the ranks by Open MPI's mpirun, which binds each to its cores.
+"""Start the ranks by Open MPI's mpirun, which binds each rank to its cores.
 
-There are no restarts: mpirun ends all ranks with the first that dies.
+There are no restarts: mpirun ends all ranks when the first one dies.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import tempfile
 from pathlib import Path
 
 from upshift.errors import JobFailed, RequestError
-from upshift.launching.request import GOES_ON, Launch, address
+from upshift.launching.request import RESUME_HINT, Launch, address
 
 
 def mpi_script(launch: Launch) -> str:
+    """Return a shell script that writes a host file and runs mpirun."""
     hosts = launch.hosts or ("localhost",)
-    ranks, slots = launch.ranks_of_a_node, f" slots={launch.ranks_of_a_node}"
+    ranks = launch.ranks_per_node
+    slots = f" slots={launch.ranks_per_node}"
     variables = [f"-x {name}={shlex.quote(value)}" for name, value in launch.environment]
     command = " ".join(shlex.quote(word) for word in (launch.python, *launch.command))
     cores = launch.cpus // ranks if launch.cpus else None
-    bind = f"--map-by ppr:{ranks}:node:PE={cores} --bind-to core" if cores else f"--map-by ppr:{ranks}:node --bind-to none"
+    binding = f"--map-by ppr:{ranks}:node:PE={cores} --bind-to core" if cores else f"--map-by ppr:{ranks}:node --bind-to none"
     lines = [
         "#!/bin/bash",
         "# Written by `upshift launch --mpi`, for Open MPI; run it with: bash THIS_FILE",
@@ -36,7 +38,7 @@ def mpi_script(launch: Launch) -> str:
         "",
         "# The ranks speak gloo or nccl with each other, and MPI only starts them: MASTER_ADDR is where they meet, and each",
         f"# reads its number from what mpirun says. {'PE: cores of a rank.' if cores else 'A rank takes its share of cores.'}",
-        f'mpirun --hostfile "$hostfile" -n {ranks * len(hosts)} {bind} \\',
+        f'mpirun --hostfile "$hostfile" -n {ranks * len(hosts)} {binding} \\',
         "  " + " ".join([f"-x MASTER_ADDR={shlex.quote(address(hosts[0]))} -x MASTER_PORT={launch.port}", *variables]) + " \\",
         f"  {command}",
     ]
@@ -52,4 +54,4 @@ def run(launch: Launch) -> None:
         script.write_text(mpi_script(launch), encoding="utf-8")
         code = subprocess.run(["bash", str(script)], check=False).returncode
     if code:
-        raise JobFailed(f"mpirun ended with exit code {code}; its words stand above; {GOES_ON}")
+        raise JobFailed(f"mpirun ended with exit code {code}; its words stand above; {RESUME_HINT}")

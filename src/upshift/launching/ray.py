@@ -1,4 +1,4 @@
-"""Write a Ray Train job: Ray places the ranks and starts them again; each is `upshift train` with torchrun's variables."""
+"""Write a Ray Train job: Ray places and restarts the ranks. Each rank runs `upshift train` with the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from upshift.launching.request import Launch
 
 
 def ray_file(launch: Launch) -> str:
-    ranks = launch.ranks_of_a_node
+    ranks = launch.ranks_per_node
     resources = {"CPU": max((launch.cpus or ranks) // ranks, 1), **({"GPU": launch.gpus / ranks} if launch.gpus else {})}
     return f'''\
 # Written by `upshift launch --ray`; submit it with: ray job submit -- python THIS_FILE, or run it where ray is started.

@@ -1,11 +1,11 @@
-"""Write the file that sbatch takes: one torchrun a node, which finds the others at the first node of the allocation."""
+"""Write a file for sbatch: one torchrun on each node. They meet at the first node of the allocation."""
 
 from __future__ import annotations
 
 import shlex
 
 from upshift.launching.request import Launch
-from upshift.launching.torchrun import count_ranks, set_environment, torchrun
+from upshift.launching.torchrun import environment_lines, rank_count_lines, torchrun_command
 
 
 def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | None = None) -> str:
@@ -23,9 +23,9 @@ def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | 
         "",
         "# On each node; of a node that is lost, the others go on where --nodes gave a range.",
         "read -r -d '' of_node <<'END' || true",
-        *count_ranks(launch),
-        *set_environment(launch),
-        f"exec {torchrun(launch, *flags)}",
+        *rank_count_lines(launch),
+        *environment_lines(launch),
+        f"exec {torchrun_command(launch, *flags)}",
         "END",
         "",
         "# --kill-on-bad-exit=0: torchrun decides when the run is over, not the first node that fails.",
@@ -35,14 +35,14 @@ def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | 
 
 
 def _directives(launch: Launch, hours: float | None, partition: str | None) -> list[str]:
-    lowest = f"{launch.min_nodes}-" if launch.min_nodes != launch.max_nodes else ""
-    cores = (
-        f"#SBATCH --cpus-per-task={launch.cpus}             # of the node's torchrun, and shared by its ranks"
-        if launch.cpus
-        else "#SBATCH --exclusive                    # all cores of the nodes: neighbours share the memory's bandwidth"
-    )
-    memory = f"{launch.memory[:-1]}" if launch.memory else "0"
-    wanted = {
+    minimum = f"{launch.min_nodes}-" if launch.min_nodes != launch.max_nodes else ""
+    cores = "#SBATCH --exclusive                    # all cores of the nodes: neighbours share the memory's bandwidth"
+    if launch.cpus:
+        cores = f"#SBATCH --cpus-per-task={launch.cpus}             # of the node's torchrun, and shared by its ranks"
+    memory = "0                      # 0: all of the node's memory"
+    if launch.memory:
+        memory = f"{launch.memory[:-1]}                      # of a node"
+    optional_lines = {
         f"#SBATCH --gpus-per-node={launch.gpus}": launch.gpus > 0,
         f"#SBATCH --partition={shlex.quote(partition or '')}": partition is not None,
         f"#SBATCH --time={_time(hours or 0.0)}": hours is not None,
@@ -51,11 +51,11 @@ def _directives(launch: Launch, hours: float | None, partition: str | None) -> l
         "#!/bin/bash",
         "# Written by `upshift launch --slurm`; submit it with: sbatch THIS_FILE",
         f"#SBATCH --job-name={launch.name}",
-        f"#SBATCH --nodes={lowest}{launch.max_nodes}",
+        f"#SBATCH --nodes={minimum}{launch.max_nodes}",
         "#SBATCH --ntasks-per-node=1            # one torchrun, which starts the ranks of its node",
         cores,
-        f"#SBATCH --mem={memory}                      # " + ("of a node" if launch.memory else "0: all of the node's memory"),
-        *(line for line, is_wanted in wanted.items() if is_wanted),
+        f"#SBATCH --mem={memory}",
+        *(line for line, is_used in optional_lines.items() if is_used),
         "#SBATCH --requeue                      # started again, it goes on from the newest checkpoint",
         "#SBATCH --no-kill                      # a lost node does not end the job",
         "#SBATCH --output=%x-%j.log",

@@ -1,12 +1,11 @@
-"""Fill an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
+"""Fill an empty model from its files, and check that the files hold the model's weights.
 
-Weights that keep their stored dtype are the files' own pages (private: writing to a page copies it). Others are converted piece
-by piece while they are read. Weights that are made of several tensors, or quantized, are made one group at a time.
+Each weight is read once, into its final dtype and device. Weights that keep their stored dtype are private mappings of the
+files: writing to a page copies it. Others are converted in chunks while they are read. Weights that are made of several tensors,
+or quantized, are made one group at a time.
 
-Check that a model's files hold its weights: find weights that no file fills, and stored tensors that the model does not use.
-
-transformers draws missing weights at random and reports them in its log. Upshift computes nothing with weights that nobody gave:
-every command checks the files' headers first, before it reads a weight.
+transformers draws missing weights at random and reports them in its log. Upshift does not compute with such weights: every
+command first compares the model with the files' headers, before it reads a weight.
 """
 
 from __future__ import annotations
@@ -36,32 +35,45 @@ from upshift.internals.transformers_names import (
 )
 from upshift.loading.files.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.tensors import Staging, Stretches, dtype_of, read_into, read_tensor, shape_of
-from upshift.loading.key_mapping import Group, Names, convert, filled, map_names
+from upshift.loading.files.tensors import SharedMappings, Staging, dtype_of, read_into, read_tensor, shape_of
+from upshift.loading.key_mapping import Group, NameMapping, convert_group, filled_shapes, map_names
 from upshift.models.source import ModelSource
 from upshift.models.tracing.segments import fake_masks
 
-READERS = 2  # one waits for the disk while another converts
+READERS = 2  # threads; one waits for the disk while the other converts
 CPU = torch.device("cpu")
-DeviceOf = Callable[[str], torch.device | None]  # where a weight stays; None: it is left empty
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+UNUSED_WARNING_SHARE = 0.01  # of the numbers in the files
+UNUSED_ERROR_SHARE = 0.5
+MAX_NAMES = 3  # names of weights in a message
+
+DeviceOf = Callable[[str], torch.device | None]  # from a weight's name to its device; None: the weight stays empty
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+Run = Callable[[nn.Module], Tensor]  # computes an answer from the model
+
+logger = logging.getLogger(__name__)
 
 
 class Filling:
-    """The filling of one empty model from the stored tensors.
+    """Fills one empty model from stored tensors.
 
-    ``dtype``: of the weights that the model keeps in no other dtype. ``quantizer``: transformers' own, which has seen the
-    model."""
+    ``dtype``: the dtype of weights that the model does not keep in another dtype. ``quantizer``: a quantizer of transformers
+    that has preprocessed the model."""
 
     def __init__(
-        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype,
+        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: NameMapping, *, dtype: torch.dtype,
         quantizer: Any = None,
     ) -> None:  # fmt: skip
-        self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
-        self._empty, self._staging, self._stretches = model.state_dict(), Staging(), Stretches([])
+        self.model = model
+        self.tensors = tensors
+        self.names = names
+        self._dtype = dtype
+        self._quantizer = quantizer
+        self._empty = model.state_dict()
+        self._staging = Staging()
+        self._mappings = SharedMappings([])
         self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
         self._dtypes = DTYPE_PLAN.of(model)(dtype)
-        self._kept = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
+        self._dtype_patterns = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
         self.info = LOADING_REPORT.get()(
             missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
             error_msgs=[], skipped_pp_keys=set(),
@@ -70,59 +82,64 @@ class Filling:
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
         """Fill the model in the order of the files' bytes. Afterwards ``info`` lists the weights that no tensor fills.
 
-        Raise RequestError for weights of another shape, before anything is read."""
-        made_by = self._check_shapes()
-        self._stretches = Stretches(self._mapped(device_of))
-        total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
-        for group, made in self._read(device_of, made_by):
-            for name, tensor in made.items():
+        Raise RequestError for weights of another shape before anything is read."""
+        targets_by_group = self._check_shapes()
+        self._mappings = SharedMappings(self._mappable_tensors(device_of))
+        total = sum(stored.nbytes for stored in self.tensors.values())
+        bytes_done = 0
+        for group, weights in self._read_groups(device_of, targets_by_group):
+            for name, tensor in weights.items():
                 SET_TENSOR.get()(self.model, name, tensor, self.info, self._quantizer)
-            done += sum(self.tensors[name].nbytes for _, name in group.sources)
+            bytes_done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
-                progress(done, total)
-        self._stretches = Stretches([])
-        WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))
+                progress(bytes_done, total)
+        self._mappings = SharedMappings([])
+        WEIGHT_CONVERSIONS.put(self.model, list(self.names.used_transforms))
 
-    def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
+    def _mappable_tensors(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
         """Yield the stored tensors that keep their dtype and stay on the CPU, so that they can be mapped."""
         for group in self.names.groups:
-            stored, device = self.tensors[group.sources[0][1]], device_of(group.target)
-            if self._is_plain(group) and device is not None and self._stays(stored, group.target, device):
+            stored = self.tensors[group.sources[0][1]]
+            device = device_of(group.target)
+            if self._is_plain(group) and device is not None and self._can_map(stored, group.target, device):
                 yield stored
 
-    def _stays(self, stored: StoredTensor, target: str, device: torch.device) -> bool:
+    def _can_map(self, stored: StoredTensor, target: str, device: torch.device) -> bool:
         return device.type == "cpu" and dtype_of(stored) == self.dtype_of(target)
 
-    def filled(self, group: Group) -> dict[str, torch.Size]:
-        """Return the weights that a group fills, with their shapes, without reading anything."""
-        return filled(group, self._shapes, self.model)
+    def filled_shapes(self, group: Group) -> dict[str, torch.Size]:
+        """Return the shapes of the weights that a group fills, by name, without reading anything."""
+        return filled_shapes(group, self._shapes, self.model)
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
-        """Return the weights that a group fills, in the model's dtype. The tensors that they are made of are freed then."""
+        """Return the weights that a group fills, in the model's dtype. The tensors from which they are made are freed."""
         names = [name for _, name in group.sources]
         if not self._is_plain(group):
-            each = map if pool is None else pool.map
-            tensors = dict(zip(names, each(lambda name: self._load(name, group.target, device), names), strict=True))
+            map_function = map if pool is None else pool.map
+            loaded = map_function(lambda name: self._load(name, group.target, device), names)
+            tensors = dict(zip(names, loaded, strict=True))
             quantizer = self._quantizer if self._is_quantized(group.target) else None
-            return convert(group, tensors, self.model, quantizer=quantizer, info=self.info if quantizer else None)
+            return convert_group(group, tensors, self.model, quantizer=quantizer, info=self.info if quantizer else None)
         return {group.target: self._load(names[0], group.target, device)}
 
     def dtype_of(self, target: str) -> torch.dtype:
-        """Return the dtype of a weight as transformers chooses it.
+        """Return the dtype of a weight, as transformers chooses it.
 
-        A weight that the model made in another dtype stays in that dtype. Weights of some modules stay in fp32."""
-        if self._kept is not None:
-            alternation, by_group, _ = self._kept
+        A weight that the model creates in another dtype stays in that dtype. Weights of some modules stay in fp32."""
+        if self._dtype_patterns is not None:
+            alternation, by_group, _ = self._dtype_patterns
             match = alternation.search(target)
             if match is not None and match.lastgroup is not None:
-                kept: torch.dtype = self._dtypes[by_group[match.lastgroup]]
-                return kept
+                dtype: torch.dtype = self._dtypes[by_group[match.lastgroup]]
+                return dtype
         return self._dtype if self._is_quantized(target) else self._empty[target].dtype
 
-    def _read(self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+    def _read_groups(
+        self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]
+    ) -> Iterator[tuple[Group, dict[str, Tensor]]]:
         """Yield each group with its weights.
 
-        Plain weights are read ahead, because they stay where they are read to. Other groups are read in their turn."""
+        Plain weights are read ahead, because they take no extra memory. Other groups are read one at a time."""
         ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
         pool = ThreadPoolExecutor(READERS)
         try:
@@ -145,14 +162,14 @@ class Filling:
 
     def _load(self, name: str, target: str, device: torch.device) -> Tensor:
         stored = self.tensors[name]
-        if self._stays(stored, target, device):
-            return self._stretches.tensor(stored) if stored in self._stretches else read_tensor(stored)
-        made = torch.empty(shape_of(stored), dtype=self.dtype_of(target), device=device)
+        if self._can_map(stored, target, device):
+            return self._mappings.tensor(stored) if stored in self._mappings else read_tensor(stored)
+        weight = torch.empty(shape_of(stored), dtype=self.dtype_of(target), device=device)
         if device.type == "cuda":
-            self._staging.read_into(stored, made)
+            self._staging.read_into(stored, weight)
         else:
-            read_into(stored, made)
-        return made
+            read_into(stored, weight)
+        return weight
 
     def _is_plain(self, group: Group) -> bool:
         return group.converter is None and not self._is_quantized(group.target)
@@ -161,64 +178,57 @@ class Filling:
         return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
 
     def _check_shapes(self) -> dict[str, tuple[str, ...]]:
-        """Return the weights that each group fills, by the name of the group's first weight.
+        """Return the names of the weights that each group fills, by the name of the group's first weight.
 
-        Raise RequestError if a stored shape is not the model's."""
-        fills = {group.target: self.filled(group) for group in self.names.groups}
-        wrong = [
+        Raise RequestError if a stored shape differs from the model's."""
+        fills = {group.target: self.filled_shapes(group) for group in self.names.groups}
+        mismatches = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
-            for found in fills.values()
-            for name, shape in found.items()
+            for shapes in fills.values()
+            for name, shape in shapes.items()
             if name in self._empty and shape != self._empty[name].shape and not self._is_quantized(name)
         ]
-        if wrong:
-            others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        if mismatches:
+            more = f", and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
             raise RequestError(
-                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from "
-                "one model"
+                f"{mismatches[0]}{more} ({type(self.model).__name__}); the config.json is not that of these files: take both "
+                "from one model"
             )
-        return {target: tuple(found) for target, found in fills.items()}
-
-
-UNUSED_SAID, UNUSED_REFUSED = 0.01, 0.5  # shares of the numbers in the files
-NAMED = 3  # weights in a message
-
-logger = logging.getLogger(__name__)
-
-Run = Callable[[nn.Module], Tensor]
+        return {target: tuple(shapes) for target, shapes in fills.items()}
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The weights that the files lack, and the tensors that the model does not use.
+    """The weights that the files lack, and the tensors that the model does not use."""
 
-    ``missing``: how many numbers each weight has that no file fills. ``unused``: how many each stored tensor has that fills
-    none."""
-
-    missing: dict[str, int]
-    unused: dict[str, int]
-    num_weights: int
-    num_stored: int
+    missing: dict[str, int]  # the numbers in each weight that no file fills
+    unused: dict[str, int]  # the numbers in each stored tensor that fills no weight
+    num_weights: int  # the numbers in all floating-point weights of the model
+    num_stored: int  # the numbers in all stored tensors
 
 
-def coverage_of(filling: Filling) -> Coverage:
-    """Compare an empty model with the headers of its files, by transformers' own names, ties and exceptions."""
+def measure_coverage(filling: Filling) -> Coverage:
+    """Compare an empty model with the headers of its files, under transformers' names, ties and exceptions."""
     model: Any = filling.model
-    filled = {name for group in filling.names.groups for name in filling.filled(group)}
+    filled_names = {name for group in filling.names.groups for name in filling.filled_shapes(group)}
     weights = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", {}))
     missing = {}
     for name, weight in weights.items():
-        twins = {other for pair in tied.items() if name in pair for other in pair}
-        inside = f"{model.base_model_prefix}.{name}"  # as classes around this one name it, whose exceptions it has, too
-        if name not in filled and not twins & filled and not _matches((name, inside), IGNORED_MISSING.read(model)):
+        tied_names = {tied_name for pair in tied.items() if name in pair for tied_name in pair}
+        prefixed_name = f"{model.base_model_prefix}.{name}"  # its name in classes with a head, whose exceptions apply, too
+        if (
+            name not in filled_names
+            and not tied_names & filled_names
+            and not _matches((name, prefixed_name), IGNORED_MISSING.read(model))
+        ):
             missing[name] = weight.numel()
-    used = {source for group in filling.names.groups for _, source in group.sources}
+    used_sources = {source for group in filling.names.groups for _, source in group.sources}
     ignored = IGNORED_UNEXPECTED.read(model)
     unused = {
         name: prod(tensor.shape)
         for name, tensor in filling.tensors.items()
-        if name not in used and not _matches((name,), ignored)
+        if name not in used_sources and not _matches((name,), ignored)
     }
     return Coverage(
         missing=missing,
@@ -229,48 +239,48 @@ def coverage_of(filling: Filling) -> Coverage:
 
 
 def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = None, all_used: bool = True) -> None:
-    """Raise RequestError if a weight that the answer depends on is in no file, or if most of the files belongs to another model.
+    """Raise RequestError if the files lack a weight that the answer depends on, or mostly belong to another model.
 
-    ``run``: computes the answer from the model. None: the answer depends on every weight. ``all_used``: False for a part of the
-    model that the config names, because then the rest of the files is known to serve other parts."""
-    found = coverage_of(filling)
+    ``run``: computes the answer from the model. None means that the answer depends on every weight. ``all_used``: False for a
+    part of the model that the config names, because then the other tensors are for the other parts."""
+    coverage = measure_coverage(filling)
     name = type(filling.model).__name__
-    needed = found.missing
-    if needed and run is not None:
-        needed = {weight: needed[weight] for weight in _depended_on(filling.model, list(needed), run)}
-    unused = sum(found.unused.values())
-    share_unused = unused / max(found.num_stored, 1)
-    if needed:
-        share = sum(needed.values()) / max(found.num_weights, 1)
-        beside = f", and {share_unused:.1%} of the files is used by none" if unused else ""
+    missing = coverage.missing
+    if missing and run is not None:
+        missing = {weight: missing[weight] for weight in _weights_used_by(filling.model, list(missing), run)}
+    unused = sum(coverage.unused.values())
+    share_unused = unused / max(coverage.num_stored, 1)
+    if missing:
+        share = sum(missing.values()) / max(coverage.num_weights, 1)
+        unused_note = f", and {share_unused:.1%} of the files is used by none" if unused else ""
         raise RequestError(
-            f"the files of {source.reference!r} lack {share:.1%} of the weights of {name} ({_some(needed)}){beside}; give the "
-            "files of the whole model, or name the class that they are of under architectures in config.json. For weights that "
-            f"start at random, load {name} with transformers, save it, and give that"
+            f"the files of {source.reference!r} lack {share:.1%} of the weights of {name} ({_shorten_list(missing)}){unused_note}"
+            "; give the files of the whole model, or name the class that they are of under architectures in config.json. For "
+            f"weights that start at random, load {name} with transformers, save it, and give that"
         )
-    if not all_used or share_unused <= UNUSED_SAID:
+    if not all_used or share_unused <= UNUSED_WARNING_SHARE:
         return
     text = (
         f"{share_unused:.1%} of the weights in the files of {source.reference!r} belong to no part of {name} "
-        f"({_some(found.unused)})"
+        f"({_shorten_list(coverage.unused)})"
     )
-    if share_unused > UNUSED_REFUSED:
+    if share_unused > UNUSED_ERROR_SHARE:
         raise RequestError(f"{text}; name the class that the files are of under architectures in config.json")
     logger.warning(text)
 
 
 def check_missing(missing: set[str], model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise RequestError if transformers' own ``from_pretrained`` reports weights that are in no file."""
+    """Raise RequestError if ``missing``, the weights that ``from_pretrained`` found in no file, is not empty."""
     if missing:
-        named = dict.fromkeys(sorted(missing), 0)
+        names = dict.fromkeys(sorted(missing), 0)
         raise RequestError(
-            f"the files of {source.reference!r} lack {len(missing)} weights of {type(model).__name__} ({_some(named)}); give the "
-            "files of the whole model"
+            f"the files of {source.reference!r} lack {len(missing)} weights of {type(model).__name__} "
+            f"({_shorten_list(names)}); give the files of the whole model"
         )
 
 
 def check_files(source: ModelSource, model: PreTrainedModel, *, run: Run | None = None, all_used: bool = True) -> None:
-    """Call ``check_coverage`` for an empty model on the meta device, whose files are not read otherwise."""
+    """Call ``check_coverage`` for an empty model on the meta device. Only the headers of its files are read."""
     assert source.directory is not None
     checkpoint: Checkpoint = find_checkpoint(source.directory)
     filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=model.dtype)
@@ -281,24 +291,24 @@ def _matches(names: tuple[str, ...], patterns: Any) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or () for name in names)
 
 
-def _some(names: dict[str, int]) -> str:
-    first = list(names)[:NAMED]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
+def _shorten_list(names: dict[str, int]) -> str:
+    shown = list(names)[:MAX_NAMES]
+    num_more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {num_more} more" if num_more else "")
 
 
-def _depended_on(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
-    """Return the weights that an answer depends on, as autograd sees it on the meta device.
+def _weights_used_by(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
+    """Return those of the named weights that the answer of ``run`` depends on, by autograd on the meta device.
 
     Return all of them if the model does not run there."""
-    watched = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
-    buffers = [name for name in names if name not in watched]
+    weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
+    buffers = [name for name in names if name not in weights]
     try:
-        # A mask that a model makes itself is a fake tensor there, whose values transformers does not look for.
+        # With a fake mode, a mask that the model makes itself is fake, and transformers does not read its values.
         with fake_masks(masked=False), FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), torch.enable_grad():
             answer = run(model)
-        gradients = torch.autograd.grad(answer.sum(), list(watched.values()), allow_unused=True)
-    except Exception as error:  # any operator may refuse tensors without numbers; then nothing is known of the weights
+        gradients = torch.autograd.grad(answer.sum(), list(weights.values()), allow_unused=True)
+    except Exception as error:  # any operator may reject tensors without values
         logger.debug("which weights %s depends on is not known: %s", type(model).__name__, error)
         return names
-    return buffers + [name for name, gradient in zip(watched, gradients, strict=True) if gradient is not None]
+    return buffers + [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]

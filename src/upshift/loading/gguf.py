@@ -1,7 +1,7 @@
-"""Read a GGUF file, llama.cpp's form of a model, under the names and in the shapes of transformers.
+"""Read a GGUF file, llama.cpp's format of a model, with the names and shapes of transformers.
 
-The gguf package reads the file and transformers says which of its tensors are which. transformers' own functions undo, one tensor
-at a time, what llama.cpp permuted, merged or shifted.
+The gguf package reads the file, and transformers maps its tensors to weights. Functions of transformers undo, one tensor at a
+time, what llama.cpp permuted, merged or shifted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from upshift.internals.transformers_names import (
     MODEL_MAPPING,
 )
 from upshift.loading.files.checkpoint import CONFIG, METADATA
-from upshift.loading.files.safetensors_header import shown
+from upshift.loading.files.safetensors_header import quote
 from upshift.loading.files.safetensors_writer import NewTensor
-from upshift.loading.files.tensors import COMPUTED, NAMES, bytes_of
+from upshift.loading.files.tensors import COMPUTE_DTYPES, DTYPE_NAMES, bytes_of
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.build import find_architecture
 from upshift.models.config import config_text
@@ -40,55 +40,57 @@ SUFFIX = ".gguf"
 class GgufFile:
     """An opened GGUF file.
 
-    ``shapes``: of the model's weights that the file has, by transformers' names. ``config``: made of the file's metadata."""
+    ``config`` is made from the file's metadata. ``shapes``: the shape of each weight in the file, by transformers' name."""
 
     def __init__(self, file: Path, reader: Any, config: PretrainedConfig, processor: Any, model: PreTrainedModel) -> None:
-
-        self.file, self.config, self.model_class = file, config, type(model)
+        self.file = file
+        self.config = config
+        self.model_class = type(model)
         self._processor = processor
         self._names: dict[str, str] = GGUF_NAMES.get()(model, processor)
         self._sources: dict[str, list[Any]] = {}
         for tensor in reader.tensors:
-            # Experts are stored under a name with .weight and mapped without.
+            # The names of experts have .weight in the file, but not in the mapping.
             name = self._names.get(tensor.name) or self._names.get(tensor.name.removesuffix(".weight"))
             if name is not None:
                 self._sources.setdefault(name, []).append(tensor)
         empty = model.state_dict()
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(empty[name].shape) for name in self._sources}
         tied = set(model.all_tied_weights_keys)
-        lost = sorted(name for name, _ in model.named_parameters() if name not in self._sources and name not in tied)
-        if lost:
-            raise RequestError(f"{file} has no tensor for {shown(lost[0])} of {type(model).__name__}; take another file of it")
+        missing = sorted(name for name, _ in model.named_parameters() if name not in self._sources and name not in tied)
+        if missing:
+            raise RequestError(f"{file} has no tensor for {quote(missing[0])} of {type(model).__name__}; take another file of it")
 
     def read(self, name: str) -> Tensor:
-        """Return a weight in fp32. Raise RequestError if the tensor has not the shape that the config says."""
+        """Return a weight in fp32. Raise RequestError if its shape is not that of the config."""
         from gguf import dequantize
 
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for stored in self._sources[name]:
             try:
                 result = self._processor.process(
                     weights=dequantize(stored.data, stored.tensor_type),
                     name=stored.name,
                     tensor_key_mapping=self._names,
-                    parsed_parameters={"tensors": made},
+                    parsed_parameters={"tensors": tensors},
                 )
             except Exception as error:  # gguf and transformers check little, and the file may be anything
-                raise _damaged(self.file, f"tensor {shown(stored.name)}: {error}") from None
+                raise _damaged_error(self.file, f"tensor {quote(stored.name)}: {error}") from None
             if result.name is not None:
-                made[name] = torch.from_numpy(result.weights.copy())
-        tensor = made.get(name)
+                tensors[name] = torch.from_numpy(result.weights.copy())
+        tensor = tensors.get(name)
         if tensor is None or tuple(tensor.shape) != self.shapes[name]:
-            has = "no such weight" if tensor is None else f"the shape {tuple(tensor.shape)}"
-            raise _damaged(self.file, f"its tensor for {shown(name)} of the shape {self.shapes[name]} has {has}")
+            actual = "no such weight" if tensor is None else f"the shape {tuple(tensor.shape)}"
+            raise _damaged_error(self.file, f"its tensor for {quote(name)} of the shape {self.shapes[name]} has {actual}")
         return tensor
 
 
-class _Waiting:
-    """A tensor of the file in the form that from_pretrained takes. It is read when from_pretrained indexes it."""
+class _LazyTensor:
+    """A tensor of the file for from_pretrained, which reads it by indexing it."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
         self.shape = file.shapes[name]
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -96,9 +98,9 @@ class _Waiting:
 
 
 def open_gguf(file: Path) -> GgufFile:
-    """Open a file and read its metadata only.
+    """Open a file and read only its metadata.
 
-    Raise RequestError for a damaged file and for an architecture that transformers does not know."""
+    Raise RequestError for a damaged file, and for an architecture that transformers does not know."""
     if installed_version("gguf") is None:
         raise MissingExtra(library="gguf", extra="gguf", purpose=f"reading {file.name}")
     if not file.is_file():
@@ -106,41 +108,44 @@ def open_gguf(file: Path) -> GgufFile:
     from gguf import GGUFReader
 
     try:
-        metadata, _ = GGUF_METADATA.get()(str(file))  # this ends at the end of the file; the gguf package may loop for ever
-        said = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
-        config = transformers.AutoConfig.for_model(**said)
-        model = _empty(config, file)
+        metadata, _ = GGUF_METADATA.get()(str(file))  # read this first: on a damaged file the gguf package may loop forever
+        config_fields = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
+        config = transformers.AutoConfig.for_model(**config_fields)
+        model = _build_empty(config, file)
         processor = GGUF_PROCESSORS.get().get(metadata["general.architecture"], GGUF_PROCESSOR.get())
-        return GgufFile(file, GGUFReader(file), config, processor(config=said), model)
+        return GgufFile(file, GGUFReader(file), config, processor(config=config_fields), model)
     except RequestError:
         raise
-    except Exception as error:  # as above
-        raise _damaged(file, str(error) or type(error).__name__) from None
+    except Exception as error:  # gguf and transformers check little, and the file may be anything
+        raise _damaged_error(file, str(error) or type(error).__name__) from None
 
 
 def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model, ready to evaluate, in fp32 unless ``dtype`` says another.
+    """Return the model in evaluation mode, in ``dtype`` or fp32.
 
-    Memory holds its weights and the few that are being read."""
-    if dtype not in (None, "auto", *COMPUTED, *map(partial(getattr, torch), COMPUTED)):
-        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
-    found = open_gguf(file)
+    Besides the model's weights, only the few that are being read are in memory."""
+    if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
+        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
+    opened = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
-    waiting = {name: _Waiting(found, name) for name in found.shapes}
-    model: PreTrainedModel = found.model_class.from_pretrained(None, config=found.config, state_dict=waiting, dtype=dtype)
+    state_dict = {name: _LazyTensor(opened, name) for name in opened.shapes}
+    model: PreTrainedModel = opened.model_class.from_pretrained(None, config=opened.config, state_dict=state_dict, dtype=dtype)
     return model
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
-    """Write the file's weights as safetensors with a config.json. The tokenizer is not written, because it is in another form."""
-    found = open_gguf(file)
-    made: torch.dtype = getattr(torch, dtype)
-    config = found.config.to_dict() | {"architectures": [found.model_class.__name__], "dtype": dtype}
-    stored = NAMES[made]
+    """Write the file's weights as safetensors, with a config.json. The tokenizer has another format and is not written."""
+    opened = open_gguf(file)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    config = opened.config.to_dict() | {"architectures": [opened.model_class.__name__], "dtype": dtype}
+    dtype_name = DTYPE_NAMES[torch_dtype]
     job = Rewrite(
-        words=f"convert {file} to {dtype}",
+        description=f"convert {file} to {dtype}",
         folder=file.parent,
-        tensors=[NewTensor(name, stored, shape, partial(_pieces, found, name, made)) for name, shape in found.shapes.items()],
+        tensors=[
+            NewTensor(name, dtype_name, shape, partial(_weight_bytes, opened, name, torch_dtype))
+            for name, shape in opened.shapes.items()
+        ],
         sources=(file,),
         metadata=METADATA,
         copies={},
@@ -149,12 +154,12 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
     return rewrite(job, output, progress)
 
 
-def _pieces(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+def _weight_bytes(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
     yield bytes_of(file.read(name).to(dtype))
 
 
-def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
-    """Return an empty model of the class that the metadata names, as for an encoder of T5, else of the class that generates."""
+def _build_empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
+    """Return an empty model of the class that the metadata names (as for an encoder of T5), else of the generating class."""
     if config.architectures:
         model_class: Any = find_architecture(config, str(file)).model_class
     else:
@@ -165,6 +170,6 @@ def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
     return model
 
 
-def _damaged(file: Path, what: str) -> RequestError:
-    said = " ".join(what.split())[:300]
-    return RequestError(f"{file} cannot be read ({said}); it is damaged, or transformers does not know this form of GGUF")
+def _damaged_error(file: Path, problem: str) -> RequestError:
+    reason = " ".join(problem.split())[:300]
+    return RequestError(f"{file} cannot be read ({reason}); it is damaged, or transformers does not know this form of GGUF")

@@ -1,13 +1,14 @@
-"""``upshift.load_model``: build a transformers model empty and fill it straight from its files.
+"""Load a model: build it empty, and fill it directly from its files (``upshift.load_model``).
 
-transformers decides the class, names, dtypes, the initialization of weights that no tensor fills, ties, buffers, and the report
-of missing and unexpected weights. Models that are stored quantized are loaded by its ``from_pretrained``.
+transformers decides the class, the names, the dtypes, the initialization of missing weights, ties and buffers, and reports
+missing and unexpected weights. Its ``from_pretrained`` loads models whose files are quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +21,19 @@ from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
 from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
 from upshift.loading.files.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
-from upshift.loading.files.tensors import COMPUTED, dtype_of
+from upshift.loading.files.tensors import COMPUTE_DTYPES, dtype_of
 from upshift.loading.fill import Filling, Progress, Run, check_coverage, check_missing
 from upshift.loading.gguf import SUFFIX, load_gguf
 from upshift.loading.key_mapping import map_names
-from upshift.loading.placement.apply import Where, check_not_quantized, fill_placed, placed
+from upshift.loading.placement.apply import PlacementOptions, check_not_quantized, fill_and_dispatch, plan_placement
 from upshift.loading.placement.place import Placement
-from upshift.models.build import building, find_architecture
+from upshift.models.build import explain_build_errors, find_architecture
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
 QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip install 'upshift[...]'
     "int8": ("torchao", "quant"),
-    "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs alone
+    "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs only
 }
 
 
@@ -41,13 +42,14 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Return the model, ready to evaluate. Weights on the disk are read when their module runs, from the files themselves.
+    """Return the model in evaluation mode. Weights on the disk are read from the model's files when their module runs.
 
-    ``dtype``: None means the config's dtype, else the stored one. ``device_map``: None puts all on the CPU; else "auto", or a
-    map as transformers takes it, under ``max_memory``. ``offload_folder`` holds weights on the disk that must be converted.
-    ``model_class``: a class of transformers, an Auto class too; None means the class that the config names.
+    ``dtype``: None means the config's dtype, or the stored one if the config has none. ``device_map``: None puts the whole
+    model on the CPU; "auto", or a map as transformers takes it, divides the model under ``max_memory``. ``offload_folder``
+    holds weights on the disk that must be converted. ``model_class``: a class of transformers, or one of its Auto classes; None
+    means the class that the config names.
 
-    Raise RequestError for a model without weights, damaged files, and weights that are not those of the config."""
+    Raise RequestError for a model without weights, for damaged files, and for weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
         if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
@@ -59,168 +61,178 @@ def load_model(
     if device_map is None and (max_memory is not None or offload_folder is not None):
         raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
     folder = None if offload_folder is None else Path(offload_folder)
-    where = None if device_map is None else Where(device_map, max_memory, folder)
+    placement_options = None if device_map is None else PlacementOptions(device_map, max_memory, folder)
     return load_source(
-        source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress,
-        may_lack=model_class is not None,
+        source, dtype=dtype, placement_options=placement_options, quantize=quantize, model_class=model_class, progress=progress,
+        allow_missing=model_class is not None,
     )  # fmt: skip
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
-    model_class: type | None = None, progress: Progress | None = None, may_lack: bool = False, run: Run | None = None,
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions | None = None,
+    quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
+    allow_missing: bool = False, run: Run | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return the model of a source. ``model_class``: None means the class that the config names.
 
-    ``may_lack``: transformers initializes, and reports, weights that no file holds. Otherwise RequestError is raised if the
-    result of ``run`` depends on such a weight (None: the answer depends on all)."""
+    ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
+    answer of ``run`` depends on such a weight. Without ``run``, the answer depends on all weights."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
-    check_not_quantized(quantize, None if where is None else where.device_map)
+    check_not_quantized(quantize, None if placement_options is None else placement_options.device_map)
     config = source.hf_config
-    kind = class_of(config, source, model_class)
+    resolved_class = resolve_class(config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
-        if where is not None:
+        if placement_options is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        return _load_quantized(source, kind, dtype, may_lack=may_lack or run is not None)
+        return _load_quantized(source, resolved_class, dtype, allow_missing=allow_missing or run is not None)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
-    made = _set_dtype(config, dtype, checkpoint)
+    resolved_dtype = _set_dtype(config, dtype, checkpoint)
     quantizer = None if quantize is None else _quantizer(quantize)
-    model = build_empty(kind, config, made)
+    model = build_empty(resolved_class, config, resolved_dtype)
     if quantizer is not None:
-        quantizer.preprocess_model(model=model, dtype=made, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False)
-    filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer)
-    if not may_lack:
+        quantizer.preprocess_model(
+            model=model, dtype=resolved_dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
+        )
+    names = map_names(model, checkpoint.tensors, quantizer)
+    filling = Filling(model, checkpoint.tensors, names, dtype=resolved_dtype, quantizer=quantizer)
+    if not allow_missing:
         check_coverage(filling, source, run=run, all_used=run is None)
-    if where is not None:
-        fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
+    if placement_options is not None:
+        finish = partial(finish_loading, filling, source)
+        fill_and_dispatch(filling, checkpoint, placement_options, finish, progress)
         return model
     filling.run(progress=progress)
-    finish(filling, source, {"": "cpu"}, quantizer)
+    finish_loading(filling, source, {"": "cpu"}, quantizer)
     return model
 
 
 def _load_quantized(
-    source: ModelSource, kind: type[PreTrainedModel], dtype: str | torch.dtype | None, *, may_lack: bool
+    source: ModelSource, model_class: type[PreTrainedModel], dtype: str | torch.dtype | None, *, allow_missing: bool
 ) -> PreTrainedModel:
-    """Load with from_pretrained.
+    """Load a quantized model with from_pretrained.
 
-    Only transformers and the library know how scales belong to codes, for each of some twenty methods."""
+    Only transformers and the quantization's library know the layout of scales and codes, for each of about twenty methods."""
     try:
-        loaded: Any = kind.from_pretrained(  # returns loading information, too, which its type does not show
+        loaded: Any = model_class.from_pretrained(  # returns (model, loading information), unlike its annotation
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
     except ImportError as error:
         raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
     model: PreTrainedModel
-    model, told = loaded
-    if not may_lack:
-        check_missing(set(told["missing_keys"]), model, source)
+    model, loading_info = loaded
+    if not allow_missing:
+        check_missing(set(loading_info["missing_keys"]), model, source)
     return model
 
 
-def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
-    """Return where ``load_source`` would put each module."""
-    return place_empty(*empty_with_files(source, dtype), where)
+def place_source(source: ModelSource, *, dtype: str | None = None, placement_options: PlacementOptions) -> Placement:
+    """Return the placement that ``load_source`` would use."""
+    return place_empty(*build_empty_with_files(source, dtype), placement_options)
 
 
-def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
-    """Return the empty model as ``load_source`` builds it, with the headers of its files, or None if there are no files."""
+def build_empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """Return the empty model as ``load_source`` builds it, and the headers of its files, or None if it has no files."""
     config = source.hf_config
-    kind = class_of(config, source)
+    model_class = resolve_class(config, source)
     folder = source.directory
-    stored = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
-    checkpoint = find_checkpoint(folder) if stored and folder is not None else None
-    made = _set_dtype(config, dtype, checkpoint)
-    return build_empty(kind, config, made), checkpoint
+    has_weights = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
+    checkpoint = find_checkpoint(folder) if has_weights and folder is not None else None
+    resolved_dtype = _set_dtype(config, dtype, checkpoint)
+    return build_empty(model_class, config, resolved_dtype), checkpoint
 
 
-def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where) -> Placement:
-    """Measure this machine and return where each module of an empty model would be placed."""
-    return placed(model, checkpoint, where, memory_rate(detect()))
+def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, placement_options: PlacementOptions) -> Placement:
+    """Measure this machine's memory rate, and return the placement of an empty model."""
+    return plan_placement(model, checkpoint, placement_options, memory_rate(detect()))
 
 
-def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model on the meta device, untied, as from_pretrained builds it."""
-    with building(kind.__name__), ExitStack() as contexts:
-        for context in kind.get_init_context(dtype, False, False, None):
+def build_empty(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model on the meta device as from_pretrained does, with its weights not tied yet."""
+    with explain_build_errors(model_class.__name__), ExitStack() as contexts:
+        for context in model_class.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
-        model = kind(config)
+        model = model_class(config)
         PATCH_RECORDERS.get()(model)
     return model
 
 
-def empty_of(source: ModelSource) -> PreTrainedModel:
-    """Return the empty model in fp32, built from the config alone."""
+def build_empty_model(source: ModelSource) -> PreTrainedModel:
+    """Return the empty model in fp32, built from the config only."""
     config = source.hf_config
-    return build_empty(class_of(config, source), config, torch.float32)
+    return build_empty(resolve_class(config, source), config, torch.float32)
 
 
-def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
-    """Initialize weights that no tensor fills, compute buffers, tie weights, and report what was missing."""
+def finish_loading(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
+    """Initialize weights that no tensor fills, compute buffers, tie weights, and report missing weights."""
     model: Any = filling.model
-    how = LOADING_OPTIONS.get()(
+    options = LOADING_OPTIONS.get()(
         pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
     )
-    FINISH_LOADING.of(model)(model, how, filling.info)
+    FINISH_LOADING.of(model)(model, options, filling.info)
     model.eval()
     if model.can_generate():
         assert source.directory is not None
-        own = (source.directory / "generation_config.json").is_file()
-        beside: dict[str, Any] = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-        model.generation_config = GenerationConfig.from_pretrained(source.directory, **beside)
+        has_own_file = (source.directory / "generation_config.json").is_file()
+        file_options: dict[str, Any] = {} if has_own_file else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(source.directory, **file_options)
     if quantizer is not None:
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
 
 
-def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
-    if asked is None:
+def resolve_class(config: PretrainedConfig, source: ModelSource, requested: type | None = None) -> type[PreTrainedModel]:
+    """Return the requested class, the class that a requested Auto class chooses, or the class that the config names."""
+    if requested is None:
         return find_architecture(config, source.reference).model_class
-    mapping = MODEL_MAPPING.read(asked)
+    mapping = MODEL_MAPPING.read(requested)
     if mapping is None:
-        return asked
+        return requested
     if type(config) not in mapping:
-        raise RequestError(f"{asked.__name__} has no class for {source.reference!r} ({config.model_type}); give its own class")
-    found: type[PreTrainedModel] = GET_MODEL_CLASS.get()(config, mapping)
-    return found
+        raise RequestError(
+            f"{requested.__name__} has no class for {source.reference!r} ({config.model_type}); give its own class"
+        )
+    model_class: type[PreTrainedModel] = GET_MODEL_CLASS.get()(config, mapping)
+    return model_class
 
 
-def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
-    """Set and return the dtype as transformers chooses it: the config's, else that of the first stored floating-point tensor."""
-    if isinstance(asked, torch.dtype):
-        asked = str(asked).removeprefix("torch.")
-    if asked not in (None, "auto", *COMPUTED):
-        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
+def _set_dtype(config: PretrainedConfig, requested: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
+    """Set and return the dtype: the requested one, else the config's, else that of the first stored floating-point tensor."""
+    if isinstance(requested, torch.dtype):
+        requested = str(requested).removeprefix("torch.")
+    if requested not in (None, "auto", *COMPUTE_DTYPES):
+        raise RequestError(
+            f"dtype {requested!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}"
+        )
     stored = () if checkpoint is None else checkpoint.tensors.values()
     floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
-    said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))
-    made: torch.dtype = said or next(floats, torch.float32)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        if part is not None:
-            part.dtype = made
-    return made
+    chosen = getattr(config, "dtype", None) if requested in (None, "auto") else getattr(torch, str(requested))
+    dtype: torch.dtype = chosen or next(floats, torch.float32)
+    for part_config in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part_config is not None:
+            part_config.dtype = dtype
+    return dtype
 
 
-def _quantizer(kind: Quantized) -> Any:
+def _quantizer(quantize: Quantized) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
-    library, extra = QUANTIZERS[kind]
+    library, extra = QUANTIZERS[quantize]
     if find_spec(library) is None:
-        raise MissingExtra(library=library, extra=extra, purpose=f"quantize={kind}")
-    quantizer = AutoHfQuantizer.from_config(quantized_config(kind), pre_quantized=False)
+        raise MissingExtra(library=library, extra=extra, purpose=f"quantize={quantize}")
+    quantizer = AutoHfQuantizer.from_config(quantized_config(quantize), pre_quantized=False)
     quantizer.validate_environment(device_map={"": "cpu"})
     return quantizer
 
 
-def quantized_config(kind: Quantized) -> Any:
-    """Return transformers' config: 8 bits with a scale for each output, or 4 bits as NF4."""
-    if kind == "int4":
+def quantized_config(quantize: Quantized) -> Any:
+    """Return transformers' config for 8 bits with a scale for each output, or for 4 bits as NF4."""
+    if quantize == "int4":
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

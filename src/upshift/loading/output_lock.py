@@ -1,7 +1,8 @@
-"""Allow one writer at a time for an output, by a lock that ends with the process that holds it. A file names the holder.
+"""Allow one writer at a time for an output, by a lock that ends with the process that holds it.
 
-The lock is flock(2) on a small file in the output folder, or beside an output that is a file. On Linux it also holds between
-hosts that share an NFS folder. The file is removed when the lock is released; after a kill it stays behind without a lock.
+The lock is flock(2) on a small file in the output folder, or next to an output that is a file. The file names the holder. On
+Linux the lock also works between hosts that share an NFS folder. The file is removed when the lock is released. After a kill the
+file remains, without a lock.
 """
 
 from __future__ import annotations
@@ -17,45 +18,45 @@ from pathlib import Path
 
 from upshift.errors import RequestError
 
-LOCK_NAME = ".upshift.lock"  # in a folder that is an output
+LOCK_NAME = ".upshift.lock"  # in an output folder
 HOLDER_BYTES = 1000  # of the lock file's text that are read
-ENDING_SECONDS, POLL_SECONDS = 30.0, 0.05  # children of a killed process hold its lock until the disk has what they wrote
-DYING_SECONDS = 1.0  # a killed process is still there while the kernel frees its memory
+ENDING_SECONDS = 30.0  # children of a killed process hold its lock until their writes are on the disk
+POLL_SECONDS = 0.05
+DYING_SECONDS = 1.0  # a killed process exists until the kernel has freed its memory
 
 
 class OutputLock:
     """The lock of one output, held until ``release``.
 
-    Its constructor raises RequestError if another process or thread holds it."""
+    The constructor raises RequestError if another process or thread holds it."""
 
     def __init__(self, output: Path, lock_file: Path) -> None:
-        self.output, self.lock_file = output, lock_file
-        self.descriptor = self._locked()
+        self.output = output
+        self.lock_file = lock_file
+        self.descriptor = self._acquire()
         with suppress(OSError):  # the disk is full: the lock holds without the holder's name
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
-        """Remove the lock file, then release the lock.
-
-        In this order, a process that opens the file afterwards makes a new one."""
+        """Remove the lock file, then release the lock. A process that comes later then creates a new file."""
         import fcntl  # not on every system
 
         with suppress(OSError):
             self.lock_file.unlink()
         with suppress(OSError):
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for children that have inherited the descriptor
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # this releases it for children that inherited the descriptor, too
         os.close(self.descriptor)
 
-    def _locked(self) -> int:
+    def _acquire(self) -> int:
         start = time.monotonic()
         while True:
-            descriptor = self._opened()
+            descriptor = self._open_file()
             try:
                 _flock(descriptor)
                 if _is_at(descriptor, self.lock_file):
                     return descriptor
-                os.close(descriptor)  # the holder before has removed the file meanwhile
+                os.close(descriptor)  # the previous holder has removed the file in the meantime
             except BlockingIOError:
                 holder = os.pread(descriptor, HOLDER_BYTES, 0).decode(errors="replace")
                 os.close(descriptor)
@@ -64,7 +65,7 @@ class OutputLock:
                     raise RequestError(self._refusal(holder)) from None
                 time.sleep(POLL_SECONDS)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         try:
             return os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -76,20 +77,20 @@ class OutputLock:
         return f"output {self.output} is being written by {by}; wait until that ends, or give another output"
 
 
-_held: dict[Path, tuple[int, OutputLock]] = {}  # of ``claimed``, by lock file: the thread that holds it in this process
+_held: dict[Path, tuple[int, OutputLock]] = {}  # claims in this process, by lock file: thread and lock
 _guard = threading.Lock()
 
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold the lock of an output folder. Claims of one thread may be nested.
+    """Hold the lock of an output folder while the context is open. Claims of one thread may be nested.
 
-    A missing folder is made. An error removes it again if it is empty. Raise RequestError if another process or thread holds
-    the lock, or if the folder cannot be made.
+    A missing folder is created, and removed again after an error if it is empty. Raise RequestError if another process or
+    thread holds the lock, or if the folder cannot be created.
     """
     if output.exists() and not output.is_dir():
         raise RequestError(f"output directory {output} is a file; give a directory")
-    made = not output.exists()
+    was_created = not output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,7 +99,7 @@ def claimed(output: Path) -> Iterator[None]:
         with _held_once(output):
             yield
     except BaseException:
-        if made:
+        if was_created:
             with suppress(OSError):  # the folder is not empty
                 output.rmdir()
         raise
@@ -106,7 +107,8 @@ def claimed(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _held_once(output: Path) -> Iterator[None]:
-    lock_file, thread = output.resolve() / LOCK_NAME, threading.get_ident()
+    lock_file = output.resolve() / LOCK_NAME
+    thread = threading.get_ident()
     with _guard:
         holder, _ = _held.get(lock_file, (None, None))
         if holder is None:
@@ -124,7 +126,7 @@ def _held_once(output: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(output: Path, lock_file: Path) -> Iterator[None]:
-    """Hold one lock. Raise RequestError if any process or thread holds it."""
+    """Hold one lock while the context is open. Raise RequestError if any process or thread holds it."""
     lock = OutputLock(output, lock_file)
     try:
         yield
@@ -139,8 +141,8 @@ def check_free(output: Path, lock_file: Path) -> None:
 
 def held_descriptors(output: Path) -> tuple[int, ...]:
     """Return the descriptors that a child process inherits, so that the lock of a folder lasts as long as the child."""
-    held = _held.get(output.resolve() / LOCK_NAME)
-    return () if held is None else (held[1].descriptor,)
+    locks = _held.get(output.resolve() / LOCK_NAME)
+    return () if locks is None else (locks[1].descriptor,)
 
 
 def lock_file_beside(output: Path) -> Path:
@@ -157,7 +159,7 @@ def _flock(descriptor: int) -> None:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             raise BlockingIOError(error.errno, error.strerror) from None
-        # a network file system without locks: nothing there can keep two writers apart
+        # Other errors come from network file systems without locks, where two writers cannot be kept apart.
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -168,7 +170,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _may_live(holder: str) -> bool:
-    """Return False only for a process of this host that is gone."""
+    """Return False only for a process of this host that has ended."""
     pid, _, host = holder.partition(" ")
     if not pid.isdecimal() or host != socket.gethostname():
         return True
@@ -176,9 +178,9 @@ def _may_live(holder: str) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # the process of another user
         return True
-    try:  # on Linux a process that nobody has waited for is still there
+    try:  # on Linux, an ended process exists as a zombie until its parent waits for it
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return True

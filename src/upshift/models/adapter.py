@@ -1,4 +1,4 @@
-"""Put a peft adapter around a transformers model, find the model inside it, and freeze parameters that are not trained."""
+"""Put a peft adapter around a transformers model, get the model inside it, and freeze parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -16,73 +16,73 @@ from upshift.models.source import ModelSource
 
 
 def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
-    """Return ``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
+    """Return ``model`` in training mode, with the source's adapter (with random weights) and its frozen parameters.
 
-    Below an adapter, weights are quantized where the config says so. Raise MissingExtra if the source has an adapter and peft
+    The weights below an adapter are quantized if the config says so. Raise MissingExtra if the source has an adapter and peft
     is not installed.
     """
     if source.quantized_from is not None:
         if not getattr(model, "is_quantized", False):
             quantize(model, dtype=getattr(torch, source.quantized_from))
         keep_trainable(model)
-    whole: nn.Module = model if source.adapter is None else _attach(model, source.adapter, source.adapter_name)
+    complete: nn.Module = model if source.adapter is None else _attach_adapter(model, source.adapter, source.adapter_name)
     if source.frozen is not None:
-        freeze(whole, source.frozen)
-    return whole.train()
+        freeze_parameters(complete, source.frozen)
+    return complete.train()
 
 
-def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Module:
+def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Module:
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft reads a property that transformers renamed, and knows few layer types by name
+        warnings.simplefilter("ignore")  # peft warns about a property that transformers renamed, and about unknown layer types
         try:
-            attached: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
+            peft_model: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise RequestError(
                 f"peft puts no such {adapter['peft_type']} adapter around {type(model).__name__}: {reason}; "
                 "save one with other target_modules by peft, and give its directory"
             ) from None
-    return attached
+    return peft_model
 
 
 def name_base(model: Any, source: ModelSource) -> None:
-    """Set the model that the adapter's config will name: a hub id, or the directory as an absolute path."""
+    """Set the model's name in the adapter's config: a hub id, or the directory as an absolute path."""
     name = source.base_reference
     for config in model.peft_config.values():
         config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a peft model, or any other model itself."""
+    """Return the transformers model inside a peft model. Return any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
 
 
-def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:
-    """Train every parameter but those at or under one of these paths."""
+def freeze_parameters(model: nn.Module, frozen: tuple[str, ...]) -> None:
+    """Freeze the parameters at or under one of these paths, and make all others trainable."""
     paths = set(frozen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(paths.isdisjoint(_path_and_parents(name)))
 
 
 def frozen_paths(model: nn.Module) -> tuple[str, ...]:
-    """Return the fewest module and parameter paths that hold all parameters without gradient, and none with one."""
+    """Return the fewest module and parameter paths that hold all frozen parameters and no trainable one."""
     trained: set[str] = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             trained.update(_path_and_parents(name))
-    shortest = [
+    paths = [
         next(path for path in _path_and_parents(name) if path not in trained)
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     ]
-    return tuple(dict.fromkeys(shortest))
+    return tuple(dict.fromkeys(paths))
 
 
 def _path_and_parents(name: str) -> list[str]:
     """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -1,11 +1,7 @@
-"""Read and write the JSON files of a model as transformers reads and writes them, without transformers.
+"""Read and write a model's JSON files as transformers does, and read attention sizes and the padding token from a config.
 
 JSON has no number for infinity. transformers writes ``{"__float__": "Infinity"}`` in its place and turns it back when it reads
-a config. Every config that Upshift reads or writes goes through these functions.
-
-Read the sizes of attention and the padding token from a config.
-
-The names that transformers gives them are read here, and in models alone.
+a config. Every config that Upshift reads or writes goes through these functions. They do not import transformers.
 """
 
 from __future__ import annotations
@@ -17,12 +13,14 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 
+# Names of the number of positions. The names that differ for encoder and decoder (LED) follow the usual one.
+POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
 FLOAT_TAG = "__float__"
-FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+TAGGED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_json(path: Path) -> Any:
-    """Return the document in a file of a model. Raise RequestError for a file that is no JSON."""
+    """Return the JSON document in a model's file. Raise RequestError if the file cannot be read or is not valid JSON."""
     try:
         return decode_floats(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -37,10 +35,10 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def decode_floats(document: Any) -> Any:
-    """Return a JSON document with the numbers that its tags stand for."""
+    """Return a JSON document with each tag replaced by its number."""
     if isinstance(document, dict):
         if set(document) == {FLOAT_TAG} and isinstance(document[FLOAT_TAG], str):
-            return FLOATS.get(document[FLOAT_TAG], document)
+            return TAGGED_FLOATS.get(document[FLOAT_TAG], document)
         return {key: decode_floats(value) for key, value in document.items()}
     if isinstance(document, list):
         return [decode_floats(value) for value in document]
@@ -48,7 +46,7 @@ def decode_floats(document: Any) -> Any:
 
 
 def encode_floats(document: Any) -> Any:
-    """Return a document with tags in place of the numbers that JSON does not have."""
+    """Return a document with each number that JSON does not have replaced by its tag."""
     if isinstance(document, float) and not math.isfinite(document):
         tag = "NaN" if math.isnan(document) else "Infinity" if document > 0 else "-Infinity"
         return {FLOAT_TAG: tag}
@@ -59,69 +57,70 @@ def encode_floats(document: Any) -> Any:
     return document
 
 
-# The names for encoders and decoders that differ (LED) follow the usual one.
-POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
-
-
 class Heads(NamedTuple):
+    """The attention heads that a config states."""
+
     queries: int
-    keys: int  # and values
-    width: int | None  # numbers of a head; None: the config does not say
+    keys: int  # heads of keys and values
+    width: int | None  # size of a head; None if the config does not say
 
 
 def heads_of(text: Any) -> Heads | None:
-    """Return the attention heads that a text config of transformers states, the largest where layers differ, or None if it states
-    no number."""
-    queries, keys = (_value(text, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    if not isinstance(queries, int) or queries <= 0:
+    """Return the attention heads that a text config states, or None if it states no number.
+
+    If layers differ, return the largest."""
+    num_queries = _config_value(text, "num_attention_heads")
+    num_keys = _config_value(text, "num_key_value_heads")
+    if not isinstance(num_queries, int) or num_queries <= 0:
         return None
-    width, hidden = (_value(text, name) for name in ("head_dim", "hidden_size"))
-    if not width and isinstance(hidden, int):
-        width = hidden // queries
-    return Heads(queries, keys if isinstance(keys, int) and keys > 0 else queries, width or None)
+    width = _config_value(text, "head_dim")
+    hidden_size = _config_value(text, "hidden_size")
+    if not width and isinstance(hidden_size, int):
+        width = hidden_size // num_queries
+    return Heads(num_queries, num_keys if isinstance(num_keys, int) and num_keys > 0 else num_queries, width or None)
 
 
-def _value(text: Any, name: str) -> Any:
-    """Return a value of a config, the largest one where layers differ, or None if it has none."""
+def _config_value(text: Any, name: str) -> Any:
+    """Return a value of a config, or None if it has none. If layers differ, return the largest."""
     try:
         return getattr(text, name, None)
-    except RuntimeError:  # transformers says no single value of layers that differ
+    except RuntimeError:  # transformers gives no single value if layers differ
         values = [getattr(layer, name, None) for layer in text.per_layer_config]
         return max((value for value in values if isinstance(value, int)), default=None)
 
 
 def window_of(text: Any) -> int | None:
-    """Return how many tokens back some layers look, or None if by the config all layers look at all tokens before."""
-    sizes = (_value(text, name) for name in ("sliding_window", "attention_chunk_size"))
+    """Return the number of tokens that some layers look back, or None if the config limits no layer."""
+    sizes = (_config_value(text, name) for name in ("sliding_window", "attention_chunk_size"))
     return next((size for size in sizes if size), None)
 
 
 def positions_in(text: Any) -> int | None:
-    """Return the number of positions of the config, or None if there is no limit.
+    """Return the number of positions in the config, or None if there is no limit.
 
-    A model may keep some positions for padding: ``models.store.positions_of`` returns how many tokens the model takes.
+    A model may keep some positions for padding. ``profile_cache.positions_of`` returns the number of tokens that it takes.
     """
     limits = [value for name in POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
     return min(limits, default=None)
 
 
-def alike_positions_in(text: Any) -> int | None:
-    """Return how many positions a row may have before all of its keys are computed otherwise, or None if they never are.
+def stable_positions_in(text: Any) -> int | None:
+    """Return the row length up to which the keys of a token do not change, or None if they never change.
 
-    With ``longrope`` the longest row of a batch decides by which of two factors all rows are rotated (transformers'
-    modeling_rope_utils.py). Keys that are kept from before do not change with it.
+    With ``longrope``, the longest row of a batch decides which of two factors rotates all rows (transformers'
+    modeling_rope_utils.py). Keys that were cached earlier do not change with it.
     """
-    said = getattr(text, "rope_parameters", None) or {}
-    kinds = [said, *(rope for rope in said.values() if isinstance(rope, dict))]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    variants = [parameters, *(rope for rope in parameters.values() if isinstance(rope, dict))]
     limits = [
         rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-        for rope in kinds
+        for rope in variants
         if rope.get("rope_type") == "longrope"
     ]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def padding_of(text: Any) -> int | None:
-    """Return the id of the padding token, or None if the config names none, or one that is not in the vocabulary."""
+    """Return the id of the padding token, or None if the config names none or the vocabulary does not have it."""
     token = getattr(text, "pad_token_id", None)
     return token if token is not None and 0 <= token < text.vocab_size else None

@@ -12,19 +12,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
-from upshift.models.build import building, find_architecture, find_stacks
+from upshift.models.build import explain_build_errors, find_architecture, find_stacks
 from upshift.models.config import heads_of, positions_in
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
-NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")  # torch's errors for tensors without numbers
+VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")  # torch's errors for tensors without values
 
 
 def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the attention kernels that the model's class supports."""
     return tuple(
         name
-        for name, flag in (
+        for name, support_flag in (
             ("sdpa", "_supports_sdpa"),
             ("block", "_supports_sdpa"),
             ("eager", None),
@@ -32,12 +33,14 @@ def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
             ("flash_attention_3", "_supports_flash_attn"),
             ("flex_attention", "_supports_flex_attn"),
         )
-        if flag is None or getattr(model, flag, False) and not (name == "flex_attention" and _drops_attention(model))
+        if support_flag is None
+        or getattr(model, support_flag, False)
+        and not (name == "flex_attention" and _has_attention_dropout(model))
     )
 
 
-def _drops_attention(model: PreTrainedModel) -> bool:
-    """Return whether the model drops attention in training, which transformers' flex_attention refuses."""
+def _has_attention_dropout(model: PreTrainedModel) -> bool:
+    """Return whether the model uses attention dropout in training, which transformers' flex_attention does not support."""
     settings = vars(model.config.get_text_config())
     return any(
         "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0
@@ -53,45 +56,45 @@ def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
 
 
 def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_fp32: int) -> Parameters:
-    """Count the parameters of the whole model by part. Tied parameters count once. The model may be on the meta device.
+    """Count the parameters of the full model by part. Tied parameters count once. The model may be on the meta device.
 
-    ``always_fp32``: the number of trainable parameters that are fp32 where the others are bf16.
+    ``always_fp32``: the number of trainable parameters that stay fp32 if the others are bf16.
     """
-    named = dict(model.named_parameters())
+    named_parameters = dict(model.named_parameters())
     base = base_of(model)
-    embedding, head = _input_embeddings(base), base.get_output_embeddings()
+    embedding = _input_embeddings(base)
+    head = base.get_output_embeddings()
     embedding_ids = {id(p) for p in embedding.parameters()} if embedding is not None else set()
     head_ids = {id(p) for p in head.parameters()} if head is not None else set()
     paths = tuple(path + "." for path in stack_paths)
-    parts = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
+    count_by_part = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
     trainable = {"layers": 0, "head": 0, "outside": 0}
     shapes: Counter[tuple[int, ...]] = Counter()
     frozen_shapes: Counter[tuple[int, ...]] = Counter()
-    for name, parameter in named.items():
-        part = (
-            "layers"
-            if name.startswith(paths)
-            else "embedding"
-            if id(parameter) in embedding_ids
-            else "head"
-            if id(parameter) in head_ids
-            else "other"
-        )
-        parts[part] += num_weights(parameter)
+    for name, parameter in named_parameters.items():
+        is_in_layers = name.startswith(paths)
+        is_in_head = id(parameter) in head_ids
+        if is_in_layers:
+            part = "layers"
+        elif id(parameter) in embedding_ids:
+            part = "embedding"
+        else:
+            part = "head" if is_in_head else "other"
+        count_by_part[part] += num_weights(parameter)
         if parameter.requires_grad:
-            in_head = id(parameter) in head_ids
-            trainable["layers" if part == "layers" else "head" if in_head else "outside"] += parameter.numel()
+            trained_part = "layers" if is_in_layers else "head" if is_in_head else "outside"
+            trainable[trained_part] += parameter.numel()
             shapes[tuple(parameter.shape)] += 1
         else:
             frozen_shapes[weight_shape(parameter)] += 1
-    frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
-    packed = [parameter for parameter in frozen if hasattr(parameter, "quant_state")]
+    frozen = [parameter for parameter in named_parameters.values() if not parameter.requires_grad]
+    packed_weights = [parameter for parameter in frozen if hasattr(parameter, "quant_state")]
     return Parameters(
-        total=sum(parts.values()),
-        quantized=sum(num_weights(parameter) for parameter in packed),
-        quantized_bytes=sum(stored_bytes(parameter) for parameter in packed),
+        total=sum(count_by_part.values()),
+        quantized=sum(num_weights(parameter) for parameter in packed_weights),
+        quantized_bytes=sum(stored_bytes(parameter) for parameter in packed_weights),
         always_bf16=sum(parameter.numel() for parameter in frozen if parameter.dtype == torch.bfloat16),
-        **parts,
+        **count_by_part,
         buffers_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         tied=bool(embedding_ids & head_ids),
         trainable=sum(trainable.values()),
@@ -99,27 +102,28 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         trainable_head=trainable["head"],
         always_fp32=always_fp32,
         trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
-        looked_up=looked_up(model),
+        looked_up=lookup_table_shapes(model),
         frozen_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(frozen_shapes.items())),
     )
 
 
-def looked_up(model: nn.Module) -> tuple[ParameterShape, ...]:
-    """Return the shapes of all trainable embedding tables that no other module computes a product with."""
+def lookup_table_shapes(model: nn.Module) -> tuple[ParameterShape, ...]:
+    """Return the shapes of the trainable embedding tables that no other module uses in a matrix product."""
     tables: dict[int, nn.Parameter] = {}
-    multiplied: set[int] = set()
+    used_elsewhere: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if isinstance(module, nn.Embedding):
                 tables[id(parameter)] = parameter
             else:
-                multiplied.add(id(parameter))
-    alone = [table for key, table in tables.items() if key not in multiplied and table.requires_grad]
-    counts = Counter(tuple(table.shape) for table in alone)
+                used_elsewhere.add(id(parameter))
+    lookup_tables = [table for key, table in tables.items() if key not in used_elsewhere and table.requires_grad]
+    counts = Counter(tuple(table.shape) for table in lookup_tables)
     return tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(counts.items()))
 
 
 def declarations(model: PreTrainedModel) -> Declares:
+    """Return the abilities that the model's class and config declare."""
     return Declares(
         tensor_parallel_plan=dict(TENSOR_PLAN.read(model) or getattr(model.config, "base_model_tp_plan", None) or {}),
         pipeline_parallel_plan=tuple(getattr(model.config, "base_model_pp_plan", None) or ()),
@@ -141,42 +145,43 @@ def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the most tokens that the model has positions for, in each of its parts, or None if it sets no limit."""
+    """Return the most tokens that each part of the model has positions for, or None if it sets no limit."""
     limit = positions_in(model.config.get_text_config())
     if limit is None:
         return None
-    tokens = _input_embeddings(model)
+    token_embedding = _input_embeddings(model)
     for module in model.modules():
-        if not isinstance(module, nn.Embedding) or module is tokens or module.num_embeddings != limit:
+        if not isinstance(module, nn.Embedding) or module is token_embedding or module.num_embeddings != limit:
             continue
         if module.padding_idx is not None:
-            return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
+            return limit - module.padding_idx - 1  # the positions of real tokens follow that of padding
     return limit
 
 
-def empty_positions(source: ModelSource) -> int | None:
-    """Return ``max_positions`` of a model that is built without numbers. Raise RequestError if it cannot be built."""
+def source_max_positions(source: ModelSource) -> int | None:
+    """Build the source's model without values, and return its ``max_positions``. Raise RequestError if it cannot be built."""
     config = source.hf_config
     model_class = find_architecture(config, source.reference).model_class
-    with building(repr(source.reference)), torch.device("meta"):
+    with explain_build_errors(repr(source.reference)), torch.device("meta"):
         return max_positions(model_class(config))
 
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:
-    """Return a message that names the innermost module of transformers (or of torch) that the traceback went through."""
-    where, frame = "its forward", error.__traceback__
+    """Return a message that names the innermost module in the error's traceback."""
+    location = "its forward"
+    frame = error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
-            where = f"{type(owner).__name__} ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
+            location = f"{type(owner).__name__} ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
         frame = frame.tb_next
-    if type(error).__name__ in NEEDS_NUMBERS:
+    if type(error).__name__ in VALUE_ERRORS:
         return (
-            f"{source.reference!r} cannot be traced: {where} looks at the numbers in its tensors, and a trace without weights "
+            f"{source.reference!r} cannot be traced: {location} looks at the numbers in its tensors, and a trace without weights "
             f"has none; use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
         )
     reason = " ".join(str(error).split())[:240]
     return (
-        f"{source.reference!r} cannot be traced: {where} does not run on sample inputs ({reason}); check the config's sizes, use "
-        f"transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
+        f"{source.reference!r} cannot be traced: {location} does not run on sample inputs ({reason}); check the config's sizes, "
+        f"use transformers.Trainer, or report this architecture (transformers {transformers.__version__})"
     )

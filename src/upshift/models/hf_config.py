@@ -1,4 +1,4 @@
-"""Read the typed config of a model, as transformers has it, from its JSON."""
+"""Turn the JSON config of a model into the config class of transformers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from upshift.models.config import config_text
 
 
 def parse_config(config: dict[str, Any], reference: str) -> PretrainedConfig:
-    """Return the typed config, read by transformers' own AutoConfig.
+    """Return the config as transformers' AutoConfig reads it.
 
-    Raise RequestError for an architecture that this transformers does not know, and for values that its config class refuses."""
+    Raise RequestError for an architecture that the installed transformers does not know, and for values that its config class
+    rejects."""
     model_type = config["model_type"]
     _check_model_type(config, reference)
     with tempfile.TemporaryDirectory(prefix="upshift-config-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(config_text(config), encoding="utf-8")
         try:
-            found: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # each config class raises its own kinds; every one means: this file is not usable
+            parsed: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # config classes raise errors of many kinds
             raise RequestError(f"the config of {reference!r} is not valid for {model_type}: {one_line(error)}") from error
-    found.name_or_path = str(config.get("_name_or_path") or "")
-    return found
+    parsed.name_or_path = str(config.get("_name_or_path") or "")
+    return parsed
 
 
 def _check_model_type(config: dict[str, Any], reference: str) -> None:
@@ -35,9 +36,9 @@ def _check_model_type(config: dict[str, Any], reference: str) -> None:
     if model_type in transformers.CONFIG_MAPPING:
         return
     if config.get("auto_map"):
-        code = ", ".join(sorted({str(name).rpartition("--")[2] for name in config["auto_map"].values()}))
+        code_files = ", ".join(sorted({str(name).rpartition("--")[2] for name in config["auto_map"].values()}))
         raise RequestError(
-            f"{reference!r} (model_type {model_type!r}) is computed by Python code beside its weights ({code}), which "
+            f"{reference!r} (model_type {model_type!r}) is computed by Python code beside its weights ({code_files}), which "
             "Upshift does not run; use a model whose code is in transformers"
         )
     raise RequestError(
@@ -47,4 +48,5 @@ def _check_model_type(config: dict[str, Any], reference: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, cut to 300 characters."""
     return " ".join(str(error).split())[:300]

@@ -14,7 +14,7 @@ BF16_BYTES = 2
 
 
 class ActivationBytes(Value):
-    """Bytes that are saved for the backward pass of one sequence."""
+    """The bytes that one sequence saves for the backward pass."""
 
     precision: str
     per_layer: int
@@ -23,6 +23,8 @@ class ActivationBytes(Value):
 
 
 class Inspection(Value):
+    """A model in numbers."""
+
     architecture: str
     objective: str
     sequence_length: int
@@ -40,26 +42,26 @@ class Inspection(Value):
 
 
 def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
-    """Return parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Load no weights.
+    """Return a model's parameters by part, FLOPs, activation and cache bytes, and declared plans. Load no weights.
 
-    ``sequence_length``: None takes 512, or the model's positions where they are fewer."""
+    ``sequence_length``: None means 512 tokens, or the model's positions if they are fewer."""
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False), Variant("fp32", "eager", False))
     profile = profile_model(source, sequence_length=sequence_length, variants=variants)
-    kv = profile.kv_elements.at(1, sequence_length) * BF16_BYTES if profile.kv_elements else None
+    kv_bytes = profile.kv_elements.at(1, sequence_length) * BF16_BYTES if profile.kv_elements else None
     return Inspection(
         architecture=profile.architecture,
         objective=profile.objective,
         sequence_length=sequence_length,
-        parameters={part: getattr(profile.parameters, part) for part in ("total", "embedding", "layers", "head", "other")},
+        parameters={name: getattr(profile.parameters, name) for name in ("total", "embedding", "layers", "head", "other")},
         num_layers=profile.num_layers,
         flops_forward=profile.forward_flops.at(1, sequence_length),
         flops_train=profile.train_flops(1, sequence_length),
         flop_convention=profile.flop_convention,
         activations=_activations(profile, sequence_length),
-        kv_bytes_per_token=kv / sequence_length if kv is not None else None,
-        kv_bytes=kv,
+        kv_bytes_per_token=kv_bytes / sequence_length if kv_bytes is not None else None,
+        kv_bytes=kv_bytes,
         declares=profile.declares.model_dump(),
         chunked_loss=profile.chunked_loss_reason,
         isolation=profile.isolation,
@@ -69,19 +71,21 @@ def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
 def _activations(profile: ModelProfile, sequence: int) -> tuple[ActivationBytes, ...]:
     rows = []
     for step in profile.steps:
-        plain = recomputed = inner = 0.0
+        saved = 0.0
+        recomputed = 0.0
+        largest_layer = 0.0
         for stack, traced in zip(profile.stacks, step.stacks, strict=True):
             for index in stack.assignment:
-                plain += traced.plain[index].forward.left.at(1, sequence)
+                saved += traced.plain[index].forward.left.at(1, sequence)
                 if traced.recomputed:
                     recomputed += traced.recomputed["full"][index].forward.left.at(1, sequence)
-            inner = max(inner, traced.plain[len(stack.traced_layers) // 2].forward.left.at(1, sequence))
+            largest_layer = max(largest_layer, traced.plain[len(stack.traced_layers) // 2].forward.left.at(1, sequence))
         gaps = sum(gap.forward.left.at(1, sequence) for gap in step.gaps)
         rows.append(
             ActivationBytes(
                 precision=f"{step.precision}, {step.attention} attention",
-                per_layer=round(inner),
-                whole_model=round(plain + gaps),
+                per_layer=round(largest_layer),
+                whole_model=round(saved + gaps),
                 whole_model_recomputed=round(recomputed + gaps) if recomputed else None,
             )
         )

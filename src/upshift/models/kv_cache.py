@@ -1,7 +1,7 @@
-"""Give a model the cache of its keys and values, and take it from what the model returns, by the names that the model has for it.
+"""Pass the cache of keys and values to a model and take it from its output, under the name that the model uses.
 
-transformers 5.24 renamed the argument and the output ``past_key_values`` to ``cache``. Code that comes with a checkpoint may have
-the older name under either version, so each model is asked.
+transformers 5.24 renamed the argument and the output ``past_key_values`` to ``cache``. Code that comes with a checkpoint may use
+the older name under either version, so these functions look at each model.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ NAMES = ("cache", "past_key_values")  # the newest name first
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument of ``model.forward`` that takes the cache.
+    """Return the name of the cache argument of ``model.forward``.
 
     Raises:
         RequestError: ``forward`` has no such argument.
     """
-    names = inspect.signature(model.forward).parameters
-    found = next((name for name in NAMES if name in names), None)
-    if found is None:
+    parameters = inspect.signature(model.forward).parameters
+    argument = next((name for name in NAMES if name in parameters), None)
+    if argument is None:
         raise RequestError(
             f"{type(model).__name__}.forward takes no cache of keys and values (none of {', '.join(NAMES)}), which generating "
             "text token by token needs; the model has to take one"
         )
-    return found
+    return argument
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the arguments with which ``model`` reads ``cache`` and adds to it. Raise RequestError if it takes none."""
+    """Return the arguments that make ``model`` read ``cache`` and add to it. Raise RequestError if it takes no cache."""
     return {cache_argument(model): cache, "use_cache": True}
 
 
-def check_kept(model: Any, cache: Any) -> None:
-    """Check that ``model`` has written the tokens of its prompt to ``cache``. Without them each next token is computed as if it
-    were the first one, with no error.
+def check_cache_filled(model: Any, cache: Any) -> None:
+    """Check that ``model`` has written its prompt to ``cache``. An empty cache would give wrong text without an error.
 
     Raises:
         RequestError: the cache is empty.

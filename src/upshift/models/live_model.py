@@ -1,6 +1,6 @@
-"""Write down a live model as a ModelSource: class, config, adapter and frozen parameters, so that it can be planned for.
+"""Describe a live model by a ModelSource (class, config, adapter and frozen parameters), so that Upshift can plan for it.
 
-The record is checked by building the model again from it, without memory: every module and parameter must come out the same.
+To check the source, the model is built again from it on the meta device. Every module and parameter must be the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ADAPTER_LOADED
 from upshift.models.adapter import base_of, complete_model, frozen_paths
-from upshift.models.build import build_model, building, choose_class
+from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers
 from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
 
@@ -25,20 +25,20 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def source_of(model: nn.Module) -> ModelSource:
-    """Return the source that builds this model again, with random weights.
+    """Return the source from which this model can be built again, with random weights.
 
-    ``model``: a class of transformers, or a peft model around one. Raise RequestError with the reason for any other.
+    ``model`` is a transformers model, or a peft model around one. Raise RequestError with the reason for any other.
     """
     base = _transformers_model(model)
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
     _check_weights(model)
     dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
-    below: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
+    base_dtype: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
     source = ModelSource(
         reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name,
-        base_dtype=below, quantized_from=_quantized_from(base),
+        base_dtype=base_dtype, quantized_from=_quantized_from(base),
     )  # fmt: skip
-    rebuilt = _rebuild(source, type(base), dtype=dtype)
+    rebuilt = _rebuild_on_meta(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
     _check_parameters(model, rebuilt)
     if [p.requires_grad for p in model.parameters()] != [p.requires_grad for p in rebuilt.parameters()]:
@@ -61,7 +61,7 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
-    """Return (peft config as plain JSON, its name). This works on any object with peft's interface; peft is not imported."""
+    """Return the peft config as plain JSON, and the adapter's name. Only peft's interface is needed, not peft itself."""
     configs: dict[str, Any] = model.peft_config  # type: ignore[assignment]
     active = model.active_adapters
     if len(configs) != 1 or list(configs) != list(active):  # type: ignore[arg-type]
@@ -71,36 +71,36 @@ def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
         raise RequestError(f"a {config.peft_type.value} adapter lengthens the sequence, which plans do not know; use LoRA")
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise RequestError("the adapter is merged into the weights; call unmerge_adapter() before training")
-    kept = {key: value for key, value in config.to_dict().items() if key not in ADAPTER_HISTORY}
-    if isinstance(kept.get(ADAPTER_INITIAL), str):
-        kept[ADAPTER_INITIAL] = True
-    return _plain(kept, f"the {config.peft_type.value} config"), name
+    settings = {key: value for key, value in config.to_dict().items() if key not in ADAPTER_HISTORY}
+    if isinstance(settings.get(ADAPTER_INITIAL), str):
+        settings[ADAPTER_INITIAL] = True
+    return _plain_json(settings, f"the {config.peft_type.value} config"), name
 
 
 def _quantized_from(base: PreTrainedModel) -> QuantizedFrom | None:
     dtypes = {str(module.weight.quant_state.dtype).removeprefix("torch.") for _, module in four_bit_layers(base)}
     if len(dtypes) > 1:
         raise RequestError(f"the 4-bit weights were made of {' and '.join(sorted(dtypes))}; load the model with one dtype")
-    return cast("QuantizedFrom | None", next(iter(dtypes), None))  # bitsandbytes quantizes weights of these dtypes alone
+    return cast("QuantizedFrom | None", next(iter(dtypes), None))  # bitsandbytes quantizes weights of these dtypes only
 
 
 def _config_of(base: PreTrainedModel) -> dict[str, Any]:
     """Return the config as plain JSON that reads back the same. Raise RequestError if it does not."""
-    known = transformers.CONFIG_MAPPING
+    config_classes = transformers.CONFIG_MAPPING
     model_type = base.config.model_type
-    if model_type not in known or known[model_type] is not type(base.config):
+    if model_type not in config_classes or config_classes[model_type] is not type(base.config):
         raise RequestError(f"the config class {type(base.config).__name__} is not transformers' own for {model_type!r}")
-    config = _plain(base.config.to_dict(), f"the config of {type(base).__name__}")
-    again = _plain(known[model_type].from_dict(dict(config)).to_dict(), "its copy")
-    # Trainer sets use_cache on any config; training never keeps a cache.
-    changed = sorted(key for key in (config.keys() | again.keys()) - {"use_cache"} if config.get(key) != again.get(key))
+    config = _plain_json(base.config.to_dict(), f"the config of {type(base).__name__}")
+    reread = _plain_json(config_classes[model_type].from_dict(dict(config)).to_dict(), "its copy")
+    # Trainer sets use_cache on any config, and training never uses a cache.
+    changed = sorted(key for key in (config.keys() | reread.keys()) - {"use_cache"} if config.get(key) != reread.get(key))
     if changed:
         raise RequestError(f"the config of {type(base).__name__} reads back with another {', '.join(changed)}")
     return {key: value for key, value in config.items() if key != "use_cache"} | {"architectures": [type(base).__name__]}
 
 
-def _plain(document: dict[str, Any], what: str) -> dict[str, Any]:
-    def listed(value: Any) -> Any:
+def _plain_json(document: dict[str, Any], subject: str) -> dict[str, Any]:
+    def to_json(value: Any) -> Any:
         if isinstance(value, (set, frozenset)):
             return sorted(value)
         if isinstance(value, enum.Enum):
@@ -108,9 +108,9 @@ def _plain(document: dict[str, Any], what: str) -> dict[str, Any]:
         raise TypeError(f"a {type(value).__name__}")
 
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(document, default=listed))
+        plain: dict[str, Any] = json.loads(json.dumps(document, default=to_json))
     except (TypeError, ValueError) as error:
-        raise RequestError(f"{what} cannot be written as JSON: it holds {error}") from None
+        raise RequestError(f"{subject} cannot be written as JSON: it holds {error}") from None
     return plain
 
 
@@ -123,40 +123,41 @@ def _check_weights(model: nn.Module) -> None:
         raise RequestError(f"the weights are on {' and '.join(devices)}; plans are made for a whole model on one device")
     dtypes = {parameter.dtype for parameter in parameters if not hasattr(parameter, "quant_state")}
     if not dtypes <= set(WEIGHT_DTYPES):
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise RequestError(f"the weights are {found}; load the model with dtype float32 or bfloat16")
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RequestError(f"the weights are {names}; load the model with dtype float32 or bfloat16")
 
 
-def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:
+def _rebuild_on_meta(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:
     """Build the model on the meta device."""
     config = source.hf_config
-    choose_class(config, source.reference)  # refuses a class without a loss that Upshift plans
-    with building(source.reference), torch.device("meta"):
+    choose_class(config, source.reference)  # raises RequestError for a class without a loss that Upshift trains
+    with explain_build_errors(source.reference), torch.device("meta"):
         return complete_model(build_model(config, model_class, dtype=dtype), source)
 
 
 def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
-    """Raise RequestError for modules replaced, added or patched by hand: they run code that a rebuilt model does not."""
-    built = {path: _kind(module) for path, module in rebuilt.named_modules()}
-    found = {path: _kind(module) for path, module in model.named_modules()}
-    for path in {**built, **found}:
-        if built.get(path) != found.get(path):
-            raise RequestError(
-                f"module {path or 'the model'!r} is {found.get(path, 'missing')} where its config makes {built.get(path, 'none')}"
-            )
+    """Raise RequestError for modules that were replaced, added or patched, because a rebuilt model would run other code."""
+    rebuilt_types = {path: _type_name(module) for path, module in rebuilt.named_modules()}
+    model_types = {path: _type_name(module) for path, module in model.named_modules()}
+    for path in {**rebuilt_types, **model_types}:
+        actual = model_types.get(path, "missing")
+        expected = rebuilt_types.get(path, "none")
+        if rebuilt_types.get(path) != model_types.get(path):
+            raise RequestError(f"module {path or 'the model'!r} is {actual} where its config makes {expected}")
     for path, module in model.named_modules():
         if "forward" in vars(module):
             raise RequestError(f"the forward of {path or 'the model'!r} was replaced by another; plans know the class's own")
 
 
-def _kind(module: nn.Module) -> str:
+def _type_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _check_parameters(model: nn.Module, rebuilt: nn.Module) -> None:
-    built, found = ({name: (tuple(p.shape), p.dtype) for name, p in m.named_parameters()} for m in (rebuilt, model))
-    for name in {**built, **found}:
-        if built.get(name) != found.get(name):
+    expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in rebuilt.named_parameters()}
+    actual = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}
+    for name in {**expected, **actual}:
+        if expected.get(name) != actual.get(name):
             raise RequestError(
-                f"parameter {name!r} is {found.get(name, 'missing')} where its config makes {built.get(name, 'none')}"
+                f"parameter {name!r} is {actual.get(name, 'missing')} where its config makes {expected.get(name, 'none')}"
             )

@@ -1,9 +1,9 @@
-"""Define ModelProfile: what planning needs of a model, for any architecture, with no weights loaded and without torch.
+"""Define ModelProfile: the facts about a model that planning needs. It works for any architecture, without weights or torch.
 
-A training step is cut into segments in forward order: the gap before the first layer, each layer of each stack, the gap
-between or after the stacks (the last gap holds the loss head). Every segment knows, as exact polynomials of micro-batch
-``b`` and sequence length ``s``, what it leaves in memory, how high it rises while it runs, and what it computes. Planning
-walks the segments; nothing is multiplied by a guessed number of bytes per layer.
+A training step is cut into segments in forward order: the gap before the first layer, each layer of each stack, and the gaps
+between and after the stacks. The last gap holds the loss head. Each segment has exact polynomials of the micro-batch ``b`` and
+the sequence length ``s`` for the bytes that it leaves in memory, its peak while it runs, and its FLOPs. Planning adds up the
+segments, and guesses no number of bytes per layer.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Objective = Literal[
     "image-classification",
 ]
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
-# Of recomputation; the first two in Megatron-LM's words (Korthikanti et al. 2022, section 5).
+# Granularity of recomputation. The first two are Megatron-LM's terms (Korthikanti et al. 2022, section 5).
 Granularity = Literal["full", "selective", "alternate"]
 
 
 class Variant(NamedTuple):
-    """One way to run the step. Variants are traced apart because their kernels or saved tensors differ."""
+    """One way to run the step. Each variant is traced on its own, because its kernels or saved tensors differ."""
 
     precision: TracedPrecision
     attention: str
     masked: bool
-    divided: bool = False  # also as one of two ranks of tensor parallelism
-    selective: bool = False  # recomputed selectively too
-    alternate: bool = False  # and alternately
-    compiled: bool = False  # also what layers keep when they are compiled
+    divided: bool = False  # also trace it as one of two ranks of tensor parallelism
+    selective: bool = False  # also trace it with selective recomputation
+    alternate: bool = False  # also trace it with alternate recomputation
+    compiled: bool = False  # also calculate the bytes that compiled layers save
 
 
-# What the chunked loss was traced with, and what plans use; a larger size moves the peak by chunk x vocabulary only.
+# Both traces and plans use this size. A larger one raises the peak by chunk x vocabulary only.
 LOSS_CHUNK_TOKENS = 512
-BLOCK_QUERIES = 128  # of block attention: measured in docs/log.md
+BLOCK_QUERIES = 128  # queries in a block of block attention; measured in docs/log.md
 
 
 def labelled_share(objective: str) -> float:
-    """Return the share of tokens with a label. masked-lm: BERT, https://arxiv.org/abs/1810.04805, section 3.1."""
+    """Return the share of tokens that have a label. Source for masked-lm: BERT, https://arxiv.org/abs/1810.04805, section 3.1."""
     return 0.15 if objective == "masked-lm" else 1.0
 
 
@@ -57,7 +57,7 @@ def num_sides(objective: str) -> int:
 
 
 class Polynomial(NamedTuple):
-    """The polynomial c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. JSON: a list of six numbers."""
+    """The polynomial c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. In JSON it is six numbers."""
 
     one: float = 0.0
     b: float = 0.0
@@ -67,6 +67,7 @@ class Polynomial(NamedTuple):
     bss: float = 0.0
 
     def at(self, batch: int, sequence: int) -> float:
+        """Return the value at one batch and sequence length."""
         bs = batch * sequence
         return (
             self.one
@@ -78,16 +79,16 @@ class Polynomial(NamedTuple):
         )
 
 
-def highest(polynomials: tuple[Polynomial, ...], batch: int, sequence: int) -> float:
-    """Return the upper envelope of several polynomials at one point, or 0 when there are none."""
+def highest_at(polynomials: tuple[Polynomial, ...], batch: int, sequence: int) -> float:
+    """Return the largest value of several polynomials at one point, or 0 if there are none."""
     return max((polynomial.at(batch, sequence) for polynomial in polynomials), default=0.0)
 
 
 class PassCost(Value):
-    """One direction (forward or backward) of one segment. Bytes are relative to what is live when the segment is entered."""
+    """The cost of one segment's forward or backward pass. Bytes are relative to those that are live when the segment begins."""
 
-    left: Polynomial  # bytes that stay live when the segment is left (negative where the backward pass frees)
-    released: Polynomial  # of those, bytes that go when the whole forward pass ends (autocast's copies of weights)
+    left: Polynomial  # bytes that stay live when the segment ends (negative if the backward pass frees memory)
+    released: Polynomial  # the part of these that is freed at the end of the forward pass (autocast's copies of weights)
     rise: tuple[Polynomial, ...]  # upper envelope of live bytes while the segment runs
     matmul_flops: Polynomial  # executed, recomputation included; one multiply-add = 2 FLOPs
     attention_flops: Polynomial  # executed by fused attention kernels; a causal kernel counts half
@@ -96,46 +97,46 @@ class PassCost(Value):
     num_kernels: int
 
 
-class GradientsGo(Value):
-    """The first backward pass where each gradient goes as soon as it is whole: its parameter is updated then."""
+class ReleasedGradients(Value):
+    """The memory of a first backward pass that updates each parameter, and frees its gradient, once the gradient is complete."""
 
-    rise: tuple[Polynomial, ...]  # upper envelope of live bytes, without gradients that were whole before
-    moments: tuple[tuple[int, Polynomial], ...]  # elements of a parameter, and live bytes when its gradient is whole
-    born: Polynomial  # bytes of all gradients that become whole
+    rise: tuple[Polynomial, ...]  # upper envelope of live bytes, without the gradients that were completed before
+    moments: tuple[tuple[int, Polynomial], ...]  # elements of a parameter, and live bytes when its gradient is complete
+    born: Polynomial  # bytes of all gradients that are completed
 
 
 class Segment(Value):
-    """The costs of forward, first backward (gradients are born), and backward onto existing gradients (accumulation)."""
+    """The costs of the forward pass, a first backward pass that allocates gradients, and one that adds to existing gradients."""
 
     forward: PassCost
     backward: PassCost
     backward_accumulating: PassCost
-    gradients_go: GradientsGo | None = None  # None: of a rank that shares the layer
-    compiled: Polynomial | None = None  # bytes that stay after its forward pass when compiled; None: not known, or no layer
+    gradients_go: ReleasedGradients | None = None  # None if ranks share the layer
+    compiled: Polynomial | None = None  # bytes that a compiled layer saves; None: unknown, or not a layer
 
 
 class StackTrace(Value):
-    """One stack's measured segments: entry i of ``plain`` / ``recomputed`` belongs to Stack.traced_layers[i]."""
+    """The segments of one stack. Entry i of ``plain`` and ``recomputed`` belongs to Stack.traced_layers[i]."""
 
     plain: tuple[Segment, ...]
-    recomputed: dict[Granularity, tuple[Segment, ...]]  # under activation checkpointing; empty where it is not offered
+    recomputed: dict[Granularity, tuple[Segment, ...]]  # with activation checkpointing; empty if the model does not offer it
 
 
 class StepTrace(Value):
-    """One forward and backward under one precision, attention kernel and kind of mask."""
+    """One forward and backward pass in one precision, with one attention kernel, with or without a mask."""
 
     precision: TracedPrecision
     attention: str  # sdpa | block | eager
     masked: bool  # an explicit attention mask (padding or packing) is built
-    tensor_parallel: int  # 2: one of two ranks; its terms stand in the same order as those of the trace of 1
+    tensor_parallel: int  # 2: one of two ranks, with terms in the same order as in the trace of 1
     gaps: tuple[Segment, ...]  # before, between and after the stacks: len(stacks) + 1
-    gaps_recomputed: dict[Granularity, tuple[Segment, ...]]  # beside recomputed layers, which hold other tensors at the border
-    chunked_gap: Segment | None  # the last gap with the loss computed in chunks; None where the head cannot be split
+    gaps_recomputed: dict[Granularity, tuple[Segment, ...]]  # next to recomputed layers, which hold other tensors at the border
+    chunked_gap: Segment | None  # the last gap with the loss computed in chunks; None if the head cannot be split
     stacks: tuple[StackTrace, ...]
 
 
 class Stack(Value):
-    """A repeated run of layers, e.g. ``model.layers``. ``assignment[l]``: which of ``traced_layers`` stands for layer l."""
+    """A list of layers such as ``model.layers``. ``assignment[l]`` is the index in ``traced_layers`` that represents layer l."""
 
     path: str
     traced_layers: tuple[int, ...]
@@ -148,7 +149,7 @@ class Stack(Value):
 
 
 class ParameterShape(Value):
-    """A shape of parameters, and how many parameters of the model have it. Optimizers' state depends on shapes."""
+    """A shape, and how many parameters of the model have it. The state of optimizers depends on shapes."""
 
     shape: tuple[int, ...]
     count: int
@@ -162,34 +163,36 @@ class ParameterShape(Value):
 
 
 class Parameters(Value):
-    total: int  # tied parameters once
+    """The number of a model's parameters, by part and by how they are trained and stored."""
+
+    total: int  # tied parameters count once
     embedding: int
     layers: int
-    head: int  # 0 where the head is tied to the embedding
+    head: int  # 0 if the head is tied to the embedding
     other: int
     buffers_bytes: int
     tied: bool
-    trainable: int  # those with gradients and optimizer state; the others are frozen
+    trainable: int  # parameters with gradients and optimizer state; the others are frozen
     trainable_layers: int
-    trainable_head: int  # a head that is tied to the embedding included
-    always_fp32: int  # trainable ones that stay fp32 beside bf16 weights, as peft's adapters do
-    always_bf16: int = 0  # frozen ones below an adapter that are in bf16, whatever the plan
-    quantized: int = 0  # frozen ones below an adapter that are stored in 4 bits
-    quantized_bytes: int = 0  # with their scales
+    trainable_head: int  # including a head that is tied to the embedding
+    always_fp32: int  # trainable parameters that stay fp32 if the others are bf16, as in peft's adapters
+    always_bf16: int = 0  # frozen parameters below an adapter that are bf16 in every plan
+    quantized: int = 0  # frozen parameters below an adapter that are stored in 4 bits
+    quantized_bytes: int = 0  # bytes of these with their scales
     trainable_shapes: tuple[ParameterShape, ...]
-    frozen_shapes: tuple[ParameterShape, ...] = ()  # of the others; of weights that are stored in 4 bits, as they are used
-    looked_up: tuple[ParameterShape, ...] = ()  # of these, tables of which only rows are read: no product is computed with them
+    frozen_shapes: tuple[ParameterShape, ...] = ()  # for weights in 4 bits, the shape before they were packed
+    looked_up: tuple[ParameterShape, ...] = ()  # the trainable tables that are only read by row, never used in a product
 
     @property
     def product_shapes(self) -> tuple[ParameterShape, ...]:
-        """Return the shapes of trainable matrices that something is multiplied with."""
+        """Return the shapes of the trainable matrices that are used in matrix products."""
         tables = {entry.shape: entry.count for entry in self.looked_up}
-        left = ((entry.shape, entry.count - tables.get(entry.shape, 0)) for entry in self.trainable_shapes)
-        return tuple(ParameterShape(shape=shape, count=count) for shape, count in left if count > 0 and len(shape) > 1)
+        remaining = ((entry.shape, entry.count - tables.get(entry.shape, 0)) for entry in self.trainable_shapes)
+        return tuple(ParameterShape(shape=shape, count=count) for shape, count in remaining if count > 0 and len(shape) > 1)
 
     @property
     def adapter(self) -> bool:
-        """Return whether these are the parameters of a model with a peft adapter around it."""
+        """Return whether the model has a peft adapter around it."""
         return self.always_fp32 > 0
 
     @property
@@ -199,11 +202,11 @@ class Parameters(Value):
 
     @property
     def num_tensors(self) -> int:
-        """Return how many tensors are trained."""
+        """Return the number of trainable tensors."""
         return sum(shape.count for shape in self.trainable_shapes)
 
     def weight_bytes(self, parameter_bytes: int) -> int:
-        """Return the bytes of all parameters, if a plan's weights take ``parameter_bytes`` each."""
+        """Return the bytes of all parameters. ``parameter_bytes``: the bytes of one weight in the plan's precision."""
         planned = self.total - self.quantized - self.always_bf16
         fixed = self.quantized_bytes + 2 * self.always_bf16
         return planned * parameter_bytes + self.always_fp32 * (4 - parameter_bytes) + fixed
@@ -214,26 +217,26 @@ class Parameters(Value):
 
 
 class TensorParallel(Value):
-    """The parts of the model that its own plan divides among the ranks of a tensor-parallel group."""
+    """The parts of the model that its declared plan divides among the ranks of a tensor-parallel group."""
 
-    divisor: int  # a degree must divide it: heads, and every divided dimension
-    layers: int  # parameters of the layers that are divided
-    outside: int  # likewise, of embedding and head
+    divisor: int  # the greatest common divisor of heads and divided dimensions; each degree must divide it
+    layers: int  # parameters in layers that are divided
+    outside: int  # parameters of embedding and head that are divided
 
 
 class Experts(Value):
-    """A mixture of experts."""
+    """The experts of a mixture-of-experts model."""
 
-    count: int  # of one layer
-    parameters: int  # of all experts of all layers
-    per_token: int  # of one layer, that a token is sent to
+    count: int  # experts in one layer
+    parameters: int  # parameters of all experts in all layers
+    per_token: int  # experts of one layer that compute a token
 
 
 class CachedLayers(Value):
-    """Layers whose caches are alike.
+    """Layers whose caches have equal sizes.
 
-    Each keeps elements for a token (keys and values), up to ``window`` tokens, or for a sequence however long it is (states of
-    a recurrence or a convolution)."""
+    Each layer caches elements for a token (keys and values, for up to ``window`` tokens), or for a sequence of any length (the
+    states of a recurrence or a convolution)."""
 
     count: int = Field(gt=0)
     per_token: int = Field(ge=0)
@@ -243,8 +246,7 @@ class CachedLayers(Value):
 
 
 class Isolation(Value):
-    """The result of a test on a small copy of the model with random weights: which tokens of a row or a batch reach a text's
-    results."""
+    """The tokens of a row or a batch that affect a text's results, as tested on a small copy of the model."""
 
     proven: bool = False
     reason: str = Field("it was not tested", description="why nothing is proven; empty where it is")
@@ -260,18 +262,17 @@ class Isolation(Value):
     left_padding: str = Field("", description="why texts must not be padded on the left, as generation does; empty: they may be")
     by_token: str = Field("", description="why a text must not be generated token by token, with a cache; empty: it may be")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
-
     loss_shifts: bool = Field(True, description="a label's loss is of the place before it: the loss of next tokens")
 
     def why_not_packed(self, kernel: str) -> str | None:
-        """Return why texts must not share a row with this attention kernel, or None if they may."""
+        """Return why texts must not share a row under this attention kernel, or None if they may."""
         if not self.proven:
             return f"that texts in a row do not reach each other is not proven: {self.reason}"
         return self.packing.get(kernel, f"texts in a row were not tested with {kernel} attention") or None
 
 
 class Declares(Value):
-    """Abilities that the model's own class declares."""
+    """The abilities that the model's class declares."""
 
     tensor_parallel_plan: dict[str, str] = Field(default_factory=dict)
     pipeline_parallel_plan: tuple[str, ...] = ()
@@ -279,13 +280,15 @@ class Declares(Value):
     no_split_modules: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
-    gradient_checkpointing_per_layer: bool = False  # each layer can be told apart, so k of L can be recomputed
+    gradient_checkpointing_per_layer: bool = False  # each layer has its own switch, so that k of L can be recomputed
     can_generate: bool = False
 
 
 class ModelProfile(Value):
-    key: str  # hash of config + library versions + traced range; names the cache file
-    model_hash: str  # hash of the config alone; a plan is made for it
+    """The facts about a model that planning needs."""
+
+    key: str  # hash of config, library versions and traced range; names the cache file
+    model_hash: str  # hash of the config only; plans refer to it
     architecture: str  # class name, e.g. LlamaForCausalLM
     model_type: str
     objective: Objective
@@ -298,16 +301,16 @@ class ModelProfile(Value):
     isolation: Isolation = Isolation()
     stacks: tuple[Stack, ...]
     steps: tuple[StepTrace, ...]
-    sequence_range: tuple[int, int]  # the polynomials were fitted on these lengths, and hold between them
-    kv_elements: Polynomial | None  # key and value elements of the whole model's cache; None where it does not generate
-    cache: tuple[CachedLayers, ...] = ()  # of the layers that keep one, as the model's own cache has them
+    sequence_range: tuple[int, int]  # the polynomials were fitted to lengths from the first to the second, and hold between them
+    kv_elements: Polynomial | None  # key and value elements in the whole model's cache; None if it does not generate
+    cache: tuple[CachedLayers, ...] = ()  # the layers that have a cache
     tensor_parallel: TensorParallel | None
     tensor_parallel_reason: str  # why it can, or cannot, be planned
     experts: Experts | None
-    heads: tuple[int, int] | None  # of queries and of keys, where the config says
+    heads: tuple[int, int] | None  # of queries and of keys; None if the config does not say
     chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
-    forward_flops: Polynomial  # convention below, whole model, no recomputation
-    backward_flops: Polynomial  # as above
+    forward_flops: Polynomial  # of the whole model, by flop_convention, without recomputation
+    backward_flops: Polynomial  # likewise
     flop_convention: str = FLOP_CONVENTION
 
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool, tensor_parallel: int = 1) -> StepTrace | None:
@@ -324,9 +327,9 @@ class ModelProfile(Value):
 
     @property
     def masks_padding(self) -> bool:
-        """Return whether a mask must say where padding is: attention looks at later positions, or the loss counts them."""
+        """Return whether a mask must mark padding, because attention or the loss would use the padding tokens."""
         return self.objective != "causal-lm" or self.isolation.padding != "unmasked"
 
     def train_flops(self, batch: int, sequence: int) -> float:
-        """Return the model FLOPs of one forward and backward, in the convention above."""
+        """Return the model FLOPs of one forward and backward pass, by flop_convention."""
         return self.forward_flops.at(batch, sequence) + self.backward_flops.at(batch, sequence)

@@ -1,4 +1,7 @@
-"""Keep on disk what was found out about a model: one JSON file per config and library versions. Safe to delete."""
+"""Cache measurements of a model on disk, in one JSON file for each config and set of library versions.
+
+The files may be deleted at any time.
+"""
 
 from __future__ import annotations
 
@@ -28,91 +31,92 @@ Answer = TypeVar("Answer", bound=Value)
 
 
 class Positions(Value):
+    """The positions that a model has for tokens."""
+
     tokens: int | None  # None: the model sets no limit
-    apart: bool  # an encoder reads the prompt, and its decoder counts the answer's positions from the first
+    apart: bool  # an encoder reads the prompt, and the decoder's positions begin with the answer
 
 
 def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
-    """Return what a text's results depend on, from the cache or as tested now (a second, imports torch).
+    """Return which tokens a text's results depend on, from the cache or from a test now (a second, imports torch).
 
-    ``states``: test the model that gives states alone, without its head."""
+    ``states``: test the model without its head, which outputs hidden states."""
 
-    def test() -> Isolation:
+    def compute() -> Isolation:
         with importing():
             from upshift.models.isolation.check import test_source
 
         return test_source(source, states=states)
 
-    return remembered("isolation", (source.model_hash, versions_of(source), states), Isolation, test)
+    return load_or_compute("isolation", (source.model_hash, versions_of(source), states), Isolation, compute)
 
 
 def positions_of(source: ModelSource) -> int | None:
-    """Return the tokens that the model has positions for, or None if it sets no limit. Every command asks this function, and no
-    other.
+    """Return the number of tokens that the model has positions for, or None if it sets no limit.
 
-    The answer comes from the cache, or from the model's modules (imports torch)."""
-
+    Every command gets the number from this function. It comes from the cache, or from the model's modules (imports torch)."""
     return _positions(source).tokens
 
 
-def positions_are_apart(source: ModelSource) -> bool:
+def encoder_has_prompt(source: ModelSource) -> bool:
     """Return whether an encoder reads the prompt, so that prompt and answer do not share the positions."""
     return _positions(source).apart
 
 
 def _positions(source: ModelSource) -> Positions:
-    def count() -> Positions:
+    def compute() -> Positions:
         with importing():
-            from upshift.models.describe import empty_positions
+            from upshift.models.describe import source_max_positions
 
-        return Positions(tokens=empty_positions(source), apart=source.hf_config.is_encoder_decoder)
+        return Positions(tokens=source_max_positions(source), apart=source.hf_config.is_encoder_decoder)
 
-    return remembered("positions", (source.model_hash, versions_of(source)), Positions, count)
+    return load_or_compute("positions", (source.model_hash, versions_of(source)), Positions, compute)
 
 
-def remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:
-    """Return a value from the cache. If it is not there, ``find`` makes it."""
-    path = read_settings().cache_dir / folder / f"{key_of(*of)}.json"
+def load_or_compute(folder: str, identity: tuple[Any, ...], value_type: type[Answer], compute: Callable[[], Answer]) -> Answer:
+    """Return the cached value for this identity. If there is none, compute it and store it."""
+    path = read_settings().cache_dir / folder / f"{key_of(*identity)}.json"
     if path.is_file():
         try:
-            return kind.from_file(path)
+            return value_type.from_file(path)
         except RequestError:
-            _drop(path)  # written by another version, or cut short
-    value = find()
+            _delete(path)  # written by another version, or cut short
+    value = compute()
     _write(path, value.to_json().encode())
     return value
 
 
 class SegmentStore:
-    """Traced segments of one model at one length, so that a profile of more variants traces only those."""
+    """Store the traced segments of one model at one length, so that a profile of more variants traces only the new ones."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._form = folder, TypeAdapter(dict[str, list[Segment]])
+        self._folder = folder
+        self._adapter = TypeAdapter(dict[str, list[Segment]])
 
     @classmethod
-    def of(cls, source: ModelSource, sequence_length: int) -> SegmentStore:
+    def for_source(cls, source: ModelSource, sequence_length: int) -> SegmentStore:
         key = key_of(source.model_hash, versions_of(source), sequence_length)
         return cls(read_settings().cache_dir / "segments" / key)
 
     def get(self, name: str) -> dict[str, list[Segment]] | None:
         path = self._path(name)
         try:
-            return self._form.validate_json(path.read_bytes())
-        except OSError:  # most often it was not traced yet
+            return self._adapter.validate_json(path.read_bytes())
+        except OSError:  # usually it was not traced yet
             return None
         except ValidationError:
-            _drop(path)  # cut short: trace again
+            _delete(path)  # cut short: trace again
             return None
 
     def put(self, name: str, segments: dict[str, list[Segment]]) -> None:
-        _write(self._path(name), self._form.dump_json(segments))
+        _write(self._path(name), self._adapter.dump_json(segments))
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{_hash(name)}.json"
 
 
 def key_of(*parts: Any) -> str:
-    """Return the name under which the cache keeps what belongs to these parts."""
+    """Return the cache key for an identity, as a file name."""
     return _hash(repr((FORMAT, *parts)))
 
 
@@ -120,8 +124,8 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _drop(path: Path) -> None:
-    with suppress(OSError):  # of a folder that can only be read
+def _delete(path: Path) -> None:
+    with suppress(OSError):  # the folder may be read-only
         path.unlink()
 
 
@@ -130,20 +134,22 @@ def _write(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
     except OSError as error:
-        _warn(read_settings().cache_dir, str(error.strerror))
+        _warn_once(read_settings().cache_dir, str(error.strerror))
 
 
 @cache
-def _warn(folder: Path, reason: str) -> None:
-    """Warn once, however many files there are."""
+def _warn_once(folder: Path, reason: str) -> None:
+    """Warn once for all files."""
     logger.warning("what was traced is not kept in %s: %s; UPSHIFT_CACHE names another folder", folder, reason)
 
 
 def versions_of(source: ModelSource) -> dict[str, str]:
     """Return the versions of the libraries that decide which operators run."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    needed = {"peft": source.adapter is not None, "bitsandbytes": source.quantized_from is not None}
-    for name in (name for name, is_needed in needed.items() if is_needed):
+    optional = {"peft": source.adapter is not None, "bitsandbytes": source.quantized_from is not None}
+    for name, is_needed in optional.items():
+        if not is_needed:
+            continue
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Get the profile of a model: from the cache, or traced now."""
+"""Get the profile of a model, from the cache or from a trace now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from upshift.importing import importing
 from upshift.models.profile import ModelProfile, Variant
-from upshift.models.profile_cache import SegmentStore, key_of, remembered, versions_of
+from upshift.models.profile_cache import SegmentStore, key_of, load_or_compute, versions_of
 from upshift.models.source import ModelSource
 
 
@@ -25,10 +25,10 @@ def profile_model(
         with importing():
             from upshift.models.tracing.trace import trace_model
 
-        kept = SegmentStore.of(source, sequence_length)
+        store = SegmentStore.for_source(source, sequence_length)
         return trace_model(
-            source, key=key_of(*identity), versions=versions, sequence_length=sequence_length, variants=variants, kept=kept,
+            source, key=key_of(*identity), versions=versions, sequence_length=sequence_length, variants=variants, store=store,
             progress=progress,
         )  # fmt: skip
 
-    return remembered("profiles", identity, ModelProfile, trace)
+    return load_or_compute("profiles", identity, ModelProfile, trace)

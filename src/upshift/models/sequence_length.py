@@ -1,9 +1,9 @@
-"""Choose the length of sequences: the length that the user gave, else a default that the model has positions for."""
+"""Choose the length of sequences: the user's length, else a default that the model has positions for."""
 
 from __future__ import annotations
 
 from upshift.errors import RequestError
-from upshift.models.profile_cache import positions_are_apart, positions_of
+from upshift.models.profile_cache import encoder_has_prompt, positions_of
 from upshift.models.source import ModelSource
 
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -11,43 +11,45 @@ SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions w
 
 
 def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:
-    """Return the default number of tokens of a sequence, for a length that the user did not give.
+    """Return the default number of tokens in a sequence.
 
-    ``positions``: the positions of the model; None: any number."""
+    ``positions``: the positions of the model, or None for any number."""
     return default if positions is None else min(default, positions)
 
 
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
-    """Return ``length``, or the default for None. Raise RequestError for more tokens than the model has positions for."""
+    """Return ``length``, or the default if it is None. Raise RequestError if the model has fewer positions."""
     positions = positions_of(source)
     if length is None:
         return default_length(positions)
     if length < 2:
-        raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper(positions)}")
+        raise RequestError(f"--sequence-length {length} is not usable; use at least 2{_upper_limit(positions)}")
     if positions is not None and length > positions:
-        too_long = f"--sequence-length {length} is longer than the model's {positions} positions"
-        raise RequestError(f"{too_long}; use at most {positions}")
+        raise RequestError(
+            f"--sequence-length {length} is longer than the model's {positions} positions; use at most {positions}"
+        )
     return length
 
 
-def _upper(positions: int | None) -> str:
+def _upper_limit(positions: int | None) -> str:
     return "" if positions is None else f" and at most {positions}, the model's positions"
 
 
-def prompt_and_answer_of(
+def prompt_and_answer_lengths(
     source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str]
 ) -> tuple[int, int]:
-    """Return the number of tokens of a prompt, and of the answer behind it.
+    """Return the number of tokens of a prompt and of its answer.
 
-    None takes the default, or less if the model has no positions for it. If neither is given, they share the positions as the
-    defaults do. Where an encoder has the prompt, each has all positions, and the answer follows the one token that the decoder
-    begins with. ``options``: their names on the command line. Raise RequestError for more tokens than the model has positions
-    for."""
+    None means the default, or less if the model has too few positions. If both are None, they share the positions in the ratio
+    of the defaults. If an encoder reads the prompt, each may take all positions, less the decoder's start token for the answer.
+    ``options``: the names of both on the command line. Raise RequestError if the model has too few positions."""
     positions = positions_of(source)
     if positions is None:
         return (defaults[0] if prompt is None else prompt), (defaults[1] if answer is None else answer)
-    if positions_are_apart(source):
-        return _within(prompt, positions, defaults[0], options[0]), _within(answer, positions - 1, defaults[1], options[1])
+    if encoder_has_prompt(source):
+        return _checked_length(prompt, positions, defaults[0], options[0]), _checked_length(
+            answer, positions - 1, defaults[1], options[1]
+        )
     if prompt is None and answer is None:
         answer = max(min(defaults[1], positions * defaults[1] // sum(defaults)), 1)
     if answer is None:
@@ -63,7 +65,7 @@ def prompt_and_answer_of(
     return prompt, answer
 
 
-def _within(length: int | None, most: int, default: int, option: str) -> int:
-    if length is not None and length > most:
-        raise RequestError(f"{option} {length} is longer than the model allows; use at most {most}")
-    return default_length(most, default) if length is None else length
+def _checked_length(length: int | None, max_length: int, default: int, option: str) -> int:
+    if length is not None and length > max_length:
+        raise RequestError(f"{option} {length} is longer than the model allows; use at most {max_length}")
+    return default_length(max_length, default) if length is None else length

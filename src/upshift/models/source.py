@@ -1,4 +1,4 @@
-"""Resolve where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
+"""Find a model by its reference: a local Hugging Face directory, a config.json, a hub id, or a stored ModelSource.
 
 Only JSON is read, never weights.
 """
@@ -27,39 +27,37 @@ if TYPE_CHECKING:
 BaseDtype = Literal["float32", "bfloat16"]
 QuantizedFrom = Literal["float32", "bfloat16", "float16"]
 
-# Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
-ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
-ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
-ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEADS = {  # that peft trains whole beside the adapter, where it is told the task
+ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")  # fields that no plan depends on
+ADAPTER_INITIAL = "init_lora_weights"  # some of its schemes need the real weights or data, and no plan depends on them
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TASK_OF_HEAD = {  # with the task, peft trains such a head whole next to the adapter
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
 }  # fmt: skip
-QLORA = {  # its NF4 with scales that are quantized, too (arXiv:2305.14314), in transformers' own words
+QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:2305.14314)
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
 }  # fmt: skip
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
-MODELS = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
-SHOWN = 100  # characters of a name
-HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
+MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
+SHOWN_CHARACTERS = 100  # of a reference in a message
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; no pickled files
 
 
 class ModelSource(Value):
-    """A model's configuration and, if it is on disk, its directory; the adapter around it, and the parameters that are not
-    trained."""
+    """A model's configuration, its directory if it has one, the adapter around it, and its frozen parameters."""
 
     reference: str  # as the user wrote it
-    directory: Path | None  # None for a config that stands alone
+    directory: Path | None  # None for a config without a directory
     config: dict[str, Any]
     adapter: dict[str, Any] | None = None  # the peft config; None: no adapter
     adapter_name: str = "default"
-    adapter_directory: Path | None = None  # of its weights; None: they are random
-    base: str | None = None  # the model inside an adapter, as the adapter or the user names it; None: ``reference``
-    frozen: tuple[str, ...] | None = None  # modules and parameters without gradients; None: as class and adapter make them
-    # Of the model inside an adapter, which no plan changes: the dtype of its weights, and that of weights that are quantized
-    # before they were (None: none are).
+    adapter_directory: Path | None = None  # the adapter's weights; None: they are random
+    base: str | None = None  # the model inside the adapter, as the adapter or the user names it; None: ``reference``
+    frozen: tuple[str, ...] | None = None  # paths of modules and parameters without gradients; None: as class and adapter set it
+    # No plan changes these two dtypes of the model inside an adapter.
     base_dtype: BaseDtype = "float32"
-    quantized_from: QuantizedFrom | None = None
+    quantized_from: QuantizedFrom | None = None  # dtype of the 4-bit weights before they were quantized; None: no such weights
 
     @field_validator("config", mode="before")
     @classmethod
@@ -73,26 +71,26 @@ class ModelSource(Value):
 
     @property
     def base_reference(self) -> str:
-        """Return the reference of the model itself, without its adapter."""
+        """Return the reference of the model without its adapter."""
         return self.base or self.reference
 
     @property
     def model_hash(self) -> str:
-        """Return a stable short hash of everything in the config that can change the computation."""
+        """Return a short, stable hash of everything in the config that can change the computation."""
         cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
-        kept = {key: value for key, value in self.config.items() if key not in cosmetic}
-        kept["architectures"] = self.config.get("architectures")
+        relevant = {key: value for key, value in self.config.items() if key not in cosmetic}
+        relevant["architectures"] = self.config.get("architectures")
         if self.adapter is not None or self.frozen is not None:
-            kept = {"config": kept, "adapter": self.adapter, "frozen": self.frozen}
-            kept["base"] = [self.base_dtype, self.quantized_from]
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+            relevant = {"config": relevant, "adapter": self.adapter, "frozen": self.frozen}
+            relevant["base"] = [self.base_dtype, self.quantized_from]
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """Return the typed config (imports transformers): a copy, which a model that is built from it may change.
+        """Return a new copy of the config as transformers' config class, which the caller may change. Imports transformers.
 
-        Raise RequestError for an architecture that this transformers does not know, and for values that its config class
-        refuses."""
+        Raise RequestError for an architecture that the installed transformers does not know, and for values that its config
+        class rejects."""
         return copy.deepcopy(self._parsed_config)
 
     @cached_property
@@ -102,19 +100,21 @@ class ModelSource(Value):
         return parse_config(self.config, self.reference)
 
     def write(self, path: Path) -> None:
-        """Write the source as one JSON file, which ``find_model`` reads whole."""
+        """Write the source to a JSON file, which ``find_model`` can read."""
         path.write_text(self.to_json(), encoding="utf-8")
 
 
 def find_model(reference: str) -> ModelSource:
-    """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raise RequestError with the next step."""
+    """Return the source for a local directory, a config.json, a stored ModelSource or a hub id.
+
+    Raise RequestError, with the next step, if there is no such model."""
     path = Path(reference)
     try:
         path.exists()
-    except OSError as error:  # too long a name, a closed folder
-        raise RequestError(f"model {_short(reference)} cannot be read: {error.strerror}; {MODELS}") from None
+    except OSError as error:  # the name is too long, or the folder may not be read
+        raise RequestError(f"model {_shorten(reference)} cannot be read: {error.strerror}; {MODEL_HELP}") from None
     if _is_adapter(path):
-        return _with_adapter(path)
+        return _read_adapter(path)
     if path.is_dir():
         return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
     if path.is_file():
@@ -124,20 +124,20 @@ def find_model(reference: str) -> ModelSource:
         directory = path.parent if path.name == "config.json" else None
         return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
     if path.suffix == ".json" or not HUB_ID.fullmatch(reference):
-        raise RequestError(f"model {_short(reference)} does not exist; {MODELS}")
-    return _from_hub(reference)
+        raise RequestError(f"model {_shorten(reference)} does not exist; {MODEL_HELP}")
+    return _fetch_config(reference)
 
 
-def _short(reference: str) -> str:
-    return repr(reference if len(reference) <= SHOWN else f"{reference[:SHOWN]}...")
+def _shorten(reference: str) -> str:
+    return repr(reference if len(reference) <= SHOWN_CHARACTERS else f"{reference[:SHOWN_CHARACTERS]}...")
 
 
 def _is_adapter(path: Path) -> bool:
     return (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
 
 
-def _with_adapter(directory: Path) -> ModelSource:
-    """Return an adapter as peft saves it, around the model that it names."""
+def _read_adapter(directory: Path) -> ModelSource:
+    """Read an adapter that peft saved, and return the source of its model with the adapter around it."""
     adapter = _read_json(directory / ADAPTER_FILE)
     base = adapter.get("base_model_name_or_path")
     if not base or "peft_type" not in adapter:
@@ -148,18 +148,19 @@ def _with_adapter(directory: Path) -> ModelSource:
             "upshift merge writes one"
         )
     source = find_model(str(base))
-    kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
-    if isinstance(kept.get(ADAPTER_INITIAL), str):
-        kept[ADAPTER_INITIAL] = True
+    settings = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
+    if isinstance(settings.get(ADAPTER_INITIAL), str):
+        settings[ADAPTER_INITIAL] = True
     weights = directory if (directory / ADAPTER_WEIGHTS).is_file() else None
-    return _around(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), kept)
+    return _attach_adapter(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), settings)
 
 
-def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
-    """Return ``find_model`` of the reference, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head.
+def find_model_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
+    """Return the source to train for a reference.
 
-    Below it, or below the adapter that the model has, are the weights as they are stored, or in 4 bits, as QLoRA keeps them.
-    Raise RequestError if the model has an adapter, or quantized weights, already."""
+    ``lora_rank``: put LoRA (arXiv:2106.09685) of this rank around every linear layer except the head. ``load_in_4bit``: store
+    the weights below the adapter in 4 bits, as QLoRA does. Raise RequestError if the model already has an adapter or quantized
+    weights."""
     source = find_model(reference)
     if lora_rank is not None:
         source = _with_lora(source, lora_rank)
@@ -167,8 +168,8 @@ def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit:
         return source
     if source.adapter is None:
         raise RequestError("weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
-    _check_whole(source)
-    # Of float16 the weights are read as float32, which holds the same numbers.
+    _check_not_quantized(source)
+    # float16 weights are read as float32, which represents the same numbers.
     return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
 
 
@@ -177,28 +178,28 @@ def _with_lora(source: ModelSource, rank: int) -> ModelSource:
         raise RequestError(f"--lora-rank {rank} is not possible; give 1 or more, such as 16")
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
-    _check_whole(source)
+    _check_not_quantized(source)
     classes = source.config.get("architectures") or [""]
-    task = next((task for ending, task in HEADS.items() if str(classes[0]).endswith(ending)), None)
+    task = next((task for suffix, task in TASK_OF_HEAD.items() if str(classes[0]).endswith(suffix)), None)
     adapter = {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return _around(source, adapter)
+    return _attach_adapter(source, adapter)
 
 
-def _check_whole(source: ModelSource) -> None:
+def _check_not_quantized(source: ModelSource) -> None:
     if "quantization_config" in source.config:
         name = source.base_reference
         raise RequestError(f"the weights of {name!r} are quantized already; give the model that it was made from")
 
 
-def _around(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
+def _attach_adapter(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
     """Put an adapter around a source.
 
-    The weights below keep the dtype that the config says. Quantized ones are multiplied in it."""
-    said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
+    The weights below it keep the dtype of the config. Quantized weights are dequantized to it."""
+    dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
     return source.changed(
         adapter=adapter,
-        base_dtype="bfloat16" if said == "bfloat16" else "float32",
-        quantized_from=said if "quantization_config" in source.config else None,
+        base_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        quantized_from=dtype if "quantization_config" in source.config else None,
     )
 
 
@@ -216,33 +217,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _from_hub(reference: str) -> ModelSource:
+def _fetch_config(reference: str) -> ModelSource:
     from huggingface_hub import hf_hub_download  # comes with transformers
 
-    path = _ask_hub(reference, lambda offline: hf_hub_download(reference, "config.json", local_files_only=offline))
+    path = _call_hub(reference, lambda offline: hf_hub_download(reference, "config.json", local_files_only=offline))
     return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))
 
 
 def fetch_weights(source: ModelSource) -> None:
-    """Bring a hub model's weights and tokenizer beside its config, in the hub's own cache. A local model is left alone."""
+    """Download a hub model's weights and tokenizer to the hub's cache, next to its config. Do nothing for a local model."""
     name = source.base_reference
     if Path(name).exists():
         return
     from huggingface_hub import snapshot_download
 
-    _ask_hub(name, lambda offline: snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=offline))
+    _call_hub(name, lambda offline: snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=offline))
 
 
-def _ask_hub(reference: str, ask: Callable[[bool], str]) -> Path:
+def _call_hub(reference: str, download: Callable[[bool], str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     offline = read_settings().hub_offline
     try:
-        return Path(ask(offline))
+        return Path(download(offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = (
-            "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"
-            if offline
-            else (f"could not be read from the hub ({type(error).__name__})")
-        )
+        reason = f"could not be read from the hub ({type(error).__name__})"
+        if offline:
+            reason = "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"
         raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None

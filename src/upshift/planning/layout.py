@@ -39,7 +39,7 @@ class Layout(Value):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Return the number of ranks that work on the same sequences."""
+        """Return the number of ranks that compute the same sequences together."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
@@ -64,8 +64,8 @@ class Layout(Value):
         parts = [f"{stages[self.fully_shard]} {self.shard_size}{master}"] if self.fully_shard != "no" else []
         if self.tensor_parallel > 1:
             gathered = " gathered again" * self.gather_again
-            words = " vocabulary" * self.vocabulary_parallel
-            parts.append(f"tp {self.tensor_parallel}" + (" sp" if self.sequence_parallel else "") + gathered + words)
+            vocabulary = " vocabulary" * self.vocabulary_parallel
+            parts.append(f"tp {self.tensor_parallel}" + (" sp" if self.sequence_parallel else "") + gathered + vocabulary)
         if self.context_parallel > 1:
             parts.append(f"cp {self.context_parallel} {self.context_kind}")
         if self.pipeline_parallel > 1:
@@ -84,13 +84,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def reason_not_split(layout: Layout) -> str | None:
-    """Return why the layout cannot run zero_bubble; None where it can, or does not ask for it."""
+def why_not_split(layout: Layout) -> str | None:
+    """Return why the layout cannot run zero_bubble; None where it can, or where it has another schedule."""
     if not layout.splits_backward:
         return None
-    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    request = "pipeline_schedule=zero_bubble"
+    advice = "use pipeline_schedule=1f1b"
     if layout.fully_shard == "weights":
-        return f"{asked} needs a layer's weights when fully_shard=weights has let go of them; {instead}"
+        return f"{request} needs a layer's weights when fully_shard=weights has let go of them; {advice}"
     if layout.master_weights:
-        return f"{asked} makes gradients where master_weights does not see them to sum them; {instead}"
+        return f"{request} makes gradients where master_weights does not see them to sum them; {advice}"
     return None

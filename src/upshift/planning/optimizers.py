@@ -1,13 +1,13 @@
-"""List every optimizer by its name in transformers.TrainingArguments.optim: its changes, needs and options.
+"""List every optimizer by its name in transformers.TrainingArguments.optim, with its needs and options.
 
-The names that transformers knows and Upshift does not plan are refused with the reason.
-
-Read optimizers that are one file each. A file says at its top what it is and costs, and is read without being imported.
+An added optimizer is one file in training/optimizers. A declaration at the top of the file says what it is and costs. It is read
+without importing the file:
 
 OPTIMIZER = {"name": "toy", "class": "Toy", "changes": "...", "state_words": 1, "update_words": 5, "update_copies": 1}
 
-The files are in training/optimizers beside the others. They change the mathematics, so a user allows one with ``--allow`` and
-its name.
+Added optimizers change the mathematics, so a user allows one with ``--allow`` and its name.
+
+Names that transformers has and Upshift does not plan are refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.value import first_problem
 
 FOLDER = Path(__file__).parents[1] / "training" / "optimizers"
-MARK = "\nOPTIMIZER = {"
+DECLARATION_START = "\nOPTIMIZER = {"
 
 
 class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
-    """An optimizer in a file of its own. ``name`` is as in ``optim``.
+    """An optimizer in a file of its own. ``name`` is the value of ``optim``.
 
-    The three numbers are in words of a parameter's size, for each parameter. They may be measured as docs/log.md measures the
-    others'.
+    The three numbers are in words of a parameter's size, for each parameter. They may be measured as those of the other
+    optimizers are (docs/log.md).
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
@@ -47,27 +47,27 @@ class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
     module: str = ""
 
     @property
-    def door(self) -> tuple[str, str]:
+    def import_path(self) -> tuple[str, str]:
         """Return the names of the module and the class."""
         return f"upshift.training.optimizers.{self.module}", self.class_name
 
 
 @cache
 def added_optimizers() -> dict[str, AddedOptimizer]:
-    """Return the added optimizers by name. Raises RequestError for a file that does not say what it must."""
+    """Return the added optimizers by name. Raise RequestError for a file with a wrong declaration."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
-    found = [_read_declaration(path, text) for path, text in texts.items() if MARK in text]
-    return {one.name: one for one in found}
+    declarations = [_read_declaration(path, text) for path, text in texts.items() if DECLARATION_START in text]
+    return {declaration.name: declaration for declaration in declarations}
 
 
 def _read_declaration(path: Path, text: str) -> AddedOptimizer:
-    (said,) = (
+    (declaration,) = (
         node.value for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPTIMIZER"
     )  # fmt: skip
-    literal: dict[str, Any] = ast.literal_eval(said)
+    fields: dict[str, Any] = ast.literal_eval(declaration)
     try:
-        return AddedOptimizer.model_validate({**literal, "module": path.stem})
+        return AddedOptimizer.model_validate({**fields, "module": path.stem})
     except ValidationError as error:
         raise RequestError(f"OPTIMIZER of {path.name} is not understood: {first_problem(AddedOptimizer, error)}") from None
 
@@ -79,6 +79,8 @@ EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of th
 
 @dataclass(frozen=True)
 class OptimizerFacts:
+    """The requirements and the options of an optimizer."""
+
     allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None
     cuda_only: bool = False
@@ -127,10 +129,10 @@ REFUSED: dict[str, str] = {
 
 @cache
 def optimizers() -> Mapping[str, OptimizerFacts]:
-    """Return every optimizer that is planned, by name. Those in a file of their own come last."""
+    """Return every optimizer that is planned, by name. Added ones come last."""
     added = {
-        name: OptimizerFacts(allow=name, options=dict.fromkeys(one.options, float), added=one)
-        for name, one in added_optimizers().items()
+        name: OptimizerFacts(allow=name, options=dict.fromkeys(declaration.options, float), added=declaration)
+        for name, declaration in added_optimizers().items()
     }
     return {**_NAMED_BY_TRANSFORMERS, **added}
 
@@ -148,31 +150,31 @@ def check_library(library: str, *, purpose: str) -> None:
 
 
 def read_optim_args(optim: str, text: str) -> dict[str, Option]:
-    """Return the optimizer's own arguments from ``momentum=0.9,nesterov=true``, as transformers.TrainingArguments.optim_args.
+    """Return the optimizer's arguments, read from a text such as ``momentum=0.9,nesterov=true`` (transformers' optim_args).
 
-    Raises RequestError for an option that this optimizer does not take, or for a value of another type.
+    Raise RequestError for an option that the optimizer does not have, or for a value of another type.
     """
-    known = optimizers()[optim].options
-    read: dict[str, Option] = {}
+    options = optimizers()[optim].options
+    values: dict[str, Option] = {}
     for assignment in filter(None, text.replace(" ", "").split(",")):
         name, _, value = assignment.partition("=")
-        if name not in known:
-            takes = f"takes {', '.join(known)}" if known else "takes none"
-            raise RequestError(f"optim_args {assignment!r}: optim={optim} {takes}")
+        if name not in options:
+            allowed = f"takes {', '.join(options)}" if options else "takes none"
+            raise RequestError(f"optim_args {assignment!r}: optim={optim} {allowed}")
         try:
-            read[name] = _read(known[name], value)
+            values[name] = _read(options[name], value)
         except ValueError:
-            raise RequestError(f"optim_args {assignment!r}: give {name} a {known[name].__name__}") from None
-    return read
+            raise RequestError(f"optim_args {assignment!r}: give {name} a {options[name].__name__}") from None
+    return values
 
 
 def _read(kind: type, text: str) -> Option:
     if kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_known_truth(text)]
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_check_boolean(text)]
     return int(text) if kind is int else float(text)
 
 
-def _known_truth(text: str) -> str:
+def _check_boolean(text: str) -> str:
     if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
         raise ValueError(text)
     return text.lower()

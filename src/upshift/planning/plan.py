@@ -1,7 +1,4 @@
-"""Define the plan: every choice that changes how a training job runs, and nothing else.
-
-Make plans that have a name.
-"""
+"""Define the training plan: every choice that changes how a job runs, and nothing else. Make the plain default plan."""
 
 from __future__ import annotations
 
@@ -28,7 +25,9 @@ LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
-PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # each new width compiles a layer again, so there are fewer widths
+# With compiled layers there are fewer widths, because each new width compiles a layer again.
+PAD_MULTIPLE = 8
+COMPILED_PAD_MULTIPLE = 64
 
 _CHANGES_MATHEMATICS: dict[str, str] = {
     "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",
@@ -45,7 +44,7 @@ _CHANGES_MATHEMATICS: dict[str, str] = {
 
 @cache
 def changes_of_mathematics() -> Mapping[str, str]:
-    """Return the choices that change the mathematics, in words, by the name that a user allows them with."""
+    """Return the choices that change the mathematics: their descriptions by the name with which a user allows them."""
     return {**_CHANGES_MATHEMATICS, **{name: facts.added.changes for name, facts in optimizers().items() if facts.added}}
 
 
@@ -121,7 +120,7 @@ class Plan(Value):
 
     @property
     def flattens(self) -> bool:
-        """Return whether a packed micro-batch is one long row: these kernels do no work between the sequences in it."""
+        """Return whether a packed micro-batch is one long row. These kernels compute nothing between the sequences in it."""
         return self.packing and self.attention in ("block", "flash_attention_2", "flash_attention_3")
 
     @property
@@ -138,14 +137,15 @@ class Plan(Value):
 
     @property
     def traced_precision(self) -> TracedPrecision:
-        """Return the precision of the trace with this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those
-        of fp32.
+        """Return the precision of the trace that has this plan's tensor sizes.
+
+        fp16 and fp8 have the sizes of bf16, and tf32 those of fp32.
         """
         if self.precision in ("fp32", "tf32"):
             return "fp32"
         # Gathered weights are in bf16 already: nothing is cast in the layers.
-        halves = self.precision == "bf16-weights" or self.layout.gathers or self.layout.master_weights
-        return "bf16-pure" if halves else "bf16"
+        is_pure = self.precision == "bf16-weights" or self.layout.gathers or self.layout.master_weights
+        return "bf16-pure" if is_pure else "bf16"
 
     @property
     def parameter_bytes(self) -> int:
@@ -193,21 +193,25 @@ TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArgumen
 
 
 def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan:
-    """Return what transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else.
+    """Return the plan of transformers.Trainer without any options: fp32, 8 sequences at once, fused AdamW, padding.
 
-    A batch stays whole where its loss is not that of its parts.
+    A batch is not split if its loss does not follow from the losses of its parts.
     """
-    splits = profile.isolation.loss_splits
-    ranks = gcd(host.num_devices, workload.global_batch) if splits else 1
-    mine = workload.global_batch // ranks
-    micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0) if splits else mine
+    if profile.isolation.loss_splits:
+        ranks = gcd(host.num_devices, workload.global_batch)
+        sequences_per_rank = workload.global_batch // ranks
+        micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if sequences_per_rank % size == 0)
+    else:
+        ranks = 1
+        sequences_per_rank = workload.global_batch
+        micro_batch = workload.global_batch
     return Plan(
         device=host.device,
         host=host.fingerprint,
         model=profile.model_hash,
         sequence_length=workload.sequence_length,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=mine // micro_batch,
+        gradient_accumulation_steps=sequences_per_rank // micro_batch,
         num_processes=ranks,
         threads_per_process=host.cpu.usable_cores if host.cpu else 1,
         attention="sdpa" if "sdpa" in profile.declares.attention_kernels else "eager",

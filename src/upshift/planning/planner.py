@@ -11,25 +11,25 @@ from typing import Any, get_args
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
-from upshift.hardware.torch_build import check_gpus_are_used
+from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
-from upshift.models.source import ModelSource, find_to_train
-from upshift.planning.analysis.explain import Reason, reasons, representative, shadow_price
-from upshift.planning.analysis.tpu_programs import compiled_so_far
-from upshift.planning.cost.time import takes
+from upshift.models.source import ModelSource, find_model_to_train
+from upshift.planning.analysis.explain import Reason, reasons, sample_rejections, shadow_price
+from upshift.planning.analysis.tpu_programs import describe_programs
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan, plain_default
-from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.space import (
     WEIGHT_OFFLOAD,
-    asks_where_weights_wait,
+    automatic_weight_places,
     check_allow,
+    fixes_weight_offload,
     has_frozen_layers,
     parse_fixed,
     read_fixed,
-    unasked,
     with_disk_rate,
 )
 from upshift.planning.search.variants import variants_for
@@ -64,30 +64,31 @@ class Planning:
     def reasons_for(self, plan: Plan) -> tuple[Reason, ...]:
         """Return the reasons for the choices that ``plan`` shares with the best plan.
 
-        Trials may have put ``plan`` in its place.
+        Trials may have chosen ``plan`` instead of the best predicted one.
         """
         return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
 
     @property
     def shadow_price(self) -> str | None:
-        return shadow_price(self.ranking, self.host, self.workload, takes(self.profile))
+        return shadow_price(self.ranking, self.host, self.workload, sample_unit(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
-        """Return a candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
+        """Return a candidate's predicted numbers. FLOPs are the model's own, without those of recomputation."""
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
         flops = per_sequence * workload.global_batch * share
-        return candidate.numbers(model_flops_per_step=flops, phases=self.life.phases(candidate), host=self.host)
+        return candidate.numbers(model_flops_per_step=flops, phases=self.job_memory.phase_peaks(candidate), host=self.host)
 
     @cached_property
-    def life(self) -> WholeLife:
-        return WholeLife(self.host, self.profile, self.workload)
+    def job_memory(self) -> JobMemory:
+        """Return the predictor of a job's memory by phase."""
+        return JobMemory(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
-        plans: list[dict[str, Any]] = [{**self._row(c), "reasons": []} for c in shown]
+        plans: list[dict[str, Any]] = [{**self._row(candidate), "reasons": []} for candidate in shown]
         if plans:
             plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -97,7 +98,8 @@ class Planning:
             "plans": plans,
             "default": self._row(self.default),
             "rejected": [
-                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
+                {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
+                for rejection in sample_rejections(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": self.ranking.num_rejected,
@@ -108,20 +110,23 @@ class Planning:
         return {
             "plan": candidate.plan.model_dump(mode="json"),
             "predicted": self.numbers(candidate).model_dump(mode="json"),
-            "does_not_fit": self.life.does_not_fit(candidate),
+            "does_not_fit": self.job_memory.describe_problems(candidate),
         }
 
 
-def find_host(on: str | None, *, probe: bool = True) -> Host:
-    """Return the described host, else this machine. It is probed (and the probe cached) where its rates are needed."""
-    host = detect() if on is None else describe(on)
-    if on is None:
-        check_gpus_are_used(host)
+def find_host(name: str | None, *, probe: bool = True) -> Host:
+    """Return the described host, or this machine if ``name`` is None.
+
+    ``probe``: measure the rates of this machine, or read them from the cache.
+    """
+    host = detect() if name is None else describe(name)
+    if name is None:
+        check_torch_uses_gpus(host)
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
-        one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if on is None else "plan for one kind of them"
-        raise RequestError(f"{'this machine' if on is None else host.name} has different devices ({names}); {one_kind}")
-    if on is not None or not probe:
+        one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if name is None else "plan for one kind of them"
+        raise RequestError(f"{'this machine' if name is None else host.name} has different devices ({names}); {one_kind}")
+    if name is not None or not probe:
         return host
     from upshift.hardware.probe_cache import measure
 
@@ -139,29 +144,34 @@ def plan_training(
 ) -> Planning:
     """Rank the plan space.
 
-    ``described``: the host is not this machine, so what ran here says nothing of it. Raises RequestError for a wrong request,
+    ``described``: the host is not this machine, so earlier runs here do not count. Raise RequestError for a wrong request, and
     NothingFits with the nearest plan if nothing fits.
     """
     check_device(host, source)
-    host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
+    if fixes_weight_offload(fixed) and not described:
+        host = with_disk_rate(host, source)
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
-    def searched(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
+    def search_with(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
         profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
-        free = not any(f.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for f in fixed)
-        short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-        if short and free and profile.declares.gradient_checkpointing:
+        deciding = ("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)
+        is_recomputation_free = not any(assignment.startswith(deciding) for assignment in fixed)
+        is_memory_short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
+        if is_memory_short and is_recomputation_free and profile.declares.gradient_checkpointing:
             return _search(source, host, workload, fixed, progress, calibration, selective=True)
         return profile, ranking
 
-    profile, ranking = searched(fixed)
-    if not ranking.candidates and not asks_where_weights_wait(fixed) and has_frozen_layers(profile) and source.directory:
+    profile, ranking = search_with(fixed)
+    if not ranking.candidates and not fixes_weight_offload(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
-        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in unasked(host))
-        ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
+        for place in automatic_weight_places(host):
+            _, with_offload = search_with((*fixed, f"{WEIGHT_OFFLOAD}={place}"))
+            if with_offload.candidates:
+                ranking = with_offload
+                break
     if not ranking.candidates:
-        _refuse(ranking, host, profile, workload)
+        _raise_nothing_fits(ranking, host, profile, workload)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
@@ -171,34 +181,35 @@ def plan_training(
 
 
 def check_device(host: Host, source: ModelSource) -> None:
-    """Raise RequestError for a host whose devices no training plan is for."""
+    """Raise RequestError for a host with devices for which there are no training plans."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
-        known = compiled_so_far(source, host)
+        programs = describe_programs(source, host)
         raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{programs}"
         )
 
 
 def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workload: Workload) -> None:
-    """Raise RequestError for what can be refused before the model is traced: the host's devices, and --set."""
+    """Raise RequestError for wrong devices or a wrong --set, as far as they can be checked before the model is traced."""
     check_device(host, source)
     read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
 
-def as_here(
+def calibrate_and_filter(
     ranking: Ranking,
     host: Host,
     profile: ModelProfile,
     workload: Workload,
     calibration: Calibration,
     *,
-    enough: int = MAX_SHOWN_PLANS,
+    num_plans: int = MAX_SHOWN_PLANS,
 ) -> Ranking:
-    """Rank the plans by what they are expected to do on this machine.
+    """Rank the plans again by their calibrated numbers.
 
-    The first ``enough`` of them fit in every phase of the job.
+    The first ``num_plans`` of them fit in every phase of the job.
     """
-    return WholeLife(host, profile, workload).fitting(calibration.ranked(ranking, host, workload), enough=enough)
+    calibrated = calibration.rerank(ranking, host, workload)
+    return JobMemory(host, profile, workload).drop_unfitting(calibrated, num_plans=num_plans)
 
 
 def _search(
@@ -212,12 +223,12 @@ def _search(
         progress=progress,
     )
     ranking = search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
-    return profile, as_here(ranking, host, profile, workload, calibration)
+    return profile, calibrate_and_filter(ranking, host, profile, workload, calibration)
 
 
-def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
-    roomier = "a shorter --sequence-length or a larger device" if takes(profile) == "tokens" else "a larger device"
-    if (phase := ranking.in_another_phase) is not None:
+def _raise_nothing_fits(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
+    roomier = "a shorter --sequence-length or a larger device" if sample_unit(profile) == "tokens" else "a larger device"
+    if (phase := ranking.phase_problem) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
@@ -245,20 +256,22 @@ def plan(
 ) -> Planning:
     """Return ranked training plans for a model on a host.
 
-    ``on``: a described host such as "1xh100"; None: this machine. ``lora_rank``: of LoRA around every linear layer but the head.
-    ``load_in_4bit``: keep the weights below LoRA in NF4.
+    Args:
+        on: a described host such as "1xh100"; None: this machine.
+        lora_rank: the rank of LoRA around every linear layer except the head.
+        load_in_4bit: keep the weights below LoRA in NF4.
     """
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
-    """Read the plan of a file: one Plan, or the best of a document written by ``upshift plan --json``.
+    """Read a plan from a file: a single Plan, or the best of a document written by ``upshift plan --json``.
 
-    Raises RequestError for an unknown key, and for a plan made for another model or other hardware.
+    Raise RequestError for an unknown key, and for a plan made for another model or other hardware.
     """
     import json
 
@@ -274,11 +287,11 @@ def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
         ) from None
     if isinstance(document, dict) and isinstance(document.get("plans"), list) and document["plans"]:
         document = document["plans"][0]["plan"]
-    found = Plan.from_json(json.dumps(document), origin=str(path))
-    if found.host != host.fingerprint:
-        raise RequestError(f"plan {path} was made for other hardware ({found.host}; this is {host.fingerprint}); plan again here")
-    if found.model != source.model_hash:
+    plan = Plan.from_json(json.dumps(document), origin=str(path))
+    if plan.host != host.fingerprint:
+        raise RequestError(f"plan {path} was made for other hardware ({plan.host}; this is {host.fingerprint}); plan again here")
+    if plan.model != source.model_hash:
         raise RequestError(
-            f"plan {path} was made for another model ({found.model}; this is {source.model_hash}); plan again for it"
+            f"plan {path} was made for another model ({plan.model}; this is {source.model_hash}); plan again for it"
         )
-    return found
+    return plan

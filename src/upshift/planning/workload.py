@@ -1,14 +1,12 @@
-"""Define the workload that a plan is for.
+"""Pack sequences into rows, describe the lengths of a corpus, and define the workload that a plan is for.
 
-Describe how long the sequences of a corpus are, and estimate how many tokens padding or packing computes.
+Only the standard library and pydantic are used, so that planning needs no numpy.
 
-Only the standard library and pydantic are used, so that planning needs no numpy. Estimates pack or pad a fixed random sample
-drawn from the histogram. They ignore which lengths happen to meet in one real global batch.
+Rows are packed by best fit, which keeps the guarantee of first fit: at most 11/9 of the optimum, plus one row. With whole-number
+capacities it needs one bit scan for each sequence instead of a pass over all open rows, so 4,096 sequences take milliseconds.
 
-Choose which sequences share a row: bin packing with the standard library only.
-
-Best fit keeps the guarantee of first fit (at most 11/9 of the optimum, plus one row). With whole-number capacities it needs one
-bit-scan per sequence instead of a walk over all open rows: 4,096 sequences take milliseconds.
+How many tokens padding or packing computes is estimated on a fixed random sample drawn from the histogram of lengths. Which
+lengths are in one real global batch is ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
                 rooms &= ~(1 << room)
             rows[row].append(index)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([index])
         if room > length:
             rows_with_room.setdefault(room - length, []).append(row)
@@ -52,7 +51,7 @@ def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 def spread_rows(lengths: Sequence[int], *, capacity: int, multiple: int = 1) -> list[list[int]]:
     """Return about as few rows as hold the sequences, equally full: longest first, each into the emptiest row (Graham 1969).
 
-    The number of rows is a multiple of ``multiple``, so that each of so many processes gets as much; a row may be empty.
+    The number of rows is a multiple of ``multiple``, so that as many processes get equal numbers of rows. A row may be empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     more_than_half = sum(2 * length > capacity for length in lengths)  # no two of these sequences share a row
@@ -76,12 +75,13 @@ def _spread(lengths: Sequence[int], order: list[int], count: int, capacity: int)
 
 
 def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not less than ``count``."""
     return -(-count // multiple) * multiple
 
 
 SAMPLE_SEQUENCES = 1024
 MAX_BUCKETS = 1024
-Known = TypeVar("Known")
+T = TypeVar("T")
 
 
 class LengthHistogram(Value):
@@ -109,13 +109,14 @@ class LengthHistogram(Value):
         """
         counts: Counter[int] = Counter()
         for length in documents:
-            whole, rest = divmod(length, sequence_length)
-            counts[sequence_length] += whole
-            counts[rest] += rest >= 2
+            num_full, remainder = divmod(length, sequence_length)
+            counts[sequence_length] += num_full
+            counts[remainder] += remainder >= 2
         exact = {length: count for length, count in counts.items() if count}
         if not exact:
             raise RequestError("the data has no sequence of two or more tokens; give more text")
-        bucket, rounded = -(-sequence_length // MAX_BUCKETS), Counter[int]()
+        bucket = -(-sequence_length // MAX_BUCKETS)
+        rounded = Counter[int]()
         for length, count in exact.items():
             rounded[min(round_up(length, bucket), sequence_length)] += count
         lengths, numbers = zip(*sorted(rounded.items()), strict=True)
@@ -145,35 +146,38 @@ class LengthHistogram(Value):
             rows = self._flat_rows(micro_batch, global_batch, processes)
             return sum(round_up(fill, pad_multiple) for fill in rows) / sum(rows)
 
-        return self._remembered(("flat ratio", micro_batch, global_batch, processes, pad_multiple), ratio)
+        return self._get_or_compute(("flat ratio", micro_batch, global_batch, processes, pad_multiple), ratio)
 
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
         """Return the tokens of the longest of the sample's rows of up to micro_batch x sequence_length tokens."""
         key = ("longest", micro_batch, global_batch, processes)
-        return self._remembered(key, lambda: max(self._flat_rows(micro_batch, global_batch, processes)))
+        return self._get_or_compute(key, lambda: max(self._flat_rows(micro_batch, global_batch, processes)))
 
     def _flat_rows(self, micro_batch: int, global_batch: int, processes: int) -> list[int]:
         """Return the tokens of each flattened row of the sample's global batches."""
 
         def spread() -> list[int]:
-            how = {"capacity": micro_batch * self.sequence_length, "multiple": processes}
-            return [sum(batch[i] for i in row) for batch in self._sample(global_batch) for row in spread_rows(batch, **how)]
+            capacity = micro_batch * self.sequence_length
+            row_lengths = []
+            for batch in self._sample(global_batch):
+                for row in spread_rows(batch, capacity=capacity, multiple=processes):
+                    row_lengths.append(sum(batch[index] for index in row))
+            return row_lengths
 
-        return self._remembered(("flat", micro_batch, global_batch, processes), spread)
+        return self._get_or_compute(("flat", micro_batch, global_batch, processes), spread)
 
     def visible_share(self, block: int) -> float:
-        """Return the keys that a query sees, over sequence_length, if causal attention works in blocks of ``block`` queries."""
-        seen = sum(
-            count * length * min(length / 2 + block, self.sequence_length)
-            for length, count in zip(self.lengths, self.counts, strict=True)
-        )
-        return seen / (self.sequence_length * sum(n * c for n, c in zip(self.lengths, self.counts, strict=True)))
+        """Return the share of sequence_length that a query sees, if causal attention computes blocks of ``block`` queries."""
+        pairs = list(zip(self.lengths, self.counts, strict=True))
+        num_visible = sum(count * length * min(length / 2 + block, self.sequence_length) for length, count in pairs)
+        return num_visible / (self.sequence_length * sum(length * count for length, count in pairs))
 
     def padded_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8) -> float:
-        """Return computed over real tokens when padded and sorted by length in each global batch; 1.0 is no waste."""
+        """Return computed over real tokens if each global batch is sorted by length and padded; 1.0 is no waste."""
 
         def computed(batch: list[int]) -> int:
-            longest_first, padded = sorted(batch, reverse=True), 0
+            longest_first = sorted(batch, reverse=True)
+            padded = 0
             for start in range(0, len(batch), micro_batch):
                 width = min(round_up(longest_first[start], pad_multiple), self.sequence_length)
                 padded += width * len(longest_first[start : start + micro_batch])
@@ -182,24 +186,24 @@ class LengthHistogram(Value):
         return self._over_sample(("padded", micro_batch, pad_multiple), global_batch, computed, sum)
 
     def _over_sample(
-        self, name: object, global_batch: int, above: Callable[[list[int]], int], below: Callable[[list[int]], int]
+        self, name: object, global_batch: int, numerator: Callable[[list[int]], int], denominator: Callable[[list[int]], int]
     ) -> float:
         """Return a ratio of two sums over the sample's global batches."""
 
         def ratio() -> float:
             batches = self._sample(global_batch)
-            return sum(map(above, batches)) / sum(map(below, batches))
+            return sum(map(numerator, batches)) / sum(map(denominator, batches))
 
-        return self._remembered((name, global_batch), ratio)
+        return self._get_or_compute((name, global_batch), ratio)
 
-    def _remembered(self, key: object, compute: Callable[[], Known]) -> Known:
-        """Return the value of ``key``, computed once: thousands of plans ask for the same few."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]  # type: ignore[no-any-return]
+    def _get_or_compute(self, key: object, compute: Callable[[], T]) -> T:
+        """Return the value of ``key``. It is computed once, because thousands of plans need the same few values."""
+        if key not in self._cached_values:
+            self._cached_values[key] = compute()
+        return self._cached_values[key]  # type: ignore[no-any-return]
 
     @cached_property
-    def _known(self) -> dict[object, Any]:
+    def _cached_values(self) -> dict[object, Any]:
         return {}
 
     def _sample(self, global_batch: int) -> list[list[int]]:
@@ -210,7 +214,8 @@ class LengthHistogram(Value):
 
     @cached_property
     def _cumulative_counts(self) -> list[int]:
-        total, cumulative = 0, []
+        total = 0
+        cumulative = []
         for count in self.counts:
             total += count
             cumulative.append(total)
@@ -218,6 +223,8 @@ class LengthHistogram(Value):
 
 
 class Workload(Value):
+    """A training job without its plan: batch, data, and what the user allows."""
+
     task: Literal["train"] = "train"
     sequence_length: int = Field(gt=0)
     global_batch: int = Field(gt=0, description="sequences per optimizer step; no plan changes it")

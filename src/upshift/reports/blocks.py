@@ -72,7 +72,7 @@ class Table(Block):
 
 @dataclass(frozen=True)
 class Plot(Block):
-    """The place of the figure with the same name. ``label`` describes it to who cannot see it. ``height`` is in pixels."""
+    """The place of the figure with the same name. ``label`` is its text for screen readers. ``height`` is in pixels."""
 
     template: ClassVar[str] = "plot.html"
     name: str
@@ -109,7 +109,7 @@ class Controls(Block):
 
 @dataclass(frozen=True)
 class SpokenWords(Block):
-    """A paragraph that controls change, and that screen readers read out then. ``words`` stand there at the start."""
+    """A paragraph that controls change, and that screen readers then read out. ``words`` is its text at the start."""
 
     template: ClassVar[str] = "spoken_words.html"
     name: str
@@ -129,8 +129,8 @@ class Command(Block):
     text: str
 
 
-def empty(why: str) -> Paragraph:
-    """Return what stands in place of a section's missing data."""
+def missing(why: str) -> Paragraph:
+    """Return a paragraph in place of a section's missing data, with the reason."""
     return Paragraph(why, "empty")
 
 

@@ -1,10 +1,10 @@
-"""Draw one page of all claims: how far each is from its goal, the worst first, and its rows over time."""
+"""Draw one page of all claims: the distance of each from its goal, the worst first, and its numbers over time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upshift.benchmarking.claims import Standing
+from upshift.benchmarking.claims import ClaimStatus
 from upshift.reports.blocks import Cell, Paragraph, Plot, Row, Table, Tile, number, number_cell
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layout, log_axis_if_wide, plot_text
@@ -16,25 +16,27 @@ HEADS = (
 )  # fmt: skip
 
 
-def claims_page(standings: Sequence[Standing]) -> str:
+def claims_page(statuses: Sequence[ClaimStatus]) -> str:
     """Return the page. ``standings`` are the worst first."""
-    measured = [standing for standing in standings if standing.readings]
-    with_goal = [standing for standing in measured if standing.share is not None]
-    reached = [standing for standing in with_goal if standing.is_reached]
+    measured = [status for status in statuses if status.readings]
+    with_goal = [status for status in measured if status.share is not None]
+    reached = [status for status in with_goal if status.is_reached]
     worst = with_goal[0] if with_goal else None
     tiles = [
         Tile("Goals reached", f"{len(reached)} of {len(with_goal)}", "with rows and a goal"),
         Tile("Furthest from its goal", _share(worst) if worst else None, worst.name if worst else None),
-        Tile("Without rows", str(len(standings) - len(measured)), "claims that nobody has measured"),
+        Tile("Without rows", str(len(statuses) - len(measured)), "claims that nobody has measured"),
     ]
     figures = {"distances": _distances(with_goal), "times": _times(measured)}
     label = "Share of the goal that each claim reaches"
     distance = Plot("distances", label, "1 is the goal; above it, it is passed.", height=_height(with_goal))
-    over = "Each number over its first, turned so that up is better; of claims with several rows. Machines differ between rows."
-    times = [Plot("times", "The numbers of claims over time", over)] if figures["times"] else []
+    caption = (
+        "Each number over its first, turned so that up is better; of claims with several rows. Machines differ between rows."
+    )
+    times = [Plot("times", "The numbers of claims over time", caption)] if figures["times"] else []
     sections = [
         Section("distance", "How far from the goal", "Distance", [distance if with_goal else Paragraph("No rows.")]),
-        Section("claims", "Every claim, the worst first", "Claims", [_claims(standings)]),
+        Section("claims", "Every claim, the worst first", "Claims", [_claims_table(statuses)]),
         Section("history", "Over time", "Over time", [*times, _history(measured)]),
     ]
     summary = "What Upshift claims, against what, and what the rows of benchmarks/results say. --quick runs are left out."
@@ -42,70 +44,71 @@ def claims_page(standings: Sequence[Standing]) -> str:
     return page_html(Page("Upshift's claims", summary, tiles, sections, drawn))
 
 
-def _share(standing: Standing) -> str:
-    return "" if standing.share is None else f"{standing.share:.2f}"
+def _share(status: ClaimStatus) -> str:
+    return "" if status.share is None else f"{status.share:.2f}"
 
 
-def _claims(standings: Sequence[Standing]) -> Table:
+def _claims_table(statuses: Sequence[ClaimStatus]) -> Table:
     rows: list[Row] = []
-    for standing in standings:
-        claim = standing.claim
+    for status in statuses:
+        claim = status.claim
         newest = Cell("")
-        if standing.readings:
-            reading = standing.readings[-1]
+        if status.readings:
+            reading = status.readings[-1]
             newest = Cell(reading.time[:10], reading.commit or "no commit", whole_words=True)
         rows.append([
-            Cell(standing.name, f"{claim.text}: {claim.ours} against {claim.baseline}"),
-            number_cell(standing.value, small=claim.unit), number(claim.goal), _share(standing), str(len(standing.readings)),
-            newest, Cell(standing.command, whole_words=True, is_code=True),
+            Cell(status.name, f"{claim.text}: {claim.ours} against {claim.baseline}"),
+            number_cell(status.value, small=claim.unit), number(claim.goal), _share(status), str(len(status.readings)),
+            newest, Cell(status.command, whole_words=True, is_code=True),
         ])  # fmt: skip
-    missed = frozenset(index for index, standing in enumerate(standings) if standing.is_reached is False)
+    missed = frozenset(index for index, status in enumerate(statuses) if status.is_reached is False)
     return Table("Claims", HEADS, rows, missed)
 
 
-def _history(measured: Sequence[Standing]) -> Table:
+def _history(measured: Sequence[ClaimStatus]) -> Table:
     rows = [
-        [standing.name, reading.time[:16].replace("T", " "), number(reading.value), reading.commit or ""]
-        for standing in measured
-        for reading in standing.readings
+        [status.name, reading.time[:16].replace("T", " "), number(reading.value), reading.commit or ""]
+        for status in measured
+        for reading in status.readings
     ]
     return Table("Rows over time", (("claim", ""), ("time", ""), ("number", "number"), ("commit", "")), rows)
 
 
-def _height(with_goal: Sequence[Standing]) -> int:
+def _height(with_goal: Sequence[ClaimStatus]) -> int:
     return 120 + ROW_HEIGHT * len(with_goal)
 
 
-def _distances(with_goal: Sequence[Standing]) -> Figure | None:
-    """Return bars from the top, the worst first."""
+def _distances(with_goal: Sequence[ClaimStatus]) -> Figure | None:
+    """Return a bar for each claim, the worst at the top."""
     if not with_goal:
         return None
-    shares = [standing.share or 0.0 for standing in with_goal]
+    shares = [status.share or 0.0 for status in with_goal]
     bars = {
         "type": "bar", "orientation": "h", "x": [round(share, 4) for share in shares],
-        "y": [plot_text(standing.name) for standing in with_goal],
-        "marker": {"color": [GREEN if standing.is_reached else RED for standing in with_goal]},
+        "y": [plot_text(status.name) for status in with_goal],
+        "marker": {"color": [GREEN if status.is_reached else RED for status in with_goal]},
         "hovertemplate": "%{y}: %{x:.2f} of the goal<extra></extra>",
     }  # fmt: skip
     line = {"color": "@text", "dash": "dot", "width": 1}
     goal = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    x, y = axis("of the goal", **log_axis_if_wide(shares)), axis("", autorange="reversed")
+    x = axis("of the goal", **log_axis_if_wide(shares))
+    y = axis("", autorange="reversed")
     return {"data": [bars], "layout": layout(x=x, y=y, height=_height(with_goal), shapes=[goal], showlegend=False)}
 
 
-def _times(measured: Sequence[Standing]) -> Figure | None:
+def _times(measured: Sequence[ClaimStatus]) -> Figure | None:
     """Return each claim's numbers over its first one, turned so that up is better."""
     traces: list[Figure] = []
-    for standing in measured:
-        values = [reading.value for reading in standing.readings]
+    for status in measured:
+        values = [reading.value for reading in status.readings]
         if len(values) < 2 or min(values) <= 0:
             continue
-        is_higher_better = standing.claim.better == "higher"
+        is_higher_better = status.claim.better == "higher"
         ratios = [value / values[0] if is_higher_better else values[0] / value for value in values]
         colour = CURVE_COLOURS[len(traces) % len(CURVE_COLOURS)]
         traces.append({
-            "type": "scatter", "mode": "lines+markers", "name": plot_text(standing.name),
-            "x": [reading.time for reading in standing.readings], "y": [round(ratio, 4) for ratio in ratios],
+            "type": "scatter", "mode": "lines+markers", "name": plot_text(status.name),
+            "x": [reading.time for reading in status.readings], "y": [round(ratio, 4) for ratio in ratios],
             "line": {"color": colour, "width": 1.5}, "hovertemplate": "%{x}: %{y:.2f} of the first<extra></extra>",
         })  # fmt: skip
     return {"data": traces, "layout": layout(x=axis("", type="date"), y=axis("over the first row"))} if traces else None

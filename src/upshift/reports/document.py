@@ -1,4 +1,4 @@
-"""A page as one HTML file that works offline, on a phone and in the dark: what surrounds the sections of every page.
+"""Render a page as one HTML file that works offline, on a phone and in dark mode.
 
 The plotting library's script is written into the file once, and the page forbids the browser to load anything.
 """
@@ -62,13 +62,13 @@ def page_html(page: Page) -> str:
 
 
 def check_page_path(path: Path) -> None:
-    """Raise RequestError where a directory stands. Call it before the work that fills the page."""
+    """Raise RequestError if the path is a directory. Call it before the work that fills the page."""
     if path.is_dir():
         raise RequestError(f"cannot write {path}: it is a directory; give the path of a file, such as {path / 'page.html'}")
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write the file and its folder. Raise RequestError when that is not possible."""
+    """Write the file, and create its folder. Raise RequestError if that is not possible."""
     check_page_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,10 @@
-"""Pieces of Plotly figures as plain data, made without any library.
+"""Pieces of Plotly figures as plain data, made without any library: axes, colours, and scatter plots of plans.
 
 A colour that starts with "@" is a colour of the page and follows its colour scheme. The others are Okabe and Ito's,
-which people with any colour vision can tell apart, and which stand out on white and on black.
+which people with any colour vision can distinguish, and which stand out on white and on black.
 
-Scatter plots of plans: predicted speed over predicted memory, the frontier, and which plans are left out.
-
-Thousands of plans lie on top of each other: beyond a few thousand, the plot shows one of those that share a small cell
-of the picture. The chosen plan, the tried ones and the frontier are never left out.
+A scatter plot shows plans by predicted speed and memory. Thousands of plans would cover each other: beyond MAX_DRAWN, one plan
+stands for all that share a small cell of the picture. The chosen plan, the tried ones and the frontier are always drawn.
 """
 
 from __future__ import annotations
@@ -23,8 +21,14 @@ from upshift.value import Value
 
 Figure = dict[str, Any]
 
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-RED, SKY, GREY, YELLOW = "#D55E00", "#56B4E9", "#8A929E", "#C9B800"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PINK = "#CC79A7"
+RED = "#D55E00"
+SKY = "#56B4E9"
+GREY = "#8A929E"
+YELLOW = "#C9B800"
 VIOLET = "#7A5EA8"
 PART_COLOURS = {
     "process base": GREY, "weights": BLUE, "gradients": SKY, "optimizer": GREEN, "activations": ORANGE, "loss": RED,
@@ -32,22 +36,22 @@ PART_COLOURS = {
 }  # fmt: skip
 CURVE_COLOURS = (GREY, BLUE, RED, GREEN, PINK, ORANGE, SKY)
 FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
-READABLE_TEXT = {"minsize": 9, "mode": "hide"}  # in bars: smaller texts are left out
+READABLE_TEXT = {"minsize": 9, "mode": "hide"}  # Plotly leaves out smaller texts in bars
 
 
 def plot_text(text: str) -> str:
-    """Return text for a label of a plot. Plotly reads some HTML there, so that it is escaped once more."""
+    """Return text for a label of a plot. Plotly reads some HTML in labels, so the text is escaped here, too."""
     return html.escape(text, quote=False)
 
 
-def axis(title: str, **more: Any) -> Figure:
+def axis(title: str, **properties: Any) -> Figure:
     return {
         "title": {"text": title, "standoff": 10, "font": {"size": 13}},
         "gridcolor": "@line",
         "zerolinecolor": "@line",
         "linecolor": "@line",
         "automargin": True,
-        **more,
+        **properties,
     }
 
 
@@ -55,13 +59,14 @@ def log_axis_if_wide(values: Sequence[float]) -> Figure:
     """Return a logarithmic axis with ticks at 1, 2, 5 if the values span more than a factor of 12, else one from zero."""
     if not values or min(values) <= 0 or max(values) / min(values) <= 12:
         return {"rangemode": "tozero"}
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)))
     steps = (1, 2, 5) if high - low <= 4 else (1,)
     ticks = [float(f"{step}e{power}") for power in range(low, high + 1) for step in steps]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
-def layout(*, x: Figure, y: Figure, height: int = 460, **more: Any) -> Figure:
+def layout(*, x: Figure, y: Figure, height: int = 460, **properties: Any) -> Figure:
     return {
         "height": height,
         "margin": {"l": 8, "r": 16, "t": 28, "b": 8},
@@ -76,29 +81,29 @@ def layout(*, x: Figure, y: Figure, height: int = 460, **more: Any) -> Figure:
         "uirevision": "keep",
         "xaxis": x,
         "yaxis": y,
-        **more,
+        **properties,
     }  # fmt: skip
 
 
-def rounded(value: float | None) -> float | None:
-    """Return six digits of a number, and None, which is a gap in the drawing, for what is not finite."""
+def round_value(value: float | None) -> float | None:
+    """Return a number with six digits, or None, which is a gap in the drawing, for one that is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def column(values: Iterable[float | None]) -> list[float | None]:
-    return [rounded(value) for value in values]
+def rounded_values(values: Iterable[float | None]) -> list[float | None]:
+    return [round_value(value) for value in values]
 
 
-def part_colours(parts: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each part of memory: usual parts from the ground up, then the others as they appear."""
-    names = dict.fromkeys(parts)
+def part_colours(part_names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each part of memory: the usual parts from the bottom up, then the others as they appear."""
+    names = dict.fromkeys(part_names)
     spare = cycle((YELLOW, RED, GREEN, PINK))
-    usual = {part: colour for part, colour in PART_COLOURS.items() if part in names}
-    return usual | {part: next(spare) for part in names if part not in usual}
+    usual = {name: colour for name, colour in PART_COLOURS.items() if name in names}
+    return usual | {name: next(spare) for name in names if name not in usual}
 
 
-def chosen_by(control: str, choices: Iterable[Any]) -> Figure:
-    """Return, for a figure or for words, the one of ``choices`` that the control of this id selects."""
+def choice(control: str, choices: Iterable[Any]) -> Figure:
+    """Return data for a figure or words that stand for the item of ``choices`` that the control of this id selects."""
     return {"by": control, "choices": list(choices)}
 
 
@@ -112,7 +117,7 @@ Status = Literal["chosen", "tried", "candidate", "rejected"]
 class Candidate(Value):
     """One plan that was considered, with its prediction and, if it was tried, its measurement.
 
-    Of plans of one ``group`` the plot may show one for several at nearly the same place.
+    The plot may show one plan for several of the same ``group`` at nearly the same place.
     """
 
     label: str
@@ -126,57 +131,62 @@ class Candidate(Value):
     reason: str = ""
 
 
-class Placed(NamedTuple):
-    """A candidate with two numbers that can be drawn."""
+class PlacedCandidate(NamedTuple):
+    """A candidate with the two numbers that place it in the plot."""
 
     candidate: Candidate
     speed: float
     peak: float
 
 
-def placed(candidates: Sequence[Candidate]) -> list[Placed]:
+def placed_candidates(candidates: Sequence[Candidate]) -> list[PlacedCandidate]:
     """Return the candidates with both predictions."""
     return [
-        Placed(candidate, candidate.tokens_per_second, candidate.peak_gib)
+        PlacedCandidate(candidate, candidate.tokens_per_second, candidate.peak_gib)
         for candidate in candidates
         if candidate.tokens_per_second is not None and candidate.peak_gib is not None
     ]
 
 
-def frontier(points: Sequence[Placed]) -> list[Placed]:
-    """Return the plans, not rejected, that no other beats in both speed and memory, by growing memory."""
-    best: list[Placed] = []
+def frontier(points: Sequence[PlacedCandidate]) -> list[PlacedCandidate]:
+    """Return the plans that no other beats in both speed and memory, by growing memory. Rejected plans do not count."""
+    best: list[PlacedCandidate] = []
     for point in sorted(points, key=lambda point: (point.peak, -point.speed)):
         if point.candidate.status != "rejected" and (not best or point.speed > best[-1].speed):
             best.append(point)
     return best
 
 
-def cells(values: Sequence[float], count: int) -> list[int]:
-    """Return in which of ``count`` equal stretches each value lies."""
-    low, high = min(values), max(values)
+def cell_indices(values: Sequence[float], count: int) -> list[int]:
+    """Return for each value the index of its interval, of ``count`` equal intervals."""
+    low = min(values)
+    high = max(values)
     return [0 if high == low else int((value - low) / (high - low) * count) for value in values]
 
 
-def thinned(points: Sequence[Placed], *, keep: Sequence[Placed], at_most: int = MAX_DRAWN) -> list[Placed]:
-    """Return the fastest point per cell of the picture and kind, and always those to keep, the chosen and the tried."""
-    left = list(points)
+def thin_out(
+    points: Sequence[PlacedCandidate], *, keep: Sequence[PlacedCandidate], at_most: int = MAX_DRAWN
+) -> list[PlacedCandidate]:
+    """Return the fastest point of each kind in each cell of the picture, and all that are in ``keep``, chosen or tried."""
+    points_left = list(points)
     for count in CELLS_PER_AXIS:
-        if len(left) <= at_most:
+        if len(points_left) <= at_most:
             break
-        rows = cells([point.speed for point in points], count)
-        columns = cells([math.log1p(point.peak) for point in points], count)
-        fastest: dict[tuple[int, int, str, str, bool], Placed] = {}
-        for point, row, col in zip(points, rows, columns, strict=True):
-            place = (row, col, point.candidate.status, point.candidate.group, point.candidate.changes_mathematics)
-            if place not in fastest or fastest[place].speed < point.speed:
-                fastest[place] = point
-        kept_ids = {id(point.candidate) for point in (*keep, *fastest.values())}
-        left = [p for p in points if id(p.candidate) in kept_ids or p.candidate.status in ("chosen", "tried")]
-    return left
+        rows = cell_indices([point.speed for point in points], count)
+        columns = cell_indices([math.log1p(point.peak) for point in points], count)
+        fastest: dict[tuple[int, int, str, str, bool], PlacedCandidate] = {}
+        for point, row, column in zip(points, rows, columns, strict=True):
+            cell = (row, column, point.candidate.status, point.candidate.group, point.candidate.changes_mathematics)
+            if cell not in fastest or fastest[cell].speed < point.speed:
+                fastest[cell] = point
+        retained_ids = {id(point.candidate) for point in (*keep, *fastest.values())}
+        points_left = [
+            point for point in points if id(point.candidate) in retained_ids or point.candidate.status in ("chosen", "tried")
+        ]
+    return points_left
 
 
-def hover(candidate: Candidate) -> str:
+def hover_text(candidate: Candidate) -> str:
     notes = [f"<b>{plot_text(candidate.label)}</b>"]
     if candidate.changes_mathematics:
         notes.append("changes the mathematics")
@@ -185,26 +195,26 @@ def hover(candidate: Candidate) -> str:
     return "<br>".join(notes)
 
 
-def marks(name: str, points: Sequence[Placed], verb: str = "predicted", **more: Any) -> Figure:
-    """Return one trace of points."""
+def marker_trace(name: str, points: Sequence[PlacedCandidate], verb: str = "predicted", **properties: Any) -> Figure:
+    """Return a trace with a marker for each point. ``properties`` override its own."""
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": column(point.peak for point in points),
-        "y": column(point.speed for point in points),
-        "text": [hover(point.candidate) for point in points],
+        "x": rounded_values(point.peak for point in points),
+        "y": rounded_values(point.speed for point in points),
+        "text": [hover_text(point.candidate) for point in points],
         "hovertemplate": f"%{{text}}<br>{verb} %{{y:,.0f}} tokens/s, %{{x:.2f}} GiB<extra></extra>",
-        **more,
+        **properties,
     }
 
 
-def all_peaks(points: Sequence[Placed], limit_gib: float | None) -> list[float]:
+def all_peaks(points: Sequence[PlacedCandidate], limit_gib: float | None) -> list[float]:
     measured = [point.candidate.measured_peak_gib for point in points]
     return [point.peak for point in points] + [peak for peak in (*measured, limit_gib) if peak is not None]
 
 
-def limit_marks(limit_gib: float | None, *, is_log: bool) -> Figure:
+def limit_line(limit_gib: float | None, *, is_log: bool) -> Figure:
     """Return the shape and the annotation of the memory limit, for a layout."""
     if limit_gib is None or (is_log and limit_gib <= 0):
         return {}

@@ -1,4 +1,4 @@
-"""Run an engine for the server as a process that is started, sent requests, and started again when it dies."""
+"""Run an engine for the server in a process of its own: start it, send it requests, and restart it when it dies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from upshift import parent_process
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
     FROM_ENGINE,
-    Beat,
     Cancel,
     Embed,
     EngineRequest,
     Failed,
     Generate,
+    Heartbeat,
     Piece,
     Ready,
     Refused,
@@ -30,46 +30,49 @@ from upshift.value import Value
 
 logger = logging.getLogger(__name__)
 State = Literal["asleep", "starting", "ready", "failed"]
-LINE_BYTES = 2**20  # of a vector, or of the text of a few tokens
-END_SECONDS = 5.0
-MOST_DEATHS = 3  # one after the other, before it was ready
-KEPT_LINES = 20  # of its standard error
-IDLE = Beat(live=0, waiting=0, resident_bytes=0)  # until it says
+MAX_LINE_BYTES = 2**20  # a message holds one vector, or the text of a few tokens
+END_SECONDS = 5.0  # an engine may take to end by itself
+MAX_DEATHS = 3  # in a row, before the engine was ready
+ERROR_LINES = 20  # of the engine's standard error
+IDLE = Heartbeat(live=0, waiting=0, resident_bytes=0)  # until the first heartbeat comes
 
 
 class EngineDied(JobFailed):
-    """The engine died while it had the request, or is starting again."""
+    """The engine died while it had the request, or it is starting again."""
 
 
 class RequestRefused(RequestError):
+    """The engine rejected the request, or failed at it. ``status`` is the HTTP status."""
+
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.why)
-        self.status, self.retry_after = refused.status, refused.retry_after
+        self.status = refused.status
+        self.retry_after = refused.retry_after
 
 
 class Vectors(NamedTuple):
-    """The vectors of a request's texts. ``rows`` holds one vector a text, fp32 in base64."""
+    """The vectors of a request's texts. ``rows`` holds one vector per text, as fp32 in base64."""
 
     rows: list[str]
     tokens: int
 
 
 class EngineProcess:
-    """The process of one model's engine. ``on_restart`` gets the seconds from a death until the engine was ready
-    again."""
+    """The process of one engine. ``on_restart`` receives the seconds from a death until the engine was ready again."""
 
     def __init__(self, request: EngineRequest, on_restart: Callable[[float], None] = lambda seconds: None) -> None:
-        self.request, self.on_restart = request, on_restart
+        self.request = request
+        self.on_restart = on_restart
         self.state: State = "asleep"
         self.ready: Ready | None = None
-        self.beat = IDLE
+        self.heartbeat = IDLE
         self.failure: Failed | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Queue[Piece | Vector | Refused | None]] = {}
-        self._changed = asyncio.Event()
-        self._runner: asyncio.Task[None] | None = None
-        self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._request_ids = itertools.count(1)
+        self._inboxes: dict[int, asyncio.Queue[Piece | Vector | Refused | None]] = {}  # by request id
+        self._state_changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._error_lines: deque[str] = deque(maxlen=ERROR_LINES)
 
     @property
     def pid(self) -> int | None:
@@ -77,153 +80,165 @@ class EngineProcess:
 
     @property
     def in_flight(self) -> int:
-        return len(self._open)
+        """Return the number of open requests."""
+        return len(self._inboxes)
 
     async def start(self) -> Ready:
-        """Start the process, and return when the engine is ready. Raise the error that keeps the engine from
-        starting."""
-        if self._runner is None or self._runner.done():
-            self.state, self.failure = "starting", None
-            self._runner = asyncio.create_task(self._run())
+        """Start the process, and return when the engine is ready. Raise the error that keeps it from starting."""
+        if self._supervisor is None or self._supervisor.done():
+            self.state = "starting"
+            self.failure = None
+            self._supervisor = asyncio.create_task(self._supervise())
         while self.state == "starting":
-            self._changed.clear()
-            await self._changed.wait()
+            self._state_changed.clear()
+            await self._state_changed.wait()
         if self.failure is not None:
-            kinds = {2: RequestError, 3: NothingFits}
-            raise kinds.get(self.failure.exit_code, JobFailed)(self.failure.why)
+            error_types = {2: RequestError, 3: NothingFits}
+            raise error_types.get(self.failure.exit_code, JobFailed)(self.failure.why)
         assert self.ready is not None
         return self.ready
 
     async def stop(self) -> None:
         """Stop the process. Open requests are lost, so check ``in_flight`` first."""
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.wait({self._runner})
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
         await self._end()
-        self.state, self.ready, self._runner = "asleep", None, None
-        self._lose()
+        self.state = "asleep"
+        self.ready = None
+        self._supervisor = None
+        self._abandon_requests()
 
-    async def pieces(self, asked: Generate) -> AsyncGenerator[Piece]:
-        """Yield the pieces of an answer. The request is canceled when the consumer stops. Raise RequestRefused or
+    async def pieces(self, request: Generate) -> AsyncGenerator[Piece]:
+        """Yield the pieces of an answer. When the consumer stops, cancel the request. Raise RequestRefused or
         EngineDied."""
-        number = next(self._numbers)
-        inbox = self._listen(number)
+        request_id = next(self._request_ids)
+        inbox = self._open_inbox(request_id)
         try:
-            await self._send(asked.model_copy(update={"id": number}))
+            await self._send(request.model_copy(update={"id": request_id}))
             while True:
-                piece = _checked(await inbox.get())
+                piece = _raise_failures(await inbox.get())
                 assert isinstance(piece, Piece)
                 if piece.ending is not None:
-                    self._open.pop(number, None)
+                    self._inboxes.pop(request_id, None)
                     yield piece
                     return
                 yield piece
         finally:
-            await self._leave(number)
+            await self._cancel_if_open(request_id)
 
-    async def vectors(self, asked: Embed) -> Vectors:
-        """Return the vectors of a request. The request is canceled when the caller stops. Raise RequestRefused or
+    async def vectors(self, request: Embed) -> Vectors:
+        """Return the vectors of a request. When the caller stops, cancel the request. Raise RequestRefused or
         EngineDied."""
-        number = next(self._numbers)
-        inbox = self._listen(number)
-        rows, tokens = list[str](), 0
+        request_id = next(self._request_ids)
+        inbox = self._open_inbox(request_id)
+        rows: list[str] = []
+        tokens = 0
         try:
-            await self._send(asked.model_copy(update={"id": number}))
+            await self._send(request.model_copy(update={"id": request_id}))
             while True:
-                vector = _checked(await inbox.get())
+                vector = _raise_failures(await inbox.get())
                 assert isinstance(vector, Vector)
                 rows.append(vector.row)
                 tokens += vector.tokens
                 if vector.last:
-                    self._open.pop(number, None)
+                    self._inboxes.pop(request_id, None)
                     return Vectors(rows, tokens)
         finally:
-            await self._leave(number)
+            await self._cancel_if_open(request_id)
 
-    async def _leave(self, number: int) -> None:
-        if self._open.pop(number, None) is not None and (self._process and self._process.returncode is None):
+    def _open_inbox(self, request_id: int) -> asyncio.Queue[Piece | Vector | Refused | None]:
+        return self._inboxes.setdefault(request_id, asyncio.Queue())
+
+    async def _cancel_if_open(self, request_id: int) -> None:
+        if self._inboxes.pop(request_id, None) is not None and (self._process and self._process.returncode is None):
             with suppress(EngineDied):
-                await self._send(Cancel(id=number))
+                await self._send(Cancel(id=request_id))
 
-    def _listen(self, number: int) -> asyncio.Queue[Piece | Vector | Refused | None]:
-        return self._open.setdefault(number, asyncio.Queue())
-
-    async def _send(self, value: Value) -> None:
+    async def _send(self, message: Value) -> None:
         if self.state != "ready" or self._process is None or self._process.stdin is None:
             raise EngineDied("the engine is starting again; try again in a moment")
-        self._process.stdin.write(value.to_json().encode() + b"\n")
-        with suppress(ConnectionError):  # its death is told by the end of its answers
+        self._process.stdin.write(message.to_json().encode() + b"\n")
+        with suppress(ConnectionError):  # the end of the engine's output reports its death
             await self._process.stdin.drain()
 
-    async def _run(self) -> None:
-        deaths, died = 0, 0.0
-        while self.failure is None and deaths < MOST_DEATHS:
-            self._become("starting")
-            if await self._live(died):
+    async def _supervise(self) -> None:
+        """Run the process again each time it dies, until it reports a failure or dies too often."""
+        deaths = 0
+        death_time = 0.0
+        while self.failure is None and deaths < MAX_DEATHS:
+            self._set_state("starting")
+            if await self._run_process(death_time):
                 deaths = 0
-            deaths, died = deaths + 1, time.monotonic()
+            deaths += 1
+            death_time = time.monotonic()
         if self.failure is None:
-            last = self._last_words[-1] if self._last_words else "it said nothing"
-            self.failure = Failed(why=f"the engine of {self.request.model} died {deaths} times: {last}", exit_code=1)
-        self._become("failed")
+            last_line = self._error_lines[-1] if self._error_lines else "it said nothing"
+            self.failure = Failed(why=f"the engine of {self.request.model} died {deaths} times: {last_line}", exit_code=1)
+        self._set_state("failed")
 
-    async def _live(self, died: float) -> bool:
-        """Run one process from its start to its end, and tell all waiting requests of its end.
+    async def _run_process(self, death_time: float) -> bool:
+        """Run one process from its start to its end, then end all open requests.
 
-        Return whether the engine was ready. ``died`` is the time when the process before it died, or 0."""
-        was_ready, self.beat = False, IDLE
+        Return whether the engine was ready. ``death_time`` is the time when the process before it died, or 0."""
+        was_ready = False
+        self.heartbeat = IDLE
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *parent_process.command("upshift.serving.engine.main"), stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LINE_BYTES,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
             )  # fmt: skip
-            listening = asyncio.create_task(self._hear_errors())
+            error_reader = asyncio.create_task(self._read_errors())
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.write(self.request.to_json().encode() + b"\n")
             async for line in self._process.stdout:
-                said = FROM_ENGINE.validate_json(line)
-                if isinstance(said, Ready):
-                    self.ready, was_ready = said, True
-                    self._become("ready")
-                    if died:
-                        self.on_restart(time.monotonic() - died)
-                elif isinstance(said, Failed):
-                    self.failure = said
-                elif isinstance(said, Beat):
-                    self.beat = said
+                message = FROM_ENGINE.validate_json(line)
+                if isinstance(message, Ready):
+                    self.ready = message
+                    was_ready = True
+                    self._set_state("ready")
+                    if death_time:
+                        self.on_restart(time.monotonic() - death_time)
+                elif isinstance(message, Failed):
+                    self.failure = message
+                elif isinstance(message, Heartbeat):
+                    self.heartbeat = message
                 else:
-                    self._pass_on(said)
+                    self._deliver(message)
             await self._process.wait()
-            await listening
-        except Exception as error:  # whatever it said, nobody can go on with it
-            self._last_words.append(f"its answer was not understood ({type(error).__name__})")
-            logger.error("the engine of %s is ended: %s", self.request.model, self._last_words[-1])
+            await error_reader
+        except Exception as error:  # a process whose output cannot be read is of no use
+            self._error_lines.append(f"its answer was not understood ({type(error).__name__})")
+            logger.error("the engine of %s is ended: %s", self.request.model, self._error_lines[-1])
             await self._kill()
-        self._lose()
+        self._abandon_requests()
         return was_ready
 
-    def _pass_on(self, said: Piece | Vector | Refused) -> None:
-        if isinstance(said, Refused) and said.failure is not None:
-            logger.error("a request failed in the engine of %s: %s", self.request.model, said.failure)
-        if said.id in self._open:
-            self._open[said.id].put_nowait(said)
+    def _deliver(self, answer: Piece | Vector | Refused) -> None:
+        """Put an answer into the inbox of its request, if the request is still open."""
+        if isinstance(answer, Refused) and answer.failure is not None:
+            logger.error("a request failed in the engine of %s: %s", self.request.model, answer.failure)
+        if answer.id in self._inboxes:
+            self._inboxes[answer.id].put_nowait(answer)
 
-    async def _hear_errors(self) -> None:
+    async def _read_errors(self) -> None:
+        """Keep the last lines of the process's standard error."""
         assert self._process is not None and self._process.stderr is not None
-        while line := await self._process.stderr.read(2**16):
-            self._last_words.extend(text for text in line.decode(errors="replace").splitlines() if text.strip())
+        while chunk := await self._process.stderr.read(2**16):
+            self._error_lines.extend(line for line in chunk.decode(errors="replace").splitlines() if line.strip())
 
-    def _become(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self.state = state
-        self._changed.set()
+        self._state_changed.set()
 
-    def _lose(self) -> None:
-        """Tell all waiting requests that the engine is gone."""
-        for inbox in self._open.values():
+    def _abandon_requests(self) -> None:
+        """Send None to all open requests: the engine is gone."""
+        for inbox in self._inboxes.values():
             inbox.put_nowait(None)
-        self._open.clear()
+        self._inboxes.clear()
 
     async def _end(self) -> None:
+        """Close the input of the process, and kill the process if it does not end by itself."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -238,14 +253,15 @@ class EngineProcess:
         process = self._process
         if process is not None and process.returncode is None:
             process.kill()
-            while process.stdout is not None and await process.stdout.read(2**16):  # its end is not seen while a pipe is full
+            while process.stdout is not None and await process.stdout.read(2**16):  # asyncio sees no end while a pipe is full
                 pass
             await process.wait()
 
 
-def _checked(said: Piece | Vector | Refused | None) -> Piece | Vector:
-    if said is None:
+def _raise_failures(answer: Piece | Vector | Refused | None) -> Piece | Vector:
+    """Return the answer. Raise RequestRefused for a rejected request, and EngineDied for None."""
+    if answer is None:
         raise EngineDied("the engine died while it computed this; it is started again: try again in a moment")
-    if isinstance(said, Refused):
-        raise RequestRefused(said)
-    return said
+    if isinstance(answer, Refused):
+        raise RequestRefused(answer)
+    return answer

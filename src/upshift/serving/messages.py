@@ -1,4 +1,4 @@
-"""Define the messages between the server and an engine's process: one line of JSON each."""
+"""Define the messages between the server and an engine process. Each message is one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from upshift.value import Value
 
 Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
-MOST_WORDS = 1000  # of an error that is passed on
 Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
-
-
-EXPECTED = (128, 128)  # tokens of a prompt, and of an answer
+EXPECTED_TOKENS = (128, 128)  # tokens of a prompt, and of an answer
+MAX_ERROR_CHARACTERS = 1000  # of an engine's error in the message to the client
 
 
 class EngineRequest(Value):
-    """The settings that an engine starts with. The race and the proof run on ``prompts``, or else on made-up prompts
-    of ``prompt_length``."""
+    """The settings that an engine starts with.
+
+    The race and the warm-up run on the prompts of the file ``prompts``. Without a file, they run on random prompts of
+    ``prompt_length`` tokens."""
 
     model: str
     quality: str = "exact"
     engine: str | None = None
-    max_ttft_ms: float | None = Field(None, description="promised: an admitted request's first token comes within")
-    max_tpot_ms: float | None = Field(None, description="promised: a token more of each sequence, in the mean")
-    concurrency: int = Field(8, gt=0, description="most sequences at once")
-    prompts: str | None = Field(None, description="a file of what to expect")
-    prompt_length: int | None = Field(None, gt=0, description="tokens to expect; None: EXPECTED, or what the model has room for")
+    max_ttft_ms: float | None = Field(None, description="promise: longest time to the first token of an admitted request")
+    max_tpot_ms: float | None = Field(None, description="promise: longest mean time of a further token")
+    concurrency: int = Field(8, gt=0, description="maximum number of sequences that are computed at once")
+    prompts: str | None = Field(None, description="a file of expected prompts")
+    prompt_length: int | None = Field(None, gt=0, description="expected tokens; None: EXPECTED_TOKENS, or what the model allows")
     output_length: int | None = Field(None, gt=0)
     max_waiting: int = Field(256, gt=0)
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
     replica: int = Field(0, ge=0)
-    replicas: int = Field(1, gt=0, description="engines of this model, which share the cores, or have a GPU each")
+    replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 
 
 class Generate(Value):
     """A request for one text.
 
-    ``options`` are GenerationOptions by their names. ``json_schema`` is the schema that the answer must keep to. It
-    is a text, because pydantic reads no more than 200 levels. ``top`` is the number of likeliest tokens that are
-    reported beside each chosen token. None reports no scores at all."""
+    ``options`` holds GenerationOptions by name. ``json_schema`` is the schema that the answer must match. It is a
+    string because pydantic reads at most 200 nested levels. ``top`` is the number of likeliest tokens to report beside
+    each chosen token. None reports no scores."""
 
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
@@ -54,7 +54,7 @@ class Generate(Value):
 
 
 class Embed(Value):
-    """A request for vectors. ``dimensions`` is how many of the first dimensions each vector keeps. None keeps all."""
+    """A request for vectors. Each vector is cut to its first ``dimensions`` dimensions. None keeps all dimensions."""
 
     kind: Literal["embed"] = "embed"
     id: int = 0  # the engine numbers them
@@ -63,33 +63,35 @@ class Embed(Value):
 
 
 class Cancel(Value):
-    """A request is canceled because nobody waits for its answer any more."""
+    """An order to stop a request because its client no longer waits for the answer."""
 
     kind: Literal["cancel"] = "cancel"
     id: int
 
 
 class Ready(Value):
-    """The engine is ready. ``seconds`` are of importing, racing, loading and proving. ``capacity`` is in requests a
-    second of the expected lengths."""
+    """The report of an engine that is ready for requests.
+
+    ``seconds`` holds the times of importing, racing, loading and proving. ``capacity`` is in requests per second, for
+    requests of the expected lengths."""
 
     kind: Literal["ready"] = "ready"
     task: Task
     setup: str
-    replicas: int = Field(1, description="engines that this is said of")
-    rows: int = Field(description="sequences at once")
-    cache_tokens: int | None = Field(description="that live and reserved sequences may have together; None: no limit is known")
-    positions: int | None = Field(description="tokens of a prompt and its answer")
+    replicas: int = Field(1, description="number of engines that this report covers")
+    rows: int = Field(description="sequences that are computed at once")
+    cache_tokens: int | None = Field(description="capacity of the cache for all sequences together; None: unknown")
+    positions: int | None = Field(description="maximum tokens of a prompt with its answer")
     resident_bytes: int
     seconds: dict[str, float]
     predicted_capacity: float | None = None
     capacity: float | None = None
-    ttft_ms: float | None = Field(None, description="of a prompt alone, measured")
-    tpot_ms: float | None = Field(None, description="with all rows filled, measured")
+    ttft_ms: float | None = Field(None, description="measured time to the first token of a prompt that runs alone")
+    tpot_ms: float | None = Field(None, description="measured time of a further token while all rows are used")
 
 
 class Failed(Value):
-    """The engine cannot start. ``exit_code`` is the exit code of the command line."""
+    """The report of an engine that cannot start. ``exit_code`` is the exit code for the command line."""
 
     kind: Literal["failed"] = "failed"
     why: str
@@ -97,16 +99,18 @@ class Failed(Value):
 
 
 class TokenScore(Value):
-    """The log-probability of a token. ``logprob`` comes from the model's own logits, before temperature, penalties
-    and forms. ``top`` holds the likeliest tokens in its place."""
+    """The log-probability of a token.
 
-    spelled: tuple[int, ...] = Field(description="its bytes, which may be a part of a character")
+    ``logprob`` comes from the model's logits before temperature, penalties and grammars are applied. ``top`` holds the
+    likeliest tokens at the same position."""
+
+    spelled: tuple[int, ...] = Field(description="bytes of the token, possibly a part of a character")
     logprob: float
     top: tuple[TokenScore, ...] = ()
 
     @property
     def text(self) -> str:
-        r"""Return the token as text. A part of a character is written as OpenAI writes it: bytes:\xe2\x80."""
+        r"""Return the token as text. Write a part of a character in OpenAI's form: bytes:\xe2\x80."""
         try:
             return bytes(self.spelled).decode()
         except UnicodeDecodeError:
@@ -114,11 +118,11 @@ class TokenScore(Value):
 
 
 class Piece(Value):
-    """A further part of an answer's text.
+    """The next part of an answer's text.
 
-    ``tokens`` counts those of this piece. ``cached_tokens`` counts those of the prompt that were not computed for
-    this request. ``scores`` are those of the tokens, if the request asks for them, without the token that ends the
-    text. ``ending`` marks the last piece."""
+    ``tokens`` is the number of tokens in this piece. ``cached_tokens`` is the number of prompt tokens that were reused
+    from the cache. ``scores`` holds the tokens' log-probabilities if the request asks for them, without the token that
+    ends the text. ``ending`` is set on the last piece only."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -131,8 +135,10 @@ class Piece(Value):
 
 
 class Vector(Value):
-    """The vector of one text, in the order of the request's texts. ``row`` is fp32 in base64, as clients may ask for
-    it. ``tokens`` counts those of the text."""
+    """The vector of one text. Vectors come in the order of the request's texts.
+
+    ``row`` is the fp32 vector in base64, the form that clients may ask for. ``tokens`` is the number of tokens of the
+    text."""
 
     kind: Literal["vector"] = "vector"
     id: int
@@ -142,8 +148,10 @@ class Vector(Value):
 
 
 class Refused(Value):
-    """A request that is not done. ``status`` is the HTTP status: 400, 413, 429 or 500. ``failure`` is the type of the
-    exception, which is all that a log may say."""
+    """The answer to a request that the engine rejects or that failed.
+
+    ``status`` is the HTTP status: 400, 413, 429 or 500. ``failure`` is the type of the exception. Logs contain only
+    this type, because the message may quote the request."""
 
     kind: Literal["refused"] = "refused"
     id: int
@@ -153,16 +161,17 @@ class Refused(Value):
     failure: str | None = None
 
     @classmethod
-    def failed(cls, id: int, error: Exception) -> Refused:
-        """Return the refusal of a request that failed alone: the other requests go on."""
+    def from_error(cls, id: int, error: Exception) -> Refused:
+        """Return the answer to a request that failed with ``error`` while the other requests go on."""
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
-        name = type(error).__name__
-        return cls(id=id, status=500, why=f"the engine failed at this request alone: {name}: {error}"[:MOST_WORDS], failure=name)
+        failure = type(error).__name__
+        message = f"the engine failed at this request alone: {failure}: {error}"
+        return cls(id=id, status=500, why=message[:MAX_ERROR_CHARACTERS], failure=failure)
 
 
-class Beat(Value):
-    """A sign that the engine runs, with the number of live and waiting sequences."""
+class Heartbeat(Value):
+    """A sign that the engine runs, with the numbers of its live and waiting sequences."""
 
     kind: Literal["beat"] = "beat"
     live: int
@@ -171,6 +180,6 @@ class Beat(Value):
 
 
 ToEngine = Annotated[Generate | Embed | Cancel, Field(discriminator="kind")]
-FromEngine = Annotated[Ready | Failed | Piece | Vector | Refused | Beat, Field(discriminator="kind")]
+FromEngine = Annotated[Ready | Failed | Piece | Vector | Refused | Heartbeat, Field(discriminator="kind")]
 TO_ENGINE: TypeAdapter[Generate | Embed | Cancel] = TypeAdapter(ToEngine)
-FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vector | Refused | Beat] = TypeAdapter(FromEngine)
+FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vector | Refused | Heartbeat] = TypeAdapter(FromEngine)

@@ -1,4 +1,4 @@
-"""Load models when requests ask for them. Unload the least recently used ones when memory runs out."""
+"""Load models when requests ask for them. Unload the least recently used models when memory runs out."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from functools import partial
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.messages import Ready
 from upshift.serving.metrics import Metrics
-from upshift.serving.replicas import Replicas
+from upshift.serving.replicas import ReplicaSet
 from upshift.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
 
 class NoRoom(JobFailed):
-    """The model has no room in memory for now."""
+    """The model does not fit into memory at the moment."""
 
 
 @dataclass
-class Served:
-    """The models that are served.
+class ModelPool:
+    """The engines of all models that a server offers, some of them loaded.
 
-    ``memory_bytes``: the limit of all engines together. None: no limit. ``sizes``: the least bytes that a model is
-    expected to take before its first load. After it, the measured bytes replace them."""
+    ``engines`` holds the engines by model name. ``memory_bytes`` is the memory limit of all engines together, or None
+    for no limit. ``sizes`` holds the bytes that a model is expected to take at least. The first load of a model
+    replaces its expected bytes by the measured bytes."""
 
-    engines: dict[str, Replicas]
+    engines: dict[str, ReplicaSet]
     metrics: Metrics
     sizes: dict[str, int] = field(default_factory=dict)
     memory_bytes: int | None = None
-    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _users: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
-            engine.on_restart(partial(self._restarted, name))
+            engine.call_on_restart(partial(self._record_restart, name))
 
     @asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Replicas]:
-        """Yield a model's engine, ready. The engine is not unloaded meanwhile."""
+    async def using(self, name: str) -> AsyncIterator[ReplicaSet]:
+        """Yield the loaded engine of a model. The engine stays loaded within the context."""
         engine = self.engines[name]
         self._users[name] = self._users.get(name, 0) + 1
         try:
@@ -55,60 +56,70 @@ class Served:
             self._users[name] -= 1
 
     async def start(self) -> None:
-        """Start as many engines as have room, in their order. Raise the error that keeps one from starting."""
+        """Start the engines in their order, as many as fit into memory. Raise the error of an engine that cannot start."""
         for name in self.engines:
             self._check_size(name)
-        async with AsyncExitStack() as started:  # in use, so that none makes room for a later one
+        async with AsyncExitStack() as contexts:  # in use, so that a later model cannot unload an earlier one
             for name in self.engines:
                 with suppress(NoRoom):
-                    await started.enter_async_context(self.using(name))
+                    await contexts.enter_async_context(self.using(name))
 
     async def stop(self) -> None:
+        """Stop all engines."""
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
-    def observe(self) -> None:
-        """Set the gauges when they are read."""
+    def update_gauges(self) -> None:
+        """Set the gauges of the metrics to the present values."""
         for name, engine in self.engines.items():
             self.metrics.in_flight.labels(name).set(engine.in_flight)
-            self.metrics.live.labels(name).set(engine.beat.live)
-            self.metrics.waiting.labels(name).set(engine.beat.waiting)
-            self.metrics.resident.labels(name).set(self._held(name))
+            self.metrics.live.labels(name).set(engine.heartbeat.live)
+            self.metrics.waiting.labels(name).set(engine.heartbeat.waiting)
+            self.metrics.resident.labels(name).set(self._loaded_bytes(name))
 
     async def _load(self, name: str) -> None:
-        async with self._loading:
+        async with self._load_lock:
             engine = self.engines[name]
-            asleep, start = engine.state == "asleep", time.monotonic()
-            if asleep:
+            was_asleep = engine.state == "asleep"
+            start = time.monotonic()
+            if was_asleep:
                 await self._make_room(name)
             ready = await engine.start()
             self.sizes[name] = ready.resident_bytes
-            if not asleep:
+            if not was_asleep:
                 return
-            self._started(name, time.monotonic() - start, ready)
+            self._record_start(name, time.monotonic() - start, ready)
             try:
                 await self._make_room(name)
-            except UpshiftError:  # it takes more than was expected
+            except UpshiftError:  # the model takes more memory than expected
                 await engine.stop()
                 raise
 
     async def _make_room(self, name: str) -> None:
-        """Unload idle models until the model fits. Raise RequestError if it is too large for the limit, and NoRoom if
-        busy models leave no room. Then no model is unloaded."""
-        self._check_size(name)
-        while (excess := self._excess(name)) > 0:
-            others = {one: engine for one, engine in self.engines.items() if one != name}
-            idle = [one for one, engine in others.items() if engine.state == "ready" and not self._users.get(one)]
-            if excess > sum(map(self._held, idle)):
-                raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
-            await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
+        """Unload idle models until the model ``name`` fits.
 
-    def _excess(self, name: str) -> int:
-        """Return the bytes above the limit if this model is loaded. Without a limit, return 0."""
+        Raise RequestError if the model is larger than the limit, and NoRoom if the models in use leave too little
+        memory. In both cases no model is unloaded."""
+        self._check_size(name)
+        while (excess := self._excess_bytes(name)) > 0:
+            idle = [
+                other
+                for other, engine in self.engines.items()
+                if other != name and engine.state == "ready" and not self._users.get(other)
+            ]
+            if excess > sum(map(self._loaded_bytes, idle)):
+                raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
+            least_recent = min(idle, key=lambda other: self.engines[other].last_used)
+            await self.engines[least_recent].stop()
+
+    def _excess_bytes(self, name: str) -> int:
+        """Return the bytes above the limit if the model ``name`` is loaded too. Return 0 without a limit."""
         if self.memory_bytes is None:
             return 0
-        return self._size(name) + sum(self._held(one) for one in self.engines if one != name) - self.memory_bytes
+        other_bytes = sum(self._loaded_bytes(other) for other in self.engines if other != name)
+        return self._size(name) + other_bytes - self.memory_bytes
 
     def _check_size(self, name: str) -> None:
+        """Raise RequestError if the model alone is larger than the limit."""
         if self.memory_bytes is not None and self._size(name) > self.memory_bytes:
             raise RequestError(
                 f"{name} takes {format_bytes(self._size(name))} of memory or more, and --max-memory allows "
@@ -116,25 +127,28 @@ class Served:
             )
 
     def _size(self, name: str) -> int:
-        return self._held(name) or self.sizes.get(name, 0)
+        """Return the bytes that the model takes now, or its expected bytes if it is not loaded."""
+        return self._loaded_bytes(name) or self.sizes.get(name, 0)
 
-    def _held(self, name: str) -> int:
+    def _loaded_bytes(self, name: str) -> int:
+        """Return the bytes that the model takes now. Return its expected bytes while it starts, and 0 if it is not
+        loaded."""
         engine = self.engines[name]
         if engine.state not in ("ready", "starting"):
             return 0
         if engine.ready is None:
             return self.sizes.get(name, 0)
-        return max(engine.beat.resident_bytes, engine.ready.resident_bytes)
+        return max(engine.heartbeat.resident_bytes, engine.ready.resident_bytes)
 
-    def _restarted(self, name: str, seconds: float) -> None:
+    def _record_restart(self, name: str, seconds: float) -> None:
         self.metrics.restarts.labels(name).inc()
         self.metrics.restart.labels(name).set(seconds)
         ready = self.engines[name].ready
         assert ready is not None
-        self._started(name, seconds, ready)
+        self._record_start(name, seconds, ready)
 
-    def _started(self, name: str, seconds: float, ready: Ready) -> None:
-        parts = ", ".join(f"{part} {format_seconds(took)}" for part, took in ready.seconds.items())
-        logger.info("%s is ready after %s: %s", name, format_seconds(seconds), parts)
-        for part, took in ready.seconds.items():
-            self.metrics.start.labels(name, part).set(took)
+    def _record_start(self, name: str, seconds: float, ready: Ready) -> None:
+        durations = ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in ready.seconds.items())
+        logger.info("%s is ready after %s: %s", name, format_seconds(seconds), durations)
+        for phase, duration in ready.seconds.items():
+            self.metrics.start.labels(name, phase).set(duration)

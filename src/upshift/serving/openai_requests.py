@@ -1,7 +1,6 @@
-"""Define what clients send, by OpenAI's names. A field that is not defined here is an error that names it.
+"""Define the bodies of requests by OpenAI's names: chat completions, completions and embeddings.
 
-Define the form of an answer by OpenAI's names: any text, any JSON object, or JSON of a schema.
-"""
+A field that is not defined here is an error that names the field."""
 
 from __future__ import annotations
 
@@ -11,14 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from upshift.inference.generation.options import LEAST
+from upshift.inference.generation.options import MIN_DIVISOR
 from upshift.serving.messages import Generate, Piece, Prompt
-from upshift.text import half_of_pair
+from upshift.text import find_lone_surrogate
 
-OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-class Form(BaseModel):
+class AnswerForm(BaseModel):
+    """The form of an answer: any text, any JSON object, or JSON that matches a schema."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @property
@@ -27,30 +28,30 @@ class Form(BaseModel):
         return None
 
 
-class TextForm(Form):
+class TextForm(AnswerForm):
     type: Literal["text"]
 
 
-class ObjectForm(Form):
+class ObjectForm(AnswerForm):
     type: Literal["json_object"]
 
     @property
     def schema_of_answer(self) -> dict[str, Any]:
-        return OBJECT
+        return ANY_OBJECT
 
 
 class NamedSchema(BaseModel):
-    """``strict``: it always is."""
+    """A named JSON schema. Answers always match it, whether ``strict`` is set or not."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] = Field(OBJECT, alias="schema")
+    schema_: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
     strict: bool | None = None
 
 
-class SchemaForm(Form):
+class SchemaForm(AnswerForm):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
@@ -62,26 +63,29 @@ class SchemaForm(Form):
 ResponseFormat = Annotated[TextForm | ObjectForm | SchemaForm, Field(discriminator="type")]
 TEXT = TextForm(type="text")
 
-
-MOST_CHOICES, MOST_PROMPTS = 16, 256
-MOST_LIKELY = 20  # tokens that are told of in one place
-MOST_BIASED = 1024
+MAX_CHOICES = 16
+MAX_PROMPTS = 256
+MAX_LIKELIEST = 20  # tokens that are reported at one position
+MAX_BIASED_TOKENS = 1024
 Role = Literal["system", "developer", "user", "assistant"]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TOKEN_KEY = "^[0-9]{1,9}$"
-TokenKey = Annotated[str, StringConstraints(pattern=TOKEN_KEY)]  # JSON has no other keys
+TokenKey = Annotated[str, StringConstraints(pattern=TOKEN_KEY)]  # keys of JSON are strings
+Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
-# What validators check, for the description of the addresses.
-TOO_COLD: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": LEAST}}
-TOLD_TOGETHER: dict[str, Any] = {
+# The checks of the validators below as JSON schemas, for the page at /docs.
+TEMPERATURE_SCHEMA: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": MIN_DIVISOR}}
+LOGPROBS_SCHEMA: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
 }
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
+    """The fields of every request."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
     model: str = Field(description="one of GET /v1/models")
@@ -89,11 +93,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_characters(cls, said: Any) -> Any:
-        half = half_of_pair(json.dumps(said, ensure_ascii=False))
-        if half is not None:
-            raise PydanticCustomError("half_a_pair", f"{half} alone is no character; send whole ones")
-        return said
+    def _check_characters(cls, body: Any) -> Any:
+        """Raise an error if a text of the body has half of a surrogate pair, which is no character."""
+        surrogate = find_lone_surrogate(json.dumps(body, ensure_ascii=False))
+        if surrogate is not None:
+            raise PydanticCustomError("half_a_pair", f"{surrogate} alone is no character; send whole ones")
+        return body
 
 
 class StreamOptions(BaseModel):
@@ -103,63 +108,67 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = Field(False, description="false: nothing is added to answers")
 
 
-class Sampled(Body):
-    """``temperature``: 0 takes the likeliest token; unset: as the model's generation_config.json says."""
+class SamplingRequest(RequestBody):
+    """The fields that chat completions and completions share.
+
+    A ``temperature`` of 0 takes the likeliest token. Without a temperature, the model's generation_config.json
+    applies."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, json_schema_extra=TOO_COLD)
+    temperature: float | None = Field(None, ge=0, le=2, json_schema_extra=TEMPERATURE_SCHEMA)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
-    repetition_penalty: float | None = Field(None, ge=LEAST, description="likewise")
+    repetition_penalty: float | None = Field(None, ge=MIN_DIVISOR, description="likewise")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASED)] | None = Field(
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = Field(
         None, description="by token ids of the model", json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}}
     )
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @field_validator("temperature")
     @classmethod
-    def _check_temperature(cls, said: float | None) -> float | None:
-        if said is not None and 0 < said < LEAST:
-            raise PydanticCustomError("too_small", f"{said:g} is too small; give 0, or {LEAST:g} to 2")
-        return said
+    def _check_temperature(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < MIN_DIVISOR:
+            raise PydanticCustomError("too_small", f"{temperature:g} is too small; give 0, or {MIN_DIVISOR:g} to 2")
+        return temperature
 
     @property
-    def most(self) -> int | None:
-        """Return the most tokens that an answer may have."""
+    def max_answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer."""
         return self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def top_count(self) -> int | None:
         """Return the number of likeliest tokens to report, or None to report no log-probabilities at all."""
         return None
 
     @property
     def json_schema(self) -> str | None:
-        """Return the schema that the answer must keep to, as JSON."""
+        """Return the JSON schema that the answer must match, as a string."""
         return None
 
-    def of_engine(self, prompt: Prompt, *, seed: int) -> Generate:
-        return Generate(prompt=prompt, options=self._options(seed), json_schema=self.json_schema, top=self.top)
+    def engine_request(self, prompt: Prompt, *, seed: int) -> Generate:
+        """Return the engine's request for one text."""
+        return Generate(prompt=prompt, options=self._options(seed), json_schema=self.json_schema, top=self.top_count)
 
     def _options(self, seed: int) -> dict[str, Any]:
-        """Return the GenerationOptions that the request asks for."""
+        """Return the GenerationOptions of the request, by name."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        found: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.temperature == 0:
-            found |= {"do_sample": False, "temperature": None}
+            options |= {"do_sample": False, "temperature": None}
         elif self.temperature is not None or self.top_p is not None:
-            found["do_sample"] = True
+            options["do_sample"] = True
         if self.logit_bias:
-            found["sequence_bias"] = [((int(token),), bias) for token, bias in self.logit_bias.items()]
+            options["sequence_bias"] = [((int(token),), bias) for token, bias in self.logit_bias.items()]
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return found | {"seed": seed, "stop_strings": stops, "max_new_tokens": self.most}
+        return options | {"seed": seed, "stop_strings": stops, "max_new_tokens": self.max_answer_tokens}
 
 
 class TextPart(BaseModel):
@@ -175,19 +184,22 @@ class Message(BaseModel):
     role: Role
     content: str | Annotated[list[TextPart], Field(min_length=1)]
 
-    def plain(self) -> dict[str, str]:
+    def to_template(self) -> dict[str, str]:
+        """Return the message as chat templates expect it: with the content as one string, and without the role
+        "developer"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text}
 
 
-class ChatRequest(Sampled):
-    model_config = ConfigDict(json_schema_extra=TOLD_TOGETHER)
+class ChatRequest(SamplingRequest):
+    model_config = ConfigDict(json_schema_extra=LOGPROBS_SCHEMA)
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens")
     response_format: ResponseFormat = TEXT
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
 
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
@@ -196,7 +208,7 @@ class ChatRequest(Sampled):
         return self
 
     @property
-    def top(self) -> int | None:
+    def top_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -205,43 +217,44 @@ class ChatRequest(Sampled):
         return None if schema is None else json.dumps(schema)
 
     @property
-    def most(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self) -> list[Any]:
-        return [tuple(message.plain() for message in self.messages)] * self.n
+        return [tuple(message.to_template() for message in self.messages)] * self.n
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingRequest):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: Literal[False] = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
 
     @property
-    def top(self) -> int | None:
+    def top_count(self) -> int | None:
         return self.logprobs
 
     @property
-    def most(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_tokens or 16  # OpenAI's default
 
     def prompts(self) -> list[Any]:
-        found: list[Any]
+        """Return each prompt ``n`` times. Token ids become tuples."""
+        prompts: list[Any]
         if isinstance(self.prompt, str):
-            found = [self.prompt]
+            prompts = [self.prompt]
         elif isinstance(self.prompt[0], int):
-            found = [tuple(self.prompt)]
+            prompts = [tuple(self.prompt)]
         else:
-            found = [one if isinstance(one, str) else tuple(one) for one in self.prompt]
-        return [one for one in found for _ in range(self.n)]
+            prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt]
+        return [prompt for prompt in prompts for _ in range(self.n)]
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(RequestBody):
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="the first ones alone, for models that are trained for it")
@@ -261,14 +274,17 @@ class Usage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, prompts: list[Piece], made: int) -> Usage:
-        """Return the token counts. ``prompts`` holds one piece a prompt, whatever its number of choices. ``made``
-        counts the tokens of all choices."""
-        prompt = sum(piece.prompt_tokens for piece in prompts)
-        known = PromptTokens(cached_tokens=sum(piece.cached_tokens for piece in prompts))
+    def from_pieces(cls, prompts: list[Piece], completion_tokens: int) -> Usage:
+        """Return the token counts. ``prompts`` holds one piece per prompt, even if the prompt has several choices.
+        ``completion_tokens`` counts the tokens of all choices."""
+        prompt_tokens = sum(piece.prompt_tokens for piece in prompts)
+        cached_tokens = sum(piece.cached_tokens for piece in prompts)
         return cls(
-            prompt_tokens=prompt, prompt_tokens_details=known, completion_tokens=made, total_tokens=prompt + made
-        )  # fmt: skip
+            prompt_tokens=prompt_tokens,
+            prompt_tokens_details=PromptTokens(cached_tokens=cached_tokens),
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
 
 
 class ErrorBody(BaseModel):

@@ -1,9 +1,4 @@
-"""Build OpenAI's answers from pieces of text: a whole answer, or server-sent events.
-
-Write the log-probabilities of an answer's tokens in OpenAI's two forms.
-
-Turn errors into a status of HTTP and an error in OpenAI's form.
-"""
+"""Build answers in OpenAI's form: whole answers, server-sent events, log-probabilities and errors."""
 
 from __future__ import annotations
 
@@ -26,170 +21,184 @@ from upshift.serving.engine_client import RequestRefused
 from upshift.serving.messages import Piece, TokenScore
 from upshift.serving.openai_requests import ChatRequest, CompletionRequest, ErrorAnswer, Usage
 
-
-class Places:
-    """The number of characters before each token of a text. Tokens that share a character all begin where it begins."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-        self.found: list[int] = []
-
-    def add(self, score: TokenScore) -> None:
-        begun = bool(self._decoder.getstate()[0])
-        breaks = begun and bool(score.spelled) and score.spelled[0] & 0xC0 != 0x80  # no byte that goes on with a character
-        self.found.append(self._length + breaks)
-        self._length += len(self._decoder.decode(bytes(score.spelled)))
-
-
-def of_chat(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    told = [_one(score) | {"top_logprobs": [_one(other) for other in score.top]} for score in scores]
-    return {"content": told, "refusal": None}
-
-
-def of_completion(scores: Sequence[TokenScore], places: Sequence[int]) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions.
-
-    ``places`` holds the character at which each token begins. The chosen token is among the likeliest, as in OpenAI's
-    answers."""
-    tokens = [score.text for score in scores]
-    tops = [{one.text: one.logprob for one in (*score.top, score)} for score in scores]
-    likely = [score.logprob for score in scores]
-    return {"tokens": tokens, "token_logprobs": likely, "top_logprobs": tops, "text_offset": list(places)}
-
-
-def _one(score: TokenScore) -> dict[str, Any]:
-    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.spelled)}
-
-
-Asked = ChatRequest | CompletionRequest
-ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {
+TextRequest = ChatRequest | CompletionRequest
+ANSWER_KINDS: dict[type[Any], tuple[str, str]] = {  # by request type: the prefix of ids, and the name of the object
     ChatRequest: ("chatcmpl", "chat.completion"),
     CompletionRequest: ("cmpl", "text_completion"),
 }
 
 
 class Choice(NamedTuple):
-    place: int  # its index among the choices
+    """A piece of one of an answer's texts. ``number`` is the text's index among the choices."""
+
+    number: int
     piece: Piece
 
 
-async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Choice]:
-    """Yield the pieces of several texts as they come. When the consumer stops, all texts end. An exception of one
-    text ends all texts and is raised. Raise TimeoutError after ``seconds``."""
-    found: asyncio.Queue[Choice | BaseException | None] = asyncio.Queue()
+async def merge_choices(choices: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Choice]:
+    """Yield the pieces of several texts as they come.
+
+    When the consumer stops, all texts end. An exception of one text ends all texts and is raised. Raise TimeoutError
+    after ``seconds``."""
+    events: asyncio.Queue[Choice | BaseException | None] = asyncio.Queue()  # None: one text has ended
 
     async def follow(index: int, pieces: AsyncIterator[Piece]) -> None:
         try:
             async for piece in pieces:
-                found.put_nowait(Choice(index, piece))
-            found.put_nowait(None)
-        except Exception as error:  # whatever it is, the listener raises it
-            found.put_nowait(error)
+                events.put_nowait(Choice(index, piece))
+            events.put_nowait(None)
+        except Exception as error:  # of any type: the consumer raises it
+            events.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(index, pieces)) for index, pieces in enumerate(choices)]
-    ending = asyncio.get_running_loop().call_later(seconds, found.put_nowait, TimeoutError())
+    timeout = asyncio.get_running_loop().call_later(seconds, events.put_nowait, TimeoutError())
     try:
-        left = len(tasks)
-        while left:
-            said = await found.get()
-            if isinstance(said, BaseException):
-                raise said
-            if said is None:
-                left -= 1
+        open_texts = len(tasks)
+        while open_texts:
+            event = await events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                open_texts -= 1
             else:
-                yield said
+                yield event
     finally:
-        ending.cancel()
+        timeout.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Answer:
-    """An answer with one or several choices. The whole answer has one ``id``. Pass every piece to ``add`` once."""
+    """An answer with one or several choices, all under one ``id``. Pass every piece to ``add`` exactly once."""
 
-    def __init__(self, asked: Asked) -> None:
-        short, self.kind = ANSWER_KINDS[type(asked)]
-        self.id, self.created = f"{short}-{uuid.uuid4().hex}", int(time.time())
-        self.asked = asked
+    def __init__(self, request: TextRequest) -> None:
+        id_prefix, self.kind = ANSWER_KINDS[type(request)]
+        self.id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.request = request
         self._texts: dict[int, list[str]] = {}
-        self._last: dict[int, Piece] = {}
-        self._tokens: dict[int, int] = {}
+        self._last_pieces: dict[int, Piece] = {}
+        self._token_counts: dict[int, int] = {}
         self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
-        self._places: defaultdict[int, Places] = defaultdict(Places)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def add(self, choice: Choice) -> None:
+        """Append a piece to its choice."""
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
-        self._last[index] = piece
-        self._tokens[index] = self._tokens.get(index, 0) + piece.tokens
+        self._last_pieces[index] = piece
+        self._token_counts[index] = self._token_counts.get(index, 0) + piece.tokens
         for score in piece.scores:
             self._scores[index].append(score)
-            self._places[index].add(score)
+            self._offsets[index].add(score)
 
     @property
     def usage(self) -> Usage:
-        prompts = {index // self.asked.n: self._last[index] for index in sorted(self._last, reverse=True)}
-        return Usage.of(list(prompts.values()), sum(self._tokens.values()))
+        """Return the token counts so far. Choices of the same prompt count the prompt once."""
+        first_choices = {index // self.request.n: self._last_pieces[index] for index in sorted(self._last_pieces, reverse=True)}
+        return Usage.from_pieces(list(first_choices.values()), sum(self._token_counts.values()))
 
-    def whole(self) -> dict[str, Any]:
-        chat = isinstance(self.asked, ChatRequest)
+    def body(self) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        is_chat = isinstance(self.request, ChatRequest)
         choices = []
         for index in sorted(self._texts):
             text = "".join(self._texts[index])
-            said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            told = self._likely(index, self._scores[index])
-            choices.append({"index": index, **said, "logprobs": told, "finish_reason": self._last[index].ending})
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            logprobs = self._format_logprobs(index, self._scores[index])
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": self._last_pieces[index].ending})
         return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
 
     def event(self, choice: Choice, *, first: bool) -> bytes:
-        """Return a piece as a server-sent event. ``first`` says that the piece is the first one of its choice."""
+        """Return a piece as a server-sent event. ``first`` marks the first piece of its choice."""
         index, piece = choice
-        if isinstance(self.asked, ChatRequest):
+        content: dict[str, Any]
+        if isinstance(self.request, ChatRequest):
             delta = {"content": piece.text} | ({"role": "assistant"} if first else {})
-            said: dict[str, Any] = {"delta": delta}
+            content = {"delta": delta}
         else:
-            said = {"text": piece.text}
-        told = self._likely(index, piece.scores)
-        one = {"index": index, **said, "logprobs": told, "finish_reason": piece.ending}
-        return _event(self._head(self._chunk) | {"choices": [one]})
+            content = {"text": piece.text}
+        logprobs = self._format_logprobs(index, piece.scores)
+        body = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.ending}
+        return _format_event(self._head(self._chunk_kind) | {"choices": [body]})
 
-    def end(self) -> bytes:
-        asked = self.asked.stream_options
+    def last_events(self) -> bytes:
+        """Return the events after the last piece: the token counts, if the request asks for them, and the end mark."""
+        options = self.request.stream_options
         usage = b""
-        if asked is not None and asked.include_usage:
-            usage = _event(self._head(self._chunk) | {"choices": [], "usage": self.usage.model_dump()})
+        if options is not None and options.include_usage:
+            usage = _format_event(self._head(self._chunk_kind) | {"choices": [], "usage": self.usage.model_dump()})
         return usage + b"data: [DONE]\n\n"
 
-    def _likely(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+    def _format_logprobs(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         """Return the log-probabilities of a choice's last tokens, or None if the request does not ask for them."""
-        if self.asked.top is None:
+        if self.request.top_count is None:
             return None
-        if isinstance(self.asked, ChatRequest):
-            return of_chat(scores)
-        places = self._places[index].found
-        return of_completion(scores, places[len(places) - len(scores) :])
+        if isinstance(self.request, ChatRequest):
+            return chat_logprobs(scores)
+        offsets = self._offsets[index].offsets
+        return completion_logprobs(scores, offsets[len(offsets) - len(scores) :])
 
     @property
-    def _chunk(self) -> str:
-        return "chat.completion.chunk" if isinstance(self.asked, ChatRequest) else self.kind
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if isinstance(self.request, ChatRequest) else self.kind
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
 
 
 def error_event(error: dict[str, Any]) -> bytes:
     """Return the events that end an answer with an error after its status has been sent."""
-    return _event(error) + b"data: [DONE]\n\n"
+    return _format_event(error) + b"data: [DONE]\n\n"
 
 
-def _event(said: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _format_event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class TextOffsets:
+    """The number of characters before each token of a text. Tokens that share a character have the same offset."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+        self.offsets: list[int] = []
+
+    def add(self, score: TokenScore) -> None:
+        """Append the offset of the next token."""
+        is_within_character = bool(self._decoder.getstate()[0])
+        continues_character = not score.spelled or score.spelled[0] & 0xC0 == 0x80  # a continuation byte of UTF-8
+        breaks_character = is_within_character and not continues_character
+        self.offsets.append(self._length + breaks_character)
+        self._length += len(self._decoder.decode(bytes(score.spelled)))
+
+
+def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
+    """Return log-probabilities in the form of chat completions."""
+    content = [_format_token(score) | {"top_logprobs": [_format_token(token) for token in score.top]} for score in scores]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions.
+
+    ``offsets`` holds the number of characters before each token. The likeliest tokens include the chosen token, as in
+    OpenAI's answers."""
+    return {
+        "tokens": [score.text for score in scores],
+        "token_logprobs": [score.logprob for score in scores],
+        "top_logprobs": [{token.text: token.logprob for token in (*score.top, score)} for score in scores],
+        "text_offset": list(offsets),
+    }
+
+
+def _format_token(score: TokenScore) -> dict[str, Any]:
+    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.spelled)}
 
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-WORDS = {
+DESCRIPTIONS = {  # of the statuses, for the page at /docs
     400: "the request is not possible",
     401: "the key is missing or unknown",
     404: "the model is not served here",
@@ -202,28 +211,31 @@ WORDS = {
     504: "it took longer than a request may",
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": said, "model": ErrorAnswer} for status, said in WORDS.items()
+    status: {"description": description, "model": ErrorAnswer} for status, description in DESCRIPTIONS.items()
 }
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0  # an engine that died is restarted
 
 
 class Refusal(NamedTuple):
+    """An error answer: HTTP status, message, the field that is wrong, and the seconds after which to try again."""
+
     status: int
-    why: str
+    message: str
     param: str | None = None
     retry_after: float | None = None
 
     def body(self) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.why, "type": kind, "param": self.param, "code": None}}
+        """Return the error in OpenAI's form."""
+        error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": None}}
 
 
-def refusal(error: BaseException) -> Refusal | None:
+def refusal_of(error: BaseException) -> Refusal | None:
     """Return the refusal for an error, or None if the error is a fault of the server itself."""
     if isinstance(error, RequestRefused):
         return Refusal(error.status, str(error), retry_after=error.retry_after)
     if isinstance(error, RequestValidationError):
-        return _invalid(error)
+        return _refusal_of_invalid(error)
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, TimeoutError):
@@ -235,23 +247,28 @@ def refusal(error: BaseException) -> Refusal | None:
     return None
 
 
-def answer_of(found: Refusal | None) -> JSONResponse:
-    found = found or Refusal(500, "the server failed at this request; its log says how")
-    headers = {} if found.retry_after is None else {"Retry-After": str(max(math.ceil(found.retry_after), 1))}
-    if found.status == 401:
+def error_response(refusal: Refusal | None) -> JSONResponse:
+    """Return the HTTP response for a refusal. None stands for a fault of the server."""
+    refusal = refusal or Refusal(500, "the server failed at this request; its log says how")
+    headers = {}
+    if refusal.retry_after is not None:
+        headers["Retry-After"] = str(max(math.ceil(refusal.retry_after), 1))
+    if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(found.body(), status_code=found.status, headers=headers)
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=headers)
 
 
-def _invalid(error: RequestValidationError) -> Refusal:
-    """Return the first problem, without what the client sent. For a field with several types, prefer a problem that
-    is not about the type."""
+def _refusal_of_invalid(error: RequestValidationError) -> Refusal:
+    """Return the first problem of a body, without the values that the client sent.
+
+    For a field with several types, prefer a problem that is not about the type."""
     problems = error.errors()
-    problem = next((one for one in problems if not one["type"].endswith(("_type", "_parsing"))), problems[0])
-    where = [str(part) for part in problem["loc"] if part != "body"]
-    name = ".".join(where).encode(errors="backslashreplace").decode()
+    value_problems = [problem for problem in problems if not problem["type"].endswith(("_type", "_parsing"))]
+    problem = (value_problems or problems)[0]
+    path = [str(key) for key in problem["loc"] if key != "body"]
+    field = ".".join(path).encode(errors="backslashreplace").decode()
     if problem["type"] == "extra_forbidden":
-        return Refusal(400, f"{name} is not possible here; leave it out", name)
+        return Refusal(400, f"{field} is not possible here; leave it out", field)
     if problem["type"] == "json_invalid":
         return Refusal(400, "the body is not JSON")
-    return Refusal(400, f"{name or 'the body'}: {problem['msg']}", name or None)
+    return Refusal(400, f"{field or 'the body'}: {problem['msg']}", field or None)

@@ -1,7 +1,7 @@
-"""Run several engines of one model behind one name, each with a part of the cores or a GPU of its own.
+"""Run several engines of one model behind one name. Each engine has a share of the cores, or a GPU of its own.
 
-Prompts with the same beginning go to the same engine, which keeps what it computed (prompt_cache.py), unless another
-engine has far less to do."""
+Prompts with the same beginning go to the same engine, which caches what it computed (``PromptCache``). If another engine
+has far less to do, the prompt goes there."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from upshift.serving.engine_client import EngineProcess, RequestRefused, State, Vectors
-from upshift.serving.messages import Beat, Embed, EngineRequest, Generate, Piece, Ready
+from upshift.serving.messages import Embed, EngineRequest, Generate, Heartbeat, Piece, Ready
 
-ALIKE = 256  # characters, or tokens, that prompts begin with
+ROUTING_LENGTH = 256  # characters, or tokens, of a prompt's beginning that decide where it goes
 BUSY = 429
 
 
-class Replicas:
-    """The engines of one model, at least one. A request that one engine rejects because too many wait goes to the
-    others."""
+class ReplicaSet:
+    """The engines of one model, at least one. A request that one engine rejects because too many requests wait goes to
+    the other engines."""
 
     def __init__(self, request: EngineRequest, count: int = 1) -> None:
-        self.request, self.last_used = request, 0.0
+        self.request = request
+        self.last_used = 0.0
         self.engines = [EngineProcess(request.changed(replica=number, replicas=count)) for number in range(count)]
 
-    def on_restart(self, tell: Callable[[float], None]) -> None:
+    def call_on_restart(self, callback: Callable[[float], None]) -> None:
+        """Call ``callback`` after each restart of an engine, with the seconds that the engine was away."""
         for engine in self.engines:
-            engine.on_restart = tell
+            engine.on_restart = callback
 
     @property
     def state(self) -> State:
-        """Return the state of the engine that is best off."""
-        states: tuple[State, ...] = ("ready", "starting", "failed", "asleep")
-        return next(state for state in states if any(engine.state == state for engine in self.engines))
+        """Return the best state that any engine has."""
+        best_first: tuple[State, ...] = ("ready", "starting", "failed", "asleep")
+        return next(state for state in best_first if any(engine.state == state for engine in self.engines))
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether any engine has failed. The other engines go on."""
         return any(engine.state == "failed" for engine in self.engines)
 
@@ -46,30 +48,36 @@ class Replicas:
 
     @property
     def in_flight(self) -> int:
+        """Return the number of open requests."""
         return sum(engine.in_flight for engine in self.engines)
 
     @property
-    def beat(self) -> Beat:
-        live, waiting, held = (
-            sum(getattr(engine.beat, name) for engine in self.engines) for name in ("live", "waiting", "resident_bytes")
+    def heartbeat(self) -> Heartbeat:
+        """Return the sums of the engines' last heartbeats."""
+        heartbeats = [engine.heartbeat for engine in self.engines]
+        return Heartbeat(
+            live=sum(heartbeat.live for heartbeat in heartbeats),
+            waiting=sum(heartbeat.waiting for heartbeat in heartbeats),
+            resident_bytes=sum(heartbeat.resident_bytes for heartbeat in heartbeats),
         )
-        return Beat(live=live, waiting=waiting, resident_bytes=held)
 
     @property
     def ready(self) -> Ready | None:
-        """Return rows, bytes and capacity of all engines together, and the rest as the first engine reported it."""
-        said = [engine.ready for engine in self.engines if engine.ready is not None]
-        if not said:
+        """Return the report of the first ready engine with the rows, bytes and capacity of all ready engines together."""
+        reports = [engine.ready for engine in self.engines if engine.ready is not None]
+        if not reports:
             return None
-        capacities = [one.capacity for one in said if one.capacity is not None]
-        return said[0].changed(
-            replicas=len(said), rows=sum(one.rows for one in said), resident_bytes=sum(one.resident_bytes for one in said),
+        capacities = [report.capacity for report in reports if report.capacity is not None]
+        return reports[0].changed(
+            replicas=len(reports),
+            rows=sum(report.rows for report in reports),
+            resident_bytes=sum(report.resident_bytes for report in reports),
             capacity=sum(capacities) if capacities else None,
-        )  # fmt: skip
+        )
 
     async def start(self) -> Ready:
-        """Start the engines. The first one races, and the others reuse its result. Raise the error that keeps one
-        from starting."""
+        """Start the engines. The first engine runs the race, and the others reuse its result. Raise the error of an
+        engine that cannot start."""
         first, *others = self.engines
         await first.start()
         await asyncio.gather(*(engine.start() for engine in others))
@@ -78,44 +86,46 @@ class Replicas:
         return ready
 
     async def stop(self) -> None:
+        """Stop all engines."""
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    async def pieces(self, asked: Generate) -> AsyncIterator[Piece]:
+    async def pieces(self, request: Generate) -> AsyncIterator[Piece]:
         """Yield the pieces of an answer, as ``EngineProcess.pieces`` does."""
-        prompt = asked.prompt
-        *others, last = self._order(prompt if isinstance(prompt, str) else repr(prompt[:ALIKE]))
-        for engine in others:
+        prompt = request.prompt
+        *first_choices, last_choice = self._rank_engines(prompt if isinstance(prompt, str) else repr(prompt[:ROUTING_LENGTH]))
+        for engine in first_choices:
             try:
-                async with aclosing(engine.pieces(asked)) as pieces:
+                async with aclosing(engine.pieces(request)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
             except RequestRefused as refused:
                 if refused.status != BUSY:
                     raise
-        async with aclosing(last.pieces(asked)) as pieces:
+        async with aclosing(last_choice.pieces(request)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def vectors(self, asked: Embed) -> Vectors:
+    async def vectors(self, request: Embed) -> Vectors:
         """Return the vectors of a request, as ``EngineProcess.vectors`` does."""
-        *others, last = self._order("")
-        for engine in others:
+        *first_choices, last_choice = self._rank_engines("")
+        for engine in first_choices:
             try:
-                return await engine.vectors(asked)
+                return await engine.vectors(request)
             except RequestRefused as refused:
                 if refused.status != BUSY:
                     raise
-        return await last.vectors(asked)
+        return await last_choice.vectors(request)
 
-    def _order(self, beginning: str) -> list[EngineProcess]:
-        """Return the engines in the order in which they get the request. If none is ready, return the first one,
-        which reports that itself."""
-        able = [engine for engine in self.engines if engine.state == "ready"] or self.engines[:1]
-        home = able[zlib.crc32(beginning[:ALIKE].encode()) % len(able)]
-        rows = home.ready.rows if home.ready is not None else 1
-        order = sorted(able, key=lambda engine: engine.in_flight)
-        if beginning and home.in_flight - order[0].in_flight <= rows // 2:
-            order.remove(home)
-            order.insert(0, home)
-        return order
+    def _rank_engines(self, prompt: str) -> list[EngineProcess]:
+        """Return the engines in the order in which they are offered a request.
+
+        Without a ready engine, return the first engine alone. It rejects the request with its own error."""
+        ready_engines = [engine for engine in self.engines if engine.state == "ready"] or self.engines[:1]
+        preferred = ready_engines[zlib.crc32(prompt[:ROUTING_LENGTH].encode()) % len(ready_engines)]
+        rows = preferred.ready.rows if preferred.ready is not None else 1
+        ranking = sorted(ready_engines, key=lambda engine: engine.in_flight)
+        if prompt and preferred.in_flight - ranking[0].in_flight <= rows // 2:
+            ranking.remove(preferred)
+            ranking.insert(0, preferred)
+        return ranking

@@ -1,4 +1,4 @@
-"""Run ``upshift serve``: start the engines, then open the addresses. After SIGTERM, answer the open requests first."""
+"""Run ``upshift serve``: start the engines, then accept requests. After SIGTERM, answer the open requests and stop."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from upshift.models.source import find_model
 from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
-from upshift.serving.model_pool import Served
-from upshift.serving.replicas import Replicas
+from upshift.serving.model_pool import ModelPool
+from upshift.serving.replicas import ReplicaSet
 
 DRAIN_SECONDS = 30
-MOST_CONNECTIONS = 1024
-OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
+MAX_CONNECTIONS = 1024
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors that another port may solve
 
 
 @dataclass(frozen=True)
 class Address:
+    """The address that the server listens on. Port 0 stands for a free port."""
+
     host: str = "127.0.0.1"
     port: int = 8000
 
@@ -42,77 +44,95 @@ def serve(
     on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
     on_open: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve models until a signal ends the server.
+    """Serve models until a signal ends the server. Raise the error of an engine that cannot start.
 
-    ``requests`` maps the names that clients use to engine requests. ``replicas`` is the number of engines of each
-    model. Raise the error that keeps an engine from starting."""
-    listening = _listen(address)  # a port that is taken is told before minutes of racing
+    Args:
+        requests: engine requests by the model names that clients use.
+        address: the address to listen on.
+        limits: limits of requests, and the API keys.
+        replicas: number of engines of each model.
+        memory_bytes: memory of all engines together. None sets no limit.
+        on_ready: receives the name and the report of each engine that has started.
+        on_open: receives the URL when the server accepts requests.
+    """
+    listener = _listen(address)  # report a port in use before a race that takes minutes
     metrics = Metrics()
-    engines = {name: Replicas(one, replicas) for name, one in requests.items()}
-    limited = {} if memory_bytes is None else requests
-    sizes = {name: replicas * _least_bytes(one) for name, one in limited.items()}
-    server = Server(Served(engines, metrics, sizes, memory_bytes), metrics, limits)
+    engines = {name: ReplicaSet(request, replicas) for name, request in requests.items()}
+    sizes: dict[str, int] = {}
+    if memory_bytes is not None:
+        sizes = {name: replicas * _min_engine_bytes(request) for name, request in requests.items()}
+    server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
         make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
     )  # fmt: skip
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
-        runner.run(_serve(server, config, listening, on_ready, on_open))
+        runner.run(_run_server(server, config, listener, on_ready, on_open))
 
 
-async def _serve(
+async def _run_server(
     server: Server,
     config: uvicorn.Config,
-    listening: socket.socket,
+    listener: socket.socket,
     on_ready: Callable[[str, Ready], None],
     on_open: Callable[[str], None],
 ) -> None:
-    ended = asyncio.Event()
-    _end_by_signals(ended)
-    starting, ending = asyncio.create_task(server.served.start()), asyncio.create_task(ended.wait())
+    """Start the engines, then run uvicorn. A signal stops either of them."""
+    stop_requested = asyncio.Event()
+    _stop_on_signals(stop_requested)
+    start_task = asyncio.create_task(server.pool.start())
+    stop_task = asyncio.create_task(stop_requested.wait())
     try:
-        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.is_set():
-            starting.cancel()
+        await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+        if stop_requested.is_set():
+            start_task.cancel()
             return
-        starting.result()
-        for name, engine in server.served.engines.items():
+        start_task.result()
+        for name, engine in server.pool.engines.items():
             if engine.ready is not None:
                 on_ready(name, engine.ready)
-        on_open(f"http://{_said(*listening.getsockname()[:2])}")
-        await uvicorn.Server(config).serve(sockets=[listening])
+        host, port = listener.getsockname()[:2]
+        on_open(f"http://{_format_address(host, port)}")
+        await uvicorn.Server(config).serve(sockets=[listener])
     finally:
-        ending.cancel()
-        await server.served.stop()
+        stop_task.cancel()
+        await server.pool.stop()
 
 
-def _least_bytes(request: EngineRequest) -> int:
-    """Return the least bytes that an engine of the model takes: its files' size, or a quarter where fp32 may become 8
-    bits."""
-    return weights_size(find_model(request.model)) // (1 if request.quality == "exact" else 4)
+def _min_engine_bytes(request: EngineRequest) -> int:
+    """Return a lower bound of an engine's memory: the size of the weight files, or a quarter of it where fp32 weights
+    may become 8-bit weights."""
+    divisor = 1 if request.quality == "exact" else 4
+    return weights_size(find_model(request.model)) // divisor
 
 
-def _end_by_signals(ended: asyncio.Event) -> None:
-    """Set ``ended`` at SIGTERM and SIGINT before uvicorn takes signals over, and when uvicorn gives them back.
-    Uvicorn raises again the signal that ended it, which is no failure."""
+def _stop_on_signals(stop_requested: asyncio.Event) -> None:
+    """Set ``stop_requested`` at SIGTERM and SIGINT.
+
+    These handlers act before uvicorn installs its own, and after uvicorn has restored them. Uvicorn raises the signal
+    that ended it once more, and these handlers keep that signal from ending the process as a failure."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop_requested.set))
 
 
 def _listen(address: Address) -> socket.socket:
+    """Return a listening socket. Raise RequestError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        listening = socket.create_server((address.host, address.port), family=family, backlog=2048)
+        listener = socket.create_server((address.host, address.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        host = "--host: an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        option = "--port" if getattr(error, "errno", None) in OF_PORTS else host
-        raise RequestError(f"cannot listen on {_said(address.host, address.port)}: {why}; choose another {option}") from None
-    listening.setblocking(False)
-    return listening
+        reason = getattr(error, "strerror", None) or str(error)
+        option = "--host: an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        if getattr(error, "errno", None) in PORT_ERRORS:
+            option = "--port"
+        shown_address = _format_address(address.host, address.port)
+        raise RequestError(f"cannot listen on {shown_address}: {reason}; choose another {option}") from None
+    listener.setblocking(False)
+    return listener
 
 
-def _said(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
+    """Return ``host:port``, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,6 +1,7 @@
-"""Define the user's choices for a training run, by the names of transformers.TrainingArguments. The Plan decides the rest.
+"""Define what a user requests of a training run. The Plan decides everything else.
 
-Define TrainRequest: all that a user asks of a training run. The command line or ``train()`` makes it, and it goes on whole.
+``Arguments`` has the settings of the optimization, by the names of transformers.TrainingArguments. ``TrainRequest`` has them and
+everything else. The command line or ``train()`` makes it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
 from upshift.value import Value
 
@@ -18,10 +19,12 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
-SEEDS = 2**32  # numpy's generators take no larger seeds
+SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
 class Arguments(Value):
+    """The settings of the optimization."""
+
     max_steps: int = Field(gt=0)
     learning_rate: float = Field(5e-5, gt=0)
     lr_scheduler_type: LearningRateSchedule = "linear"
@@ -38,7 +41,7 @@ class Arguments(Value):
 
 
 class RunNumbers(Value):
-    """The numbers that a run takes beside the arguments."""
+    """The numbers of a run that are not in ``Arguments``."""
 
     epochs: float = Field(1.0, gt=0)
     global_batch: int = Field(8, gt=0)
@@ -52,7 +55,7 @@ DEFAULT_OUTPUT = Path("upshift-output")
 
 
 class PlanOptions(TypedDict, total=False):
-    """Options of ``train`` and ``tune``, by the names of the fields of ``TrainRequest``, where each is explained."""
+    """Options of ``train`` and ``tune``. The fields of ``TrainRequest`` with these names explain them."""
 
     sequence_length: int | None
     global_batch: int
@@ -70,7 +73,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class TrainRequest(RunNumbers):
-    """A training run as the user asks for it. The Plan decides the rest."""
+    """A training run as the user requests it."""
 
     model: str
     data: str = Field(description="a path, as the user gave it")
@@ -93,10 +96,10 @@ class TrainRequest(RunNumbers):
 
     @classmethod
     def of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> TrainRequest:
-        """Return the request of a user's options. Raise RequestError with the offending option.
+        """Return the request for a user's options. Raise RequestError that names an invalid option.
 
         Args:
-            fields: the fields of this class but ``arguments`` and ``max_steps``.
+            fields: the fields of this class without ``arguments`` and ``max_steps``.
             arguments: the fields of ``Arguments``. ``max_steps`` may be None.
         """
         max_steps = arguments.get("max_steps")
@@ -113,15 +116,15 @@ class TrainRequest(RunNumbers):
 
     @property
     def model_choice(self) -> ModelChoice:
-        """Return the fields of a Job and of a TrialRequest that say which model is trained."""
+        """Return the fields of a Job or a TrialRequest that say which model is trained."""
         return {
             "model_reference": self.model, "from_config": self.from_config, "lora_rank": self.lora_rank,
             "load_in_4bit": self.load_in_4bit,
         }  # fmt: skip
 
     def source(self) -> ModelSource:
-        return find_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
 
     def arguments_for(self, steps: int) -> Arguments:
-        """Return the arguments of a run of so many optimizer steps."""
+        """Return the arguments for a run of this many optimizer steps."""
         return self.arguments.changed(max_steps=steps)

@@ -1,7 +1,8 @@
-"""Run the demo: real text that every machine has, a tokenizer and a small model made on the spot, two runs, one page.
+"""Run the demo: train a small model on text that every machine has, once by default and once with the chosen plan.
 
-The plain default runs first, for a while. The chosen plan then runs for longer, and is evaluated when it has seen the same
-number of tokens. Both follow one learning-rate schedule, so that their losses can be compared.
+The text is Python's standard library. The tokenizer and the model are made on the spot. The plain default runs first. The chosen
+plan runs for longer, and is evaluated when it has seen as many tokens. Both have the same learning-rate schedule, so their
+losses can be compared.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import run_job
 from upshift.training.loop.events import OnEvent
-from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.run import PreparedRun, Watcher, prepare_run
 
 VOCAB_SIZE = 4096
-SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8
-MAX_STEPS = 2000  # of the schedule; the demo's time ends earlier
+SEQUENCE_LENGTH = 256
+GLOBAL_BATCH = 8
+MAX_STEPS = 2000  # of the schedule; the demo stops earlier
 TOKENIZER_BYTES = 3_000_000
 CORPUS_BYTES = 12_000_000
-LEFT_OUT = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")
+EXCLUDED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")
 ARGUMENTS = {"learning_rate": 2e-3, "warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup", "weight_decay": 0.01}
 PROMPT = "def read_text(path):\n"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of each part."""
+    """The seconds of each part of the demo."""
 
     trials: float = 60.0
     baseline: float = 60.0
@@ -43,7 +45,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class DemoResult:
-    prepared: Prepared
+    """The records of both runs, and a text that the trained model wrote."""
+
+    prepared: PreparedRun
     baseline: Record
     baseline_tokens: int
     chosen: Record
@@ -52,6 +56,7 @@ class DemoResult:
 
     @property
     def chosen_loss_at_equal_tokens(self) -> float | None:
+        """Return the chosen plan's loss when it had seen as many tokens as the default saw, or None."""
         for tokens, loss in self.chosen.details["evaluations"]:
             if tokens >= self.baseline_tokens:
                 return float(loss)
@@ -61,7 +66,10 @@ class DemoResult:
 def write_corpus(folder: Path) -> list[str]:
     """Copy the standard library's source, without its tests, into ``folder``. Return the texts."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in sorted(root.rglob("*.py")) if not set(LEFT_OUT) & set(f.relative_to(root).parts[:-1])]
+    files = []
+    for file in sorted(root.rglob("*.py")):
+        if not set(EXCLUDED_FOLDERS) & set(file.relative_to(root).parts[:-1]):
+            files.append(file)
     random.Random(0).shuffle(files)
     texts: list[str] = []
     size = 0
@@ -78,7 +86,8 @@ def write_corpus(folder: Path) -> list[str]:
 
 def write_model(folder: Path, texts: list[str]) -> Any:
     """Write a Llama-style config of about 10 M parameters and its tokenizer. Return the tokenizer."""
-    sample, size = [], 0
+    sample = []
+    size = 0
     for text in texts:
         if size < TOKENIZER_BYTES:
             sample.append(text)
@@ -94,7 +103,8 @@ def write_model(folder: Path, texts: list[str]) -> Any:
     return tokenizer
 
 
-def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
+def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> PreparedRun:
+    """Write text and model into ``folder``, and plan the run."""
     texts = write_corpus(folder / "text")
     write_model(folder / "model", texts)
     request = TrainRequest(
@@ -105,11 +115,13 @@ def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
     return prepared
 
 
-def run_demo(prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent) -> DemoResult:
+def run_demo(prepared: PreparedRun, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent) -> DemoResult:
+    """Run the plain default and the chosen plan, and return both results."""
     arguments = Arguments(max_steps=MAX_STEPS, eval_steps=0, **ARGUMENTS)
-    plain = Plan.model_validate(prepared.planning.default.plan.model_dump())
-    default = prepared.proof.default.numbers() if prepared.proof else None
-    baseline_run = replace(prepared, plan=plain, predicted=default or prepared.planning.numbers(prepared.planning.default))
+    default_plan = Plan.model_validate(prepared.planning.default.plan.model_dump())
+    measured = prepared.proof.default.numbers() if prepared.proof else None
+    predicted = measured or prepared.planning.numbers(prepared.planning.default)
+    baseline_run = replace(prepared, plan=default_plan, predicted=predicted)
     baseline = run_job(
         baseline_run.job(arguments, output=folder / "plain", overwrite=True, stop_after_seconds=timing.baseline),
         prepared.data, on_event=on_baseline, fresh_process=True,
@@ -126,7 +138,7 @@ def run_demo(prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: O
 
 
 def generate(directory: Path) -> str:
-    """Load the saved model the way anyone would, and continue the prompt."""
+    """Load the saved model with transformers, and continue the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory).train(False)
     inputs = tokenizer(PROMPT, return_tensors="pt")

@@ -10,48 +10,52 @@ from torch import nn
 
 from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.fsdp import let_go
+from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.prepare import computing, loss_of
+from upshift.training.prepare import chunked_loss, compute_loss
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
     """Return the mean loss over all label tokens of all ranks, with dropout off. The model is left in training mode.
 
-    Each rank adds its loss sum and its label count, and both are summed over ranks. Ranks of one replica count the same
-    labels, or each its own. Ranks that share sequences have their share of the mean. Of pipeline stages only the last one
-    counts.
+    Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
+    labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
     """
-    total, num_labels = 0.0, 0
+    total = 0.0
+    num_labels = 0
     model.train(False)
     try:
         with torch.no_grad():
-            total, num_labels = (_by_stages if plan.layout.pipeline_parallel > 1 else _whole)(model, plan, batches)
+            add_losses = _add_pipeline_losses if plan.layout.pipeline_parallel > 1 else _add_losses
+            total, num_labels = add_losses(model, plan, batches)
     finally:
         model.train()
-        let_go(model)
+        reshard_weights(model)
     if plan.num_processes > 1:
         sums = torch.tensor([total, num_labels], dtype=torch.float64, device=plan.device)
         dist.all_reduce(sums)
-        total, num_labels = float(sums[0]), int(sums[1])
+        total = float(sums[0])
+        num_labels = int(sums[1])
     return total / max(num_labels, 1)
 
 
-def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
-    total, num_labels = 0.0, 0
-    with computing(model, plan):
-        for micro_batch in (m for batch in batches for m in batch.micro_batches):
+def _add_losses(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+    total = 0.0
+    num_labels = 0
+    with chunked_loss(model, plan):
+        for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
             if micro_batch.num_label_tokens or plan.layout.exchanges:
-                mean = float(loss_of(model, plan, micro_batch)) * plan.layout.context_parallel
+                mean = float(compute_loss(model, plan, micro_batch)) * plan.layout.context_parallel
                 total += mean * micro_batch.num_label_tokens
                 num_labels += micro_batch.num_label_tokens
     return total, num_labels
 
 
-def _by_stages(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+def _add_pipeline_losses(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
     pipeline = Pipeline(model, plan)
-    total, num_labels = 0.0, 0
+    total = 0.0
+    num_labels = 0
     for batch in batches:
         total += float(pipeline.losses(batch.micro_batches)) * plan.layout.context_parallel
-        num_labels += sum(m.num_label_tokens for m in batch.micro_batches) * pipeline.has_loss
+        num_labels += sum(micro_batch.num_label_tokens for micro_batch in batch.micro_batches) * pipeline.has_loss
     return total, num_labels

@@ -1,9 +1,7 @@
-"""Measure the memory that a process of a plan holds: of the host on a CPU, of the device on a GPU.
+"""Measure the memory that a process of a plan holds, on the host for a CPU and on the device for a GPU, and control it.
 
-Control how the process's C allocator treats freed memory, and how much it may take.
-
-glibc gives blocks over 32 MiB straight back to the kernel and faults every page in anew at the next step. Keeping them saves
-that (measured here: 5 to 15 % of a training step on CPU) and costs what fragmentation holds back.
+glibc returns freed blocks over 32 MiB to the kernel at once, and the next step has to fault every page in again. Keeping these
+blocks saves that time (measured here: 5 to 15 % of a training step on CPU), but fragmentation then holds some memory back.
 """
 
 from __future__ import annotations
@@ -21,12 +19,21 @@ from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, res
 from upshift.planning.cost.process_memory import outside_allocator
 from upshift.planning.plan import Plan
 
+# Options of mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_MAX = -4
+TOP_PAD_BYTES = 64 * 2**20
+LONGEST_WAIT_STEPS = 64
+USABLE_SHARE = 0.95  # of the memory free at the start; an allocation beyond it fails, before the system kills the process
+
 
 def held_bytes(plan: Plan) -> int:
     """Return the bytes that this process holds now.
 
-    On a GPU these are what torch's allocator has reserved, and what is predicted to lie outside it. The device itself also counts
-    what other processes hold."""
+    On a GPU these are the bytes that torch's allocator has reserved, and those that are predicted to lie outside of it. The
+    device's own count includes other processes.
+    """
     if plan.device == "cuda":
         import torch
 
@@ -35,7 +42,7 @@ def held_bytes(plan: Plan) -> int:
 
 
 def held_peak_bytes(plan: Plan) -> int:
-    """Return the most bytes that this process has held since ``begin_held_peak``."""
+    """Return the most bytes that this process has held since ``reset_held_peak``."""
     if plan.device == "cuda":
         import torch
 
@@ -43,7 +50,8 @@ def held_peak_bytes(plan: Plan) -> int:
     return resident_peak_bytes()
 
 
-def begin_held_peak(plan: Plan) -> None:
+def reset_held_peak(plan: Plan) -> None:
+    """Start to measure the peak of the held memory again."""
     if plan.device == "cuda":
         import torch
 
@@ -52,62 +60,58 @@ def begin_held_peak(plan: Plan) -> None:
         reset_resident_peak()
 
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
-TOP_PAD_BYTES = 64 * 2**20
-LONGEST_WAIT_STEPS = 64
-USABLE_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails in the process, not in the system
-
-
 def keep_freed_memory() -> None:
-    """Stop mapping blocks one by one and trimming the heap, for the rest of the process's life."""
+    """Make the C allocator keep freed memory until the process ends: no separate mappings, and no trimming of the heap."""
     libc = ctypes.CDLL(ctypes.util.find_library("c"))
     for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, TOP_PAD_BYTES)):
         if libc.mallopt(option, value) != 1:
             raise OSError(f"mallopt({option}, {value}) was refused by the C library")
 
 
-def give_back_free_memory() -> None:
-    """Return pages of the heap that hold nothing to the kernel once, also if freed memory is kept."""
+def trim_heap() -> None:
+    """Return the free pages of the heap to the kernel once, also if freed memory is kept."""
     ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
 
 
 class HeldMemory:
-    """A guard that keeps a process near the memory that was predicted for it.
+    """Keep a process near the memory that was predicted for it.
 
-    Blocks whose sizes change from step to step leave holes in the heap, which hold memory though nothing is in them. After a
-    step that left the process above ``limit_bytes``, they go back to the system. Giving them back costs page faults in the
-    next step, so it is done half as often each time it did not last until the next look.
+    Blocks whose sizes change from step to step leave free holes in the heap, which still take memory. If the process holds more
+    than ``limit_bytes`` after a step, the holes go back to the system. That costs page faults in the next step, so if memory
+    grows again at once, the wait until the next time doubles.
     """
 
-    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
+    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = trim_heap) -> None:
         self.limit_bytes = limit_bytes if platform.libc_ver()[0] == "glibc" else None
         self._give_back = give_back
-        self._wait, self._steps_left = 1, 0
+        self._wait_steps = 1
+        self._steps_left = 0
 
     def after_step(self, resident_bytes: int) -> bool:
-        """Return whether memory was given back."""
+        """Give memory back if the process holds too much. Return whether it was done."""
         self._steps_left = max(self._steps_left - 1, 0)
         if self.limit_bytes is None or self._steps_left:
             return False
         if resident_bytes <= self.limit_bytes:
-            self._wait = 1
+            self._wait_steps = 1
             return False
         self._give_back()
-        self._steps_left, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT_STEPS)
+        self._steps_left = self._wait_steps
+        self._wait_steps = min(2 * self._wait_steps, LONGEST_WAIT_STEPS)
         return True
 
 
 @contextlib.contextmanager
 def limited_memory(num_processes: int = 1) -> Iterator[None]:
-    """Make the allocator refuse, while open, before the system starts to kill. Running out then becomes an error that can be
-    handled."""
+    """Limit the memory of this process while open, so that running out raises an error before the system kills processes."""
     memory = psutil.Process().memory_info()
-    used = getattr(memory, "data", memory.rss)  # RLIMIT_DATA counts what is mapped, touched or not
+    used = getattr(memory, "data", memory.rss)  # RLIMIT_DATA counts mapped memory, touched or not
     limit = int(used + psutil.virtual_memory().available * USABLE_SHARE / num_processes)
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    highest = before[1] if before[1] != resource.RLIM_INFINITY else limit
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limit, highest), before[1]))
+    previous_limits = resource.getrlimit(resource.RLIMIT_DATA)
+    hard_limit = previous_limits[1]
+    highest = hard_limit if hard_limit != resource.RLIM_INFINITY else limit
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limit, highest), hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, previous_limits)

@@ -1,15 +1,15 @@
-"""Scale learning rates and initial weights of a model by muP, so that hyper-parameters of a narrower base hold for it.
+"""Scale the learning rates and initial weights of a model by muP, so that the hyper-parameters of a narrower base hold for it.
 
-The shapes show which dimensions grow with the width: those in which a parameter differs from the base's. The kind of a module
-shows the role of its parameters. m is the number of a parameter's inputs over that of the base's (Yang et al., Tensor Programs
-V, 2022, arXiv:2203.03466, table 3, Adam):
+A dimension grows with the width if a parameter's shape differs there from the base's. The class of a module shows the role of
+its parameters. m is the number of inputs of a parameter, divided by that in the base (Yang et al., Tensor Programs V, 2022,
+arXiv:2203.03466, table 3, Adam):
 
     both sides grow (hidden)      initial deviation 1/sqrt(m)    learning rate 1/m
-    inputs alone (output)         initial deviation 1/m          learning rate 1/m
-    outputs alone, and vectors    as in the base                 as in the base
+    only inputs (output)          initial deviation 1/m          learning rate 1/m
+    only outputs, and vectors     as in the base                 as in the base
 
-Weight decay is multiplied by m where the learning rate is divided by m: their product is the share of a weight that a step
-takes away.
+Weight decay is multiplied by m if the learning rate is divided by m, because their product is the share of a weight that a step
+removes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from upshift.models.config import heads_of
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.search.constraints import base_text, read_base
 
-COSMETIC = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+IGNORED_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
     (nn.Linear, 1), (Conv1D, 0), *((convolution, 1) for convolution in CONVOLUTIONS),
@@ -39,39 +39,41 @@ INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The factors of one parameter, against the base's."""
+class MupScale:
+    """The factors of one parameter, relative to the base."""
 
-    rate: float = 1.0
-    deviation: float = 1.0
-    kept: bool = True  # its initial values depend on no dimension that grows
+    rate: float = 1.0  # learning rate
+    deviation: float = 1.0  # standard deviation of the initial weights
+    has_fixed_init: bool = True  # initial values depend on no dimension that grows
 
 
-def widths_of(source: ModelSource, base: str) -> str:
+def base_widths(source: ModelSource, base: str) -> str:
     """Return Plan.mup_base for a directory, a config.json or a hub id.
 
     Raise RequestError if the base differs from the model in more than widths, or in no width.
     """
-    ours, theirs = (_plain(one.hf_config) for one in (source, find_model(base)))
-    names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
-    other = next((name for name in names if not all(_is_width(one.get(name)) for one in (ours, theirs))), None)
-    if other is not None:
+    model_fields = _comparable_fields(source.hf_config)
+    base_fields = _comparable_fields(find_model(base).hf_config)
+    names = [name for name in {**base_fields, **model_fields} if model_fields.get(name) != base_fields.get(name)]
+    for name in names:
+        if _is_width(model_fields.get(name)) and _is_width(base_fields.get(name)):
+            continue
         raise RequestError(
-            f"--mup-base {base}: its {other} is {theirs.get(other)!r}, the model's {ours.get(other)!r}; a base differs in widths "
-            "alone, such as hidden_size, intermediate_size and num_attention_heads"
+            f"--mup-base {base}: its {name} is {base_fields.get(name)!r}, the model's {model_fields.get(name)!r}; "
+            "a base differs in widths alone, such as hidden_size, intermediate_size and num_attention_heads"
         )
     if not names:
         raise RequestError(f"--mup-base {base} is as wide as the model: leave it out")
-    return base_text({name: theirs[name] for name in names})
+    return base_text({name: base_fields[name] for name in names})
 
 
-def with_base(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
-    """Return ``fixed`` with the widths of ``base``. Raise RequestError if muP, by either option, does not fit the model."""
-    text = next((one.partition("=")[2] for one in fixed if one.startswith("mup_base=")), "")
+def add_base_widths(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
+    """Return ``fixed`` with the widths of ``base``. Raise RequestError if muP, from either option, does not fit the model."""
+    text = next((setting.partition("=")[2] for setting in fixed if setting.startswith("mup_base=")), "")
     if base is not None:
         if text:
             raise RequestError(f"--mup-base {base} and --set mup_base={text} fix the same field; give one of them")
-        text = widths_of(source, base)
+        text = base_widths(source, base)
         fixed = (*fixed, f"mup_base={text}")
     if text:
         check_random(from_config=from_config)
@@ -80,6 +82,7 @@ def with_base(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, 
 
 
 def check_random(*, from_config: bool) -> None:
+    """Raise RequestError if the weights are not random."""
     if not from_config:
         raise RequestError("muP scales random weights and their learning rates, not weights that are trained; add --from-config")
 
@@ -89,12 +92,12 @@ def check_base(source: ModelSource, text: str) -> None:
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        scales(build_model(config, model_class, dtype=torch.float32), text)
+        scales_of_parameters(build_model(config, model_class, dtype=torch.float32), text)
 
 
-def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
-    """Return the scale of each parameter, by its name. Raise RequestError for a parameter that the rule does not cover."""
-    base_config = narrowed(model.config, read_base(text))
+def scales_of_parameters(model: PreTrainedModel, text: str) -> dict[str, MupScale]:
+    """Return the factors of each parameter, by name. Raise RequestError for a parameter that the rules do not cover."""
+    base_config = narrow_config(model.config, read_base(text))
     _check_heads(model.config, base_config)
     with torch.device("meta"):
         base = FROM_CONFIG.of(type(model))(base_config)
@@ -104,82 +107,93 @@ def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
         for path, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
-    found = {}
+    scales = {}
     for name, parameter in model.named_parameters():
         if name not in shapes or len(shapes[name]) != parameter.ndim:
             raise RequestError(f"the base of muP has no {name} like the model's; it is the same model with fewer widths alone")
-        found[name] = _scale(name, owners[name], tuple(parameter.shape), shapes[name])
-    _check_tied(model, found)
-    return found
+        scales[name] = _scale_of(name, owners[name], tuple(parameter.shape), shapes[name])
+    _check_tied(model, scales)
+    return scales
 
 
-def narrowed(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
+def narrow_config(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
     """Return a copy of the config with these fields. Raise RequestError for a field that the config does not have."""
-    plain = config.to_dict()
-    unknown = next((name for name in fields if not isinstance(plain.get(name), int)), None)
+    config_fields = config.to_dict()
+    unknown = next((name for name in fields if not isinstance(config_fields.get(name), int)), None)
     if unknown is not None:
-        raise RequestError(f"mup_base: {unknown!r} is no width of this model's config; it has {', '.join(_widths(plain))}")
-    return type(config).from_dict({**plain, **fields})
+        raise RequestError(
+            f"mup_base: {unknown!r} is no width of this model's config; it has {', '.join(_width_fields(config_fields))}"
+        )
+    return type(config).from_dict({**config_fields, **fields})
 
 
-def scale_initial(model: PreTrainedModel, text: str) -> None:
-    """Multiply random weights so that their deviations follow from the base's. Both are measured, as models draw by own rules."""
-    found = scales(model, text)
+def scale_initial_weights(model: PreTrainedModel, text: str) -> None:
+    """Multiply random weights so that their standard deviations follow from the base's.
+
+    Both deviations are measured, because models have different rules for initial weights.
+    """
+    scales = scales_of_parameters(model, text)
     with torch.random.fork_rng():
-        base = dict(FROM_CONFIG.of(type(model))(narrowed(model.config, read_base(text))).named_parameters())
+        base = dict(FROM_CONFIG.of(type(model))(narrow_config(model.config, read_base(text))).named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            ours, theirs = (float(one.float().std()) if one.numel() > 1 else 0.0 for one in (parameter, base[name]))
-            if not found[name].kept and ours > 0 and theirs > 0:
-                parameter.mul_(found[name].deviation * theirs / ours)
+            deviation = _deviation(parameter)
+            base_deviation = _deviation(base[name])
+            if not scales[name].has_fixed_init and deviation > 0 and base_deviation > 0:
+                parameter.mul_(scales[name].deviation * base_deviation / deviation)
+
+
+def _deviation(tensor: torch.Tensor) -> float:
+    return float(tensor.float().std()) if tensor.numel() > 1 else 0.0
 
 
 def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """Return an optimizer's groups, each split into several with one learning rate. Those with the requested rate come first."""
+    """Split each of an optimizer's groups into groups with one learning rate. Those with the requested rate come first."""
     whole = base_of(model)
-    found = scales(whole, text)
-    shares = {parameter: found[name].rate for name, parameter in whole.named_parameters()}
+    scales = scales_of_parameters(whole, text)
+    factors = {parameter: scales[name].rate for name, parameter in whole.named_parameters()}
     return [
         {
-            **group, "params": [parameter for parameter in group["params"] if shares[parameter] == share],
-            "lr": rate * share, "weight_decay": group["weight_decay"] / share,
+            **group, "params": [parameter for parameter in group["params"] if factors[parameter] == factor],
+            "lr": rate * factor, "weight_decay": group["weight_decay"] / factor,
         }
-        for share in sorted(set(shares.values()), key=lambda share: share != 1)
+        for factor in sorted(set(factors.values()), key=lambda factor: factor != 1)
         for group in groups
     ]  # fmt: skip
 
 
-def _scale(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> Scale:
-    wide = [axis for axis, (ours, theirs) in enumerate(zip(shape, base, strict=True)) if ours != theirs]
-    if not wide or sum(size > 1 for size in shape) < 2:
-        return Scale()
+def _scale_of(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> MupScale:
+    growing_axes = [axis for axis, (size, base_size) in enumerate(zip(shape, base, strict=True)) if size != base_size]
+    if not growing_axes or sum(size > 1 for size in shape) < 2:
+        return MupScale()
     if isinstance(module, nn.Embedding):
-        if wide != [1]:
+        if growing_axes != [1]:
             raise RequestError(f"the base of muP has another number of rows in {name}; vocabulary and positions must be the same")
-        return Scale(kept=False)
-    axis = next((axis for kind, axis in INPUT_AXIS if isinstance(module, kind)), None)
-    if axis is None:
+        return MupScale(has_fixed_init=False)
+    input_axis = next((axis for module_class, axis in INPUT_AXIS if isinstance(module, module_class)), None)
+    if input_axis is None:
         raise RequestError(
             f"muP: which side of {name} ({type(module).__name__}) is its input is not known, so its learning rate is not; train "
             "without --mup-base"
         )
-    if axis not in wide:
-        return Scale(kept=False)
-    wider = shape[axis] / base[axis]
-    hidden = len(wide) > 1
-    return Scale(rate=1 / wider, deviation=1 / math.sqrt(wider) if hidden else 1 / wider, kept=False)
+    if input_axis not in growing_axes:
+        return MupScale(has_fixed_init=False)
+    multiplier = shape[input_axis] / base[input_axis]  # m
+    is_hidden = len(growing_axes) > 1
+    deviation = 1 / math.sqrt(multiplier) if is_hidden else 1 / multiplier
+    return MupScale(rate=1 / multiplier, deviation=deviation, has_fixed_init=False)
 
 
-def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
-    """Raise RequestError if one table that grows is both input and output.
+def _check_tied(model: PreTrainedModel, scales: dict[str, MupScale]) -> None:
+    """Raise RequestError if a matrix that grows is both embedding and head.
 
-    The table would need a multiplier in the forward pass, and the saved model could not hold one.
+    It would need a multiplier in the forward pass, which a saved model cannot store.
     """
-    table = model.get_output_embeddings()
-    weight = None if table is None else getattr(table, "weight", None)
+    head = model.get_output_embeddings()
+    weight = None if head is None else getattr(head, "weight", None)
     tied = {name for name, parameter in model.named_parameters() if parameter is weight}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    if weight is not None and id(weight) in embeddings and any(not found[name].kept for name in tied):
+    if weight is not None and id(weight) in embeddings and any(not scales[name].has_fixed_init for name in tied):
         raise RequestError(
             "muP needs a head of its own: this model's is tied to its embedding, which has another learning rate; set "
             "tie_word_embeddings to false in its config"
@@ -187,11 +201,13 @@ def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
 
 
 def _check_heads(config: PretrainedConfig, base: PretrainedConfig) -> None:
-    ours, theirs = _head_size(config), _head_size(base)
-    if ours != theirs:
+    """Raise RequestError if the base has attention heads of another size."""
+    head_size = _head_size(config)
+    base_head_size = _head_size(base)
+    if head_size != base_head_size:
         raise RequestError(
-            f"the base of muP has heads of {theirs} numbers, the model of {ours}; wider models have more heads, not larger ones: "
-            "attention divides by the square root of their size"
+            f"the base of muP has heads of {base_head_size} numbers, the model of {head_size}; "
+            "wider models have more heads, not larger ones: attention divides by the square root of their size"
         )
 
 
@@ -200,13 +216,13 @@ def _head_size(config: PretrainedConfig) -> int | None:
     return None if heads is None else heads.width
 
 
-def _plain(config: PretrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in COSMETIC}
+def _comparable_fields(config: PretrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in IGNORED_FIELDS}
 
 
 def _is_width(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _widths(plain: dict[str, Any]) -> list[str]:
+def _width_fields(plain: dict[str, Any]) -> list[str]:
     return [name for name, value in plain.items() if _is_width(value)]

@@ -1,16 +1,11 @@
-"""Turn a model into one that runs the way the plan says.
+"""Load a model, and make it run as the plan says.
 
-One function applies everything in one order: the rank's part, attention, recomputation, compilation, and what ranks divide of
-all that (parallel/).
+``prepare_model`` applies everything in one order: the rank's part of the model, attention, activation checkpointing,
+compilation, and what ranks divide of all that (distributed/).
 
-Run matrix products of the layers in fp8, by torchao: weights stay as they are, operands are scaled and cast before each
-product.
-
-Keep in host memory the tensors that the forward pass saves for the backward pass.
-
-torch.autograd.graph.save_on_cpu would send the weights too, which autograd keeps beside the activations.
-
-Load a model whose frozen weights are read when they are needed, and choose these modules by a plan's ``weight_offload``.
+The other functions load the weights, also those that stay on the host or the disk until they are needed, run matrix products of
+the layers in fp8 by torchao (weights keep their precision; operands are scaled and cast before each product), offload
+activations to host memory, and compute the loss in the plan's precision.
 """
 
 from __future__ import annotations
@@ -32,9 +27,9 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload.hooks import buffer_bytes, mapped_bytes, recompute_offloaded
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.adapter import base_of, complete_model, name_base
-from upshift.models.build import build_model, choose_class, find_stacks, forget_cache
+from upshift.models.build import build_model, choose_class, disable_cache, find_stacks
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
@@ -44,24 +39,24 @@ from upshift.planning.plan import Plan
 from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.checkpoint.model import has_adapter, read_adapter
-from upshift.training.checkpoint.sharded import parts_of
-from upshift.training.distributed.context_parallel import share_context
+from upshift.training.checkpoint.sharded import stages_of
+from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
-from upshift.training.distributed.mesh import Place
-from upshift.training.distributed.parallelize import divide
-from upshift.training.distributed.pipeline_stage import layers_of_stages, modules_of
+from upshift.training.distributed.mesh import Mesh
+from upshift.training.distributed.parallelize import parallelize
+from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
-from upshift.training.mup import scale_initial
+from upshift.training.mup import scale_initial_weights
 from upshift.training.process_group import rank_environment
-from upshift.training.sharded_init import build_to_fill, fill, reads_slices
+from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
 
 
 def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
-    """Convert in place every linear of the layers that fp8 products can hold. The head stays. Return how many were converted.
+    """Convert in place the linear modules of the layers whose sizes fit fp8 products, but not the head. Return their number.
 
-    ``emulate`` makes the casts real and the products fp32, for devices without fp8.
+    ``emulate`` casts to fp8 and computes the products in fp32, for devices without fp8.
     """
     check_library("torchao", purpose="precision=fp8")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -71,9 +66,10 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
 
     def fits(module: nn.Module, _: str) -> bool:
         nonlocal converted
-        chosen = isinstance(module, nn.Linear) and not (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE)
-        converted += chosen
-        return chosen
+        if not isinstance(module, nn.Linear) or module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
+            return False
+        converted += 1
+        return True
 
     for _, stack in find_stacks(model):
         for layer in stack:
@@ -81,17 +77,21 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
     return converted
 
 
-SMALLEST_BYTES = 2**16  # below it a copy costs more than it frees
+MIN_OFFLOADED_BYTES = 2**16  # copying a smaller tensor costs more than it saves
 Packed = tuple[torch.device, Tensor]
 
 
-def activations_on_host(model: nn.Module) -> AbstractContextManager[object]:
+def offload_activations(model: nn.Module) -> AbstractContextManager[object]:
+    """Keep the tensors that the forward pass saves for the backward pass in host memory while open.
+
+    torch.autograd.graph.save_on_cpu would also copy the weights, which autograd saves beside the activations.
+    """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Packed:
-        if tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in weights:
+        if tensor.nbytes < MIN_OFFLOADED_BYTES or tensor.untyped_storage().data_ptr() in weights:
             return tensor.device, tensor
-        # Copies are queued behind what wrote the tensor, and read back on the same queue.
+        # Copies run on the stream that wrote the tensor, and come back on the same stream.
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
@@ -102,43 +102,50 @@ def activations_on_host(model: nn.Module) -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-CONVERTED = "offload"  # the cache's folder of weights that are computed in another dtype than they are stored in
+CONVERTED_FOLDER = "offload"  # the cache's folder for weights whose dtype differs from that of the files
 
 
-def load_elsewhere(
+def load_offloaded(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load the model with its frozen weights elsewhere. Raise RequestError for a model without an adapter around it.
+    """Load the model with its frozen weights on the host or the disk. Raise RequestError for a model without an adapter.
 
-    Weights on the disk are never trained.
+    Only the adapter is trained.
     """
     if source.adapter is None:
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
-    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
+    options = PlacementOptions(make_device_map(empty, plan), None, read_settings().cache_dir / CONVERTED_FOLDER)
+    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, placement_options=options)
 
 
-def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
-    """Return the place of each module.
+def make_device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
+    """Return the device of each module.
 
-    The layers are elsewhere, and so is an embedding on the disk if only rows of it are read. The rest is where it is computed.
+    The layers are offloaded. So is an embedding to the disk, if only rows of it are read. Everything else is on the plan's
+    device.
     """
-    here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
-    found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if elsewhere == "disk" and (head is None or head.weight is not embedding.weight):
-        found |= {path: elsewhere for path, module in model.named_modules(remove_duplicate=False) if module is embedding}
-    return found
+    device = "cpu" if plan.device == "cpu" else 0
+    offload_device = "disk" if plan.weight_offload == "disk" else "cpu"
+    devices: dict[str, str | int] = {"": device}
+    for path, _ in find_stacks(model):
+        devices[path] = offload_device
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if offload_device == "disk" and (head is None or head.weight is not embedding.weight):
+        for path, module in model.named_modules(remove_duplicate=False):
+            if module is embedding:
+                devices[path] = offload_device
+    return devices
 
 
 def in_memory_bytes(model: nn.Module, *others: object) -> int:
-    """Return ``tensor_bytes`` of a model and others. For weights on the disk only the buffers that they are read into count."""
+    """Return the bytes of the tensors of a model and other objects. For weights on the disk only their read buffers count."""
     return tensor_bytes(model, *others) - mapped_bytes(model) + buffer_bytes(model)
 
 
-def set_process(plan: Plan) -> None:
+def configure_process(plan: Plan) -> None:
     """Set the choices that belong to the whole process. Call it before tensors exist."""
     if plan.host_memory == "keep":
         keep_freed_memory()
@@ -146,13 +153,16 @@ def set_process(plan: Plan) -> None:
         torch.set_num_threads(plan.threads_per_process)
     elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
         torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
-    torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
+    matmul_precision = "highest"
+    if plan.precision == "tf32":
+        matmul_precision = "high" if plan.device == "cuda" else "medium"
+    torch.set_float32_matmul_precision(matmul_precision)
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise RequestError if the files lack weights of the model, before anything slow starts. Only the headers are read."""
+    """Raise RequestError if the files lack weights of the model. It reads only the headers, before anything slow starts."""
     stored = find_model(str(source.directory))
-    if "quantization_config" in stored.config:  # in a form that transformers alone knows; it says what is missing
+    if "quantization_config" in stored.config:  # only transformers knows their form; it reports missing weights itself
         return
     config = stored.hf_config
     model_class, _ = choose_class(config, source.reference)
@@ -162,23 +172,23 @@ def check_weights(source: ModelSource) -> None:
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
     """Return the trainable model in the plan's weight precision, on the host.
 
-    Weights that no file holds, such as a new adapter, are random.
+    Weights that no file contains, such as those of a new adapter, are random.
     """
-    dtype = _dtype_of(source, plan)
+    dtype = _weight_dtype(source, plan)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
     if from_config:
         if plan.weight_offload != "none":
             raise RequestError(f"weight_offload={plan.weight_offload} reads the model's files, and --from-config has none")
-        random = build_model(config, model_class, dtype=dtype)
+        random_model = build_model(config, model_class, dtype=dtype)
         if plan.mup_base:
-            scale_initial(random, plan.mup_base)
-        return complete_model(random, source)
+            scale_initial_weights(random_model, plan.mup_base)
+        return complete_model(random_model, source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     find_safetensors(source.directory)
-    whole = complete_model(_from_files(source, config, model_class, plan, dtype=dtype), source)
+    whole = complete_model(_load_weights(source, config, model_class, plan, dtype=dtype), source)
     if source.adapter is not None:
         name_base(whole, source)
     if source.adapter_directory is not None:
@@ -186,102 +196,100 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     return whole
 
 
-def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
-    """Run ``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files.
+def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tuple[nn.Module, int] | None:
+    """Load and prepare a rank's part of the model, and read only that part of the files.
 
-    Return the model and the number of parameters of the whole, or None if the model is built whole.
+    Return the part and the number of parameters of the whole model, or None if the whole model must be built first.
     """
-    if source.directory is None or not reads_slices(source, plan):
+    if source.directory is None or not can_read_slices(source, plan):
         return None
     torch.manual_seed(seed)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
-    empty = build_to_fill(source, config, model_class, dtype=_dtype_of(source, plan))
+    empty = build_empty_model(source, config, model_class, dtype=_weight_dtype(source, plan))
     if empty is None:
         return None
     count = sum(parameter.numel() for parameter in empty.model.parameters())
-    model = prepare(empty.model, plan, place)
-    fill(model, empty, plan)
+    model = prepare_model(empty.model, plan, mesh)
+    fill_model(model, empty, plan)
     return model, count
 
 
-def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
+def _weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
-def _from_files(
+def _load_weights(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load the model from files, by transformers if weights are quantized.
-
-    Only transformers and the method know how codes and scales belong together.
-    """
+    """Load the model from files. Let transformers load quantized weights, whose form it alone knows."""
     if plan.weight_offload != "none":
-        return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+        return load_offloaded(source, config, model_class, plan, dtype=dtype)
     if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
         return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
-    loaded: Any = model_class.from_pretrained(  # with what was found in the files, which its type does not say
-        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantizing(source)
+    loaded: Any = model_class.from_pretrained(  # with information about the loading, which its type does not include
+        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantization_arguments(source)
     )
     model: PreTrainedModel
-    model, told = loaded
-    check_missing(set(told["missing_keys"]), model, source)
+    model, loading_info = loaded
+    check_missing(set(loading_info["missing_keys"]), model, source)
     return model
 
 
-def _quantizing(source: ModelSource) -> dict[str, Any]:
-    """Return arguments that make from_pretrained convert the weights one by one, if the directory's are whole and are to be in
-    4 bits."""
+def _quantization_arguments(source: ModelSource) -> dict[str, Any]:
+    """Return the arguments with which from_pretrained quantizes unquantized weights to 4 bits while it loads them."""
     if source.quantized_from is None or "quantization_config" in find_model(str(source.directory)).config:
         return {}
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
-def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
+def prepare_model(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move the rank's part to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model = divide(model, place)
-    is_empty = any(parameter.is_meta for parameter in model.parameters())  # it is filled last (own_slices.py)
+    model = parallelize(model, mesh)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())  # then its weights are read last (sharded_init.py)
     if plan.weight_offload == "none" and not plan.layout.gathers and not is_empty:
         model.to(plan.device)
     elif plan.weight_offload != "none":
         for weight in (weight for weight in model.parameters() if weight.requires_grad):
-            weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
-    modules = modules_of(model)
+            weight.data = weight.data.to(plan.device)  # an adapter starts on the device of the frozen weights around it
+    modules = stage_modules(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
         if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
-    share_context(bases, place)
-    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    apply_context_parallel(bases, mesh)
+    recomputed_layers = layers_per_stage(plan.activation_checkpointing, modules)
     for module, recomputed in zip(modules, recomputed_layers, strict=True):
         recompute_layers(module, recomputed, plan.recompute_granularity)
         recompute_offloaded(module)
         compile_layers(module, plan)
         if plan.layout.gathers:
-            shard_weights(module, place)
+            shard_weights(module, mesh)
     return model
 
 
-def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
-    """Return the form in which the whole model is saved, without weights, on a rank that has a part of it."""
+def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
+    """Return the whole model without weights, as it is saved, on a rank that has a part of it."""
     if has_adapter(model):
         return model
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
-    generation = next((own for part in parts_of(model) if (own := getattr(part, "generation_config", None))), None)
-    if generation is not None:
-        whole.generation_config = generation
+        whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
+    for part in stages_of(model):
+        generation_config = getattr(part, "generation_config", None)
+        if generation_config:
+            whole.generation_config = generation_config
+            break
     return whole
 
 
 def compile_layers(model: nn.Module, plan: Plan) -> None:
-    """Compile the model by the plan. Drop first what other models of this process had compiled.
+    """Compile the model as the plan says, after dropping what this process compiled for other models.
 
-    torch compiles one function a few times only, then no more.
+    torch compiles one function only a few times.
     """
     if plan.torch_compile != "off":
         torch.compiler.reset()
@@ -294,10 +302,11 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 
 
 @contextmanager
-def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
-    """Compute the model's loss the way the plan says while open. Labels are smoothed if the loss is computed in chunks."""
-    every_token = plan.sequence_length * plan.per_device_train_batch_size if plan.layout.vocabulary_parallel else 0
-    chunk_tokens = plan.loss_chunk_tokens or every_token
+def chunked_loss(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
+    """Compute the model's loss in chunks of tokens while open, if the plan says so. Such a loss also smooths labels."""
+    chunk_tokens = plan.loss_chunk_tokens
+    if not chunk_tokens and plan.layout.vocabulary_parallel:  # which needs the chunked loss: one chunk of all tokens
+        chunk_tokens = plan.sequence_length * plan.per_device_train_batch_size
     if not chunk_tokens:
         yield
         return
@@ -306,17 +315,17 @@ def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> 
 
 
 def autocast(plan: Plan) -> torch.autocast:
-    """Return autocast for the forward pass only: the backward pass runs in the precisions that the forward pass chose.
+    """Return autocast for the forward pass. The backward pass runs in the precisions that the forward pass chose.
 
-    Weights that ranks gather are in the lower precision already (parallel/fully_shard.py), and so are weights beside master
-    weights (parallel/zero1.py).
+    Weights that ranks gather have the lower precision already (distributed/fsdp.py), and so have weights with fp32 masters
+    (distributed/zero1.py).
     """
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
+    return torch.autocast(plan.device, dtype=dtype, enabled=uses_autocast(plan))
 
 
-def casts(plan: Plan) -> bool:
-    """Return whether weights are cast when they are used."""
+def uses_autocast(plan: Plan) -> bool:
+    """Return whether autocast casts weights when they are used."""
     return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
 
 
@@ -324,45 +333,45 @@ def casts(plan: Plan) -> bool:
 def losses_in_fp32(plan: Plan) -> Iterator[None]:
     """Compute losses in fp32 while open, as autocast does.
 
-    If autocast is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which is then known to
-    three digits. A loss computed in chunks is in fp32 already.
+    If autocast is off because weights have 16 bits, some models compute the loss from logits of 16 bits, with a precision of
+    three digits. A chunked loss is computed in fp32 already.
     """
-    if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
+    if plan.precision not in ("bf16", "fp16", "fp8") or uses_autocast(plan) or plan.loss_chunk_tokens:
         yield
         return
-    plain = functional.cross_entropy
+    original = functional.cross_entropy
 
     def in_fp32(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return plain(logits.float(), *args, **options)
+        return original(logits.float(), *args, **options)
 
-    functional.cross_entropy = in_fp32  # type: ignore[assignment]  # which takes all that it takes
+    functional.cross_entropy = in_fp32  # type: ignore[assignment]  # it takes the same arguments
     try:
         yield
     finally:
-        functional.cross_entropy = plain
+        functional.cross_entropy = original
 
 
 @contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
     """Stop the model, while open, from keeping keys and values.
 
-    In training they cost memory, and with them transformers looks for no texts that share a row. The setting goes into the
-    config, because a class may take it from there alone. Afterwards the config is as it was.
+    In training they cost memory, and with them transformers does not separate texts that share a row. The setting goes into the
+    config, because some classes read it only there. Afterwards the config is as it was.
     """
-    caching = forget_cache(model)
+    configs_with_cache = disable_cache(model)
     try:
         yield
     finally:
-        for config in caching:
+        for config in configs_with_cache:
             config.use_cache = True
 
 
-def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the mean loss of a micro-batch's labels, or of any label if it has none."""
+def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none."""
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
-        inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
-    offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
+        inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
+    offloading = offload_activations(model) if plan.activation_offload else contextlib.nullcontext()
     with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model):
         loss: torch.Tensor = model(**inputs).loss
     return loss

@@ -1,4 +1,4 @@
-"""Start the other ranks on one host, join them in a group, and end them together."""
+"""Start the ranks of a plan on one host, join them in a process group, and end them together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ import torch.distributed as dist
 
 from upshift import parent_process
 from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
-from upshift.internals.torch_names import DEFAULT_STORE, cuda_was_asked
+from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
-from upshift.settings import OwnRank, environment_of_rank, take_own_rank
+from upshift.settings import AssignedRank, environment_for_rank, take_assigned_rank
 from upshift.training.out_of_memory import find_out_of_memory
 
-PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
-GROUP_PATIENCE = timedelta(minutes=30)  # torch's for gloo; nccl's ten end a run whose rank 0 saves for longer
-CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
+PATIENCE_SECONDS = 20.0
+POLL_SECONDS = 0.05
+GROUP_TIMEOUT = timedelta(
+    minutes=30
+)  # torch's default for gloo; nccl's ten minutes would end a run whose rank 0 saves for longer
+CAUSE_KEY = "cause of death"  # in the job's store: the message of the first rank that failed
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-_rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before anything else runs there
+_rank_and_size: list[tuple[int, int]] = []  # set once in a rank's process, before anything else runs there
 
 
 def rank_environment() -> tuple[int, int]:
@@ -40,44 +43,48 @@ def rank_environment() -> tuple[int, int]:
 def join_processes(plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
     """Run ``work(request)`` in ``plan.num_processes`` processes. Return rank 0's result.
 
-    The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation. Where this process
-    has asked CUDA something, forks could not use it. Each then runs this process's command from the beginning, and comes here.
+    The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation. If this process has
+    used CUDA, a fork could not use it. Then each rank runs this process's command from the beginning until it comes here.
     """
     if plan.num_processes == 1:
         return work(request)
-    own = take_own_rank()
-    if own is not None:
-        _be_rank(own, plan, work, request)
+    own_rank = take_assigned_rank()
+    if own_rank is not None:
+        _run_rank_and_exit(own_rank, plan, work, request)
     port = free_port()
     children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
     try:
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
-        failed = _wait(children, seconds=PATIENCE_SECONDS)
-        if failed and lost_another(error):  # a rank that left no words was killed
-            raise _ranks_failed(failed, plan) from error
+        exit_codes = _wait_for_children(children, seconds=PATIENCE_SECONDS)
+        if exit_codes and lost_connection(error):  # a rank that left no message was killed
+            raise _ranks_failed(exit_codes, plan) from error
         raise
-    except BaseException:  # the others fail with this rank, whose words are the ones to show
-        _wait(children, seconds=PATIENCE_SECONDS)
+    except BaseException:  # the others fail because of this rank, whose error is the one to show
+        _wait_for_children(children, seconds=PATIENCE_SECONDS)
         raise
-    failed = _wait(children)
-    if failed:
-        raise _ranks_failed(failed, plan)
+    exit_codes = _wait_for_children(children)
+    if exit_codes:
+        raise _ranks_failed(exit_codes, plan)
     return result
 
 
-def _wait(children: list[int], *, seconds: float = math.inf) -> list[int]:
-    """Return the exit codes that are not 0, once all children have ended.
+def _wait_for_children(children: list[int], *, seconds: float = math.inf) -> list[int]:
+    """Wait until all children have ended. Return the exit codes that are not 0.
 
-    A child that has not ended after ``seconds`` waits for a rank that is gone, and is killed.
+    A child that runs for longer than ``seconds`` waits for a rank that is gone, and is killed.
     """
-    end, codes = time.monotonic() + seconds, []
+    deadline = time.monotonic() + seconds
+    codes = []
     for child in children:
-        while (ended := os.waitpid(child, os.WNOHANG if end < math.inf else 0))[0] == 0:
-            if time.monotonic() > end:
+        while True:
+            ended_child, status = os.waitpid(child, os.WNOHANG if deadline < math.inf else 0)
+            if ended_child != 0:
+                break
+            if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        codes.append(os.waitstatus_to_exitcode(ended[1]))
+        codes.append(os.waitstatus_to_exitcode(status))
     return [code for code in codes if code]
 
 
@@ -86,59 +93,60 @@ def _ranks_failed(codes: list[int], plan: Plan) -> JobFailed:
 
 
 def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> int:
+    """Start a rank in a new process. Return the process's id."""
     parent = os.getpid()
     child = os.fork()
     if child:
         return child
     try:
         end_with(parent)
-        own = OwnRank(rank=rank, port=port)
-        if cuda_was_asked():
-            command = parent_process.begin_again()
-            os.execve(command[0], command, environment_of_rank(own))
-        _be_rank(own, plan, work, request)
-    finally:  # a fork never returns into the parent's code
+        own_rank = AssignedRank(rank=rank, port=port)
+        if is_fork_after_cuda():
+            command = parent_process.restart_command()
+            os.execve(command[0], command, environment_for_rank(own_rank))
+        _run_rank_and_exit(own_rank, plan, work, request)
+    finally:  # a fork must never return into the parent's code
         traceback.print_exc()
         os._exit(1)
 
 
-def _be_rank(own: OwnRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
+def _run_rank_and_exit(own_rank: AssignedRank, plan: Plan, work: Callable[[Request], Result], request: Request) -> NoReturn:
     """Run the rank, and end this process."""
     code = 1
     try:
-        _run_rank(own.rank, own.port, plan, work, request)
+        _run_rank(own_rank.rank, own_rank.port, plan, work, request)
         code = 0
     except UpshiftError:
-        pass  # rank 0 fails with these words
-    except BaseException:  # the rank must end here, whatever happened, and never return into the code of rank 0
+        pass  # rank 0 raises the same error
+    except BaseException:  # of any kind: this process must end here and never run the code of rank 0
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
-    with joined(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
+    with join_group(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
         return work(request)
 
 
 @contextmanager
-def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
-    """Join the group of the plan's ranks while open. ``meeting`` has the options of ``init_process_group`` by which ranks
-    meet.
+def join_group(plan: Plan, rank: int, **rendezvous: Any) -> Iterator[None]:
+    """Join the process group of the plan's ranks while open.
 
-    All ranks leave together: gloo's threads abort a process that ends while others still speak with it.
+    All ranks leave together, because gloo's threads abort a process that ends while others still exchange with it.
+    ``rendezvous`` has the options of ``init_process_group`` by which ranks find each other.
     """
     _rank_and_size[:] = [(rank, plan.num_processes)]
     backend = "nccl" if plan.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_PATIENCE, **meeting)
+    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_TIMEOUT, **rendezvous)
     try:
         try:
             yield
-        except Interrupted:  # all ranks are, at the same step
+        except Interrupted:  # all ranks are interrupted at the same step
             dist.barrier()
             raise
-        except Exception as error:  # whatever it is, ranks that wait for this one have to know
-            _raise_cause(error, rank, plan)
+        except Exception as error:  # of any kind: ranks that wait for this one must learn of it
+            _share_cause(error, rank, plan)
             raise
         dist.barrier()
     finally:
@@ -146,44 +154,48 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
         _rank_and_size.clear()
 
 
-def lost_another(error: BaseException) -> bool:
+def lost_connection(error: BaseException) -> bool:
     """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, dist.DistBackendError) or (isinstance(found, RuntimeError) and "gloo" in str(found)):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistBackendError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause)):
             return True
-        found = found.__cause__
+        cause = cause.__cause__
     return False
 
 
-def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
-    """Write into the store why this rank fails, before its connections close. If it only lost another rank, raise that rank's
-    words.
+def _share_cause(error: Exception, rank: int, plan: Plan) -> None:
+    """Write into the store why this rank fails, before its connections close.
 
-    Return if the words are this rank's own, or there are none: the other rank was killed, or was rank 0, which had the store.
+    If this rank fails only because it lost the connection to another one, raise an error with the other rank's message. Return
+    if there is no such message: the other rank was killed, or it was rank 0, which had the store.
     """
     with suppress(dist.DistError, MissingInternal):
         store = DEFAULT_STORE.get()()
-        if not lost_another(error):
-            store.compare_set(CAUSE, "", json.dumps(_cause(error, rank, plan)))
-        elif store.check([CAUSE]):
-            cause = json.loads(store.get(CAUSE))
-            kind = RequestError if cause["is_request"] else JobFailed
-            raise kind(cause["words"]) from (MemoryError(cause["words"]) if cause["out_of_memory"] else error)
+        if not lost_connection(error):
+            store.compare_set(CAUSE_KEY, "", json.dumps(_describe_cause(error, rank, plan)))
+        elif store.check([CAUSE_KEY]):
+            cause = json.loads(store.get(CAUSE_KEY))
+            error_class = RequestError if cause["is_request"] else JobFailed
+            origin = MemoryError(cause["words"]) if cause["out_of_memory"] else error
+            raise error_class(cause["words"]) from origin
 
 
-def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
+def _describe_cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     refusal = find_out_of_memory(error)
-    words, who = " ".join(str(refusal or error).split()), f"rank {rank} of {plan.num_processes}"
+    text = " ".join(str(refusal or error).split())
+    rank_name = f"rank {rank} of {plan.num_processes}"
     if isinstance(error, UpshiftError):
-        words = str(error)
+        message = str(error)
+    elif refusal:
+        message = f"{rank_name} ran out of memory: {text}"
     else:
-        words = f"{who} ran out of memory: {words}" if refusal else f"{who} failed: {type(error).__name__}: {words}"
-    return {"words": words, "out_of_memory": refusal is not None, "is_request": isinstance(error, RequestError)}
+        message = f"{rank_name} failed: {type(error).__name__}: {text}"
+    return {"words": message, "out_of_memory": refusal is not None, "is_request": isinstance(error, RequestError)}
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1. Another process may take it meanwhile."""
+    """Return a free port of 127.0.0.1. Another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

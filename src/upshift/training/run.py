@@ -1,6 +1,6 @@
-"""Train a model from data to Record: prepare data, plan, try plans, run. ``upshift train`` and ``upshift.train`` call this.
+"""Train a model: prepare the data, find or make a plan, try plans, run, and return the Record.
 
-Find a plan that exists already: in a file, or in the checkpoint from which a run goes on.
+``upshift train`` and ``upshift.train`` call this module.
 """
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
-from upshift.training.batches.sampler import steps_of
+from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.elastic.supervisor import fixed_to_heal
+from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_run_file
-from upshift.training.mup import with_base
+from upshift.training.mup import add_base_widths
 from upshift.training.prepare import check_weights
-from upshift.training.trials.trials import known_proof, runnable, try_plans
+from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
 
 
-def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
+def requested_processes(fixed: tuple[str, ...]) -> int | None:
     """Return the number of processes that ``--nproc`` or ``--set`` asks for, or None."""
-    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
-    return int(asked) if asked.isdecimal() else None
+    value = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
+    return int(value) if value.isdecimal() else None
 
 
-def find_given_plan(
+def find_existing_plan(
     plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any
 ) -> Plan | None:
-    """Return the plan of a file, or of the checkpoint from which the run goes on, if it was made for this machine.
+    """Return the plan in a file, or that of the checkpoint from which the run resumes, if it was made for this machine.
 
-    Return None if a plan is to be made.
+    Return None if a plan has to be made.
     """
     if plan_file is not None:
         plan = read_plan(plan_file, host=host, source=source)
-        other = _unlike(plan, fixed)
-        if other is not None:
-            raise RequestError(f"--set {other} is not what --plan {plan_file} says; leave one of them out, or plan again")
+        difference = _first_difference(plan, fixed)
+        if difference is not None:
+            raise RequestError(f"--set {difference} is not what --plan {plan_file} says; leave one of them out, or plan again")
         return plan
-    checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
+    checkpoint = None
+    if resume_from is not None and resume_from.is_dir():
+        checkpoint = find_checkpoints(resume_from).newest
     if checkpoint is None:
         return None
     plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
@@ -71,39 +73,40 @@ def find_given_plan(
             f"{source.reference!r} is not the model of {checkpoint}: its config or its adapter is another one; resume with the "
             "model of that run, or start anew in another output directory"
         )
-    return plan if plan.host == host.fingerprint and _unlike(plan, fixed) is None else None
+    fits_request = plan.host == host.fingerprint and _first_difference(plan, fixed) is None
+    return plan if fits_request else None
 
 
-def _unlike(plan: Plan, fixed: tuple[str, ...]) -> str | None:
-    """Return the first ``field=value`` of --set that the plan has otherwise, or None."""
+def _first_difference(plan: Plan, fixed: tuple[str, ...]) -> str | None:
+    """Return the first ``field=value`` of --set that differs from the plan, or None."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
-    known = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
-    asked = read_assignments(fixed, known, lambda name, text: parse_value(name, text, hints[name]))
-    has = {**vars(plan), **vars(plan.layout)}
-    return next((f"{name}={value}" for name, value in asked.items() if has[name] != value), None)
+    settable = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
+    assignments = read_assignments(fixed, settable, lambda name, text: parse_value(name, text, hints[name]))
+    planned = {**vars(plan), **vars(plan.layout)}
+    return next((f"{name}={value}" for name, value in assignments.items() if planned[name] != value), None)
 
 
-def check_given_plan(plan: Plan, workload: Workload) -> None:
-    """Raise RequestError if a given plan does not fit the request."""
-    for name, planned, asked in (
+def check_existing_plan(plan: Plan, workload: Workload) -> None:
+    """Raise RequestError if an existing plan does not fit the request."""
+    for name, planned, requested in (
         ("--sequence-length", plan.sequence_length, workload.sequence_length),
         ("--global-batch", plan.global_batch, workload.global_batch),
     ):
-        if planned != asked:
+        if planned != requested:
             raise RequestError(
-                f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
+                f"{name} {requested} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
             )
     missing = [name for name in plan.changes_mathematics if name not in workload.allow]
     if missing:
         raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
-    excluded = conflict(plan, clips_gradients=workload.clips_gradients)
-    if excluded is not None:
-        raise RequestError(excluded)
+    conflict_message = conflict(plan, clips_gradients=workload.clips_gradients)
+    if conflict_message is not None:
+        raise RequestError(conflict_message)
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """Callbacks for showing progress. Each does nothing by default."""
+    """Callbacks that show progress. By default they do nothing."""
 
     tokenizing: Callable[[int, int], None] = lambda done, total: None
     tracing: Callable[[int, int], None] = lambda done, total: None
@@ -111,13 +114,13 @@ class Watcher:
     trying: Callable[[Plan], None] = lambda plan: None
     tried: Callable[[Tried], None] = lambda tried: None
     proved: Callable[[Proof], None] = lambda proof: None
-    ready: Callable[[Prepared], None] = lambda prepared: None
+    ready: Callable[[PreparedRun], None] = lambda prepared: None
     event: OnEvent = lambda event: None
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run that is planned and proven, but not started."""
+class PreparedRun:
+    """A run that is planned and, if there were trials, proven, but not started."""
 
     request: TrainRequest
     source: ModelSource
@@ -127,8 +130,9 @@ class Prepared:
     plan: Plan
     predicted: Numbers
 
-    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
-        default = self.proof.default if self.proof else None
+    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **extra: Any) -> Job:
+        default_trial = self.proof.default if self.proof else None
+        baseline = default_trial.numbers() if default_trial and default_trial.ok else None
         return Job(
             **self.request.model_choice,
             plan=self.plan,
@@ -140,44 +144,47 @@ class Prepared:
             overwrite=overwrite,
             resume=resume,
             predicted=self.predicted,
-            baseline=default.numbers() if default and default.ok else None,
-            baseline_name="plain default (trial)" if default else None,
-            **more,
+            baseline=baseline,
+            baseline_name="plain default (trial)" if default_trial else None,
+            **extra,
         )
 
 
-def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Watcher | None = None) -> tuple[Prepared, int]:
-    """Return (the prepared run, its number of steps). A plan that is given or resumed skips the trials.
+def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Watcher | None = None) -> tuple[PreparedRun, int]:
+    """Return the prepared run and its number of steps. There are no trials if the plan comes from a file or a checkpoint.
 
     Args:
         request: the run. Trials compute its first batches, by its seed.
-        host: the host of a launcher's ranks, or the part that a run may take; None: this machine.
-        watcher: callbacks for showing progress.
+        host: the host of a launcher's ranks, or the part of it that the run may use; None: this machine.
+        watcher: callbacks that show progress.
     """
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
-    fixed = with_base(source, request.fixed, request.mup_base, from_config=request.from_config)
+    fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
         source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
         progress=watcher.tokenizing,
     )  # fmt: skip
-    host = host or _devices_asked_for(find_host(None), fixed)
-    given = find_given_plan(request.plan_file, request.resume_from, fixed, host, source)
-    num_sequences, global_batch = len(data.training), request.global_batch
-    steps = request.max_steps or steps_of(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
+    host = host or _host_for_processes(find_host(None), fixed)
+    existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
+    num_sequences = len(data.training)
+    global_batch = request.global_batch
+    steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps,
+        sequence_length=sequence_length, global_batch=global_batch, lengths=_histogram_unless_full(data), total_steps=steps,
         allow=request.allow, clips_gradients=request.clips_gradients,
     )  # fmt: skip
-    planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
+    planning = reject_unrunnable_plans(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
-    proof = _prove(request, data, planning, fixed, watcher) if given is None and request.trial_seconds > 0 else None
-    candidate = _candidate(planning, proof, given)
+    proof = None
+    if existing_plan is None and request.trial_seconds > 0:
+        proof = _prove(request, data, planning, fixed, watcher)
+    candidate = _choose_candidate(planning, proof, existing_plan)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    return Prepared(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
+    return PreparedRun(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
 
 
 def train(
@@ -202,13 +209,13 @@ def train(
         output: the folder of the trained model.
         overwrite: train although the folder has a model.
         resume: go on from the folder's newest checkpoint.
-        heal: start a process again that is killed, while the others go on.
+        heal: restart a process that is killed, while the others go on.
         arguments: fields of ``Arguments``.
-        watcher: callbacks for showing progress.
+        watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
     """
-    asked = {**options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal}
-    return run_training(TrainRequest.of(asked, arguments or {}), watcher or Watcher())
+    fields = {**options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal}
+    return run_training(TrainRequest.of(fields, arguments or {}), watcher or Watcher())
 
 
 def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
@@ -217,59 +224,63 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     if ranks is not None and is_restart(ranks, request.output):
         request = request.changed(overwrite=False, resume=True)
     if request.heal:
-        request = request.changed(fixed=fixed_to_heal(request.fixed, launched=ranks is not None))
-    with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
+        request = request.changed(fixed=fixed_for_healing(request.fixed, launched=ranks is not None))
+    with ExitStack() as output_lock:  # of several ranks, the first makes the job and holds the lock
         if ranks is not None:
-            return _train_launched(ranks, request, watcher, writing)
-        job, prepared = _make_job(request, watcher, writing)
+            return _train_launched(ranks, request, watcher, output_lock)
+        job, prepared = _prepare_job(request, watcher, output_lock)
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
 
 
-def _make_job(request: TrainRequest, watcher: Watcher, writing: ExitStack, host: Host | None = None) -> tuple[Job, Prepared]:
-    """Return the job, and hold the lock of its output in ``writing``."""
+def _prepare_job(
+    request: TrainRequest, watcher: Watcher, output_lock: ExitStack, host: Host | None = None
+) -> tuple[Job, PreparedRun]:
+    """Return the job and the prepared run. ``output_lock`` then holds the lock of the output folder."""
     output = request.output
-    writing.enter_context(claimed(output))
+    output_lock.enter_context(claimed(output))
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
     check_run_file(output)
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)
-    how = {"overwrite": request.overwrite, "resume": request.resume, "heal": request.heal}
-    return prepared.job(request.arguments_for(steps), output=output, **how), prepared
+    job = prepared.job(
+        request.arguments_for(steps), output=output, overwrite=request.overwrite, resume=request.resume, heal=request.heal
+    )
+    return job, prepared
 
 
-def _for_ranks(request: TrainRequest, processes: int) -> TrainRequest:
-    """Return the request for a launcher's ranks. It has no trials: they would take the cores of ranks that wait."""
-    if processes_asked_for(request.fixed) not in (None, processes):
+def _request_for_ranks(request: TrainRequest, processes: int) -> TrainRequest:
+    """Return the request for a launcher's ranks. It has no trials, which would need the cores of ranks that wait."""
+    if requested_processes(request.fixed) not in (None, processes):
         raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
     return request.changed(fixed=(*request.fixed, f"num_processes={processes}"), trial_seconds=0.0)
 
 
-def _train_launched(ranks: Ranks, request: TrainRequest, watcher: Watcher, writing: ExitStack) -> Record | None:
-    planned: list[Planning] = []
+def _train_launched(ranks: Ranks, request: TrainRequest, watcher: Watcher, output_lock: ExitStack) -> Record | None:
+    plannings: list[Planning] = []
 
-    def make(host: Host, processes: int) -> tuple[Job, TrainingData]:
-        job, prepared = _make_job(_for_ranks(request, processes), watcher, writing, host)
-        planned[:] = [prepared.planning]
+    def make_job(host: Host, processes: int) -> tuple[Job, TrainingData]:
+        job, prepared = _prepare_job(_request_for_ranks(request, processes), watcher, output_lock, host)
+        plannings[:] = [prepared.planning]
         return job, prepared.data
 
-    record = run_launched(ranks, make_job=make, global_batch=request.global_batch, on_event=watcher.event)
+    record = run_launched(ranks, make_job=make_job, global_batch=request.global_batch, on_event=watcher.event)
     if record is not None:
-        remember_run(record, planned[0])
+        remember_run(record, plannings[0])
     return record
 
 
-def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
-    """Return the host with one GPU for each process, if fewer processes are asked for than it has GPUs; else the host."""
-    count = processes_asked_for(fixed) or host.gpus_per_node
+def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
+    """Return the host with as many GPUs as processes, if fewer processes are requested than it has GPUs; else the host."""
+    count = requested_processes(fixed) or host.gpus_per_node
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
-    """Check that the weights are whole, unless they are to be random. Raise RequestError for random weights with an adapter."""
+    """Raise RequestError if weights are missing, or if random weights are requested for a model with an adapter."""
     if not from_config:
         if source.directory is None:
             raise RequestError(f"{source.base_reference!r} is a config without weights; add --from-config for random weights")
@@ -282,28 +293,32 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
         )
 
 
-def lengths_of(
+def length_histogram(
     model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
 ) -> Any:
-    """Return the histogram of the sequence lengths of data for a model, for planning, or None if all sequences are full."""
+    """Return the histogram of the sequence lengths of data for planning, or None if all sequences are full."""
     data = prepare_data(
         find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column
     )
-    return _lengths(data)
+    return _histogram_unless_full(data)
 
 
-def _lengths(data: TrainingData) -> Any:
-    """Return the histogram, or None if every sequence is full: nothing to pad or pack, and no mask to plan for."""
+def _histogram_unless_full(data: TrainingData) -> Any:
+    """Return the histogram, or None if every sequence is full. Then there is nothing to pad or pack, and no mask."""
     histogram = data.histogram
     return None if histogram.mean >= histogram.sequence_length else histogram
 
 
 def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed: tuple[str, ...], watcher: Watcher) -> Proof:
-    """Return the proof of the trials, those of an earlier run if there are any. ``fixed``: with the widths of muP's base."""
+    """Return the proof of an earlier run's trials, or try plans.
+
+    ``fixed`` has the fields of the plan that are set, with the widths of muP's base.
+    """
     path = proof_path(planning, fixed=fixed, from_config=request.from_config)
-    proof = known_proof(planning, path, tried=watcher.tried)
+    proof = recall_earlier_proof(planning, path, tried=watcher.tried)
     if proof is None:
-        workload, seconds = planning.workload, request.trial_seconds
+        workload = planning.workload
+        seconds = request.trial_seconds
         trial = TrialRequest(
             **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
             limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,
@@ -314,11 +329,14 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
     return proof
 
 
-def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:
-    if given is not None:
-        check_given_plan(given, planning.workload)
-        candidate = cost_plan(given, host=planning.host, profile=planning.profile, workload=planning.workload)
+def _choose_candidate(planning: Planning, proof: Proof | None, existing_plan: Plan | None) -> Candidate:
+    """Return the existing plan, else the one that the trials chose, else the best by prediction, with its predictions."""
+    if existing_plan is not None:
+        check_existing_plan(existing_plan, planning.workload)
+        candidate = cost_plan(existing_plan, host=planning.host, profile=planning.profile, workload=planning.workload)
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")
         return planning.calibration.of(candidate, planning.workload)
-    return after_trial(proof.chosen, planning) if proof is not None else planning.ranking.candidates[0]
+    if proof is not None:
+        return after_trial(proof.chosen, planning)
+    return planning.ranking.candidates[0]

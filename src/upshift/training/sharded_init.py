@@ -1,7 +1,7 @@
-"""Read only a rank's own parts of a model's files: the model is built and divided empty, then each part is filled.
+"""Read only a rank's part of a model's files: build and divide the model without weights, then fill the part.
 
-A weight that is stored as it is used, or in another dtype, is sliced in the pages of its file, so that no other pages are
-read. A weight that operations make of several stored tensors is made whole, one weight at a time, and then sliced.
+A weight that is stored as it is used, or in another dtype, is sliced in its file, so that no other pages are read. A weight that
+is computed from several stored tensors is computed whole, one weight at a time, and then sliced.
 """
 
 from __future__ import annotations
@@ -23,99 +23,105 @@ from upshift.loading.fill import CPU, Filling
 from upshift.loading.key_mapping import map_names
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
-from upshift.training.checkpoint.sharded import Piece, copy_shared, parts_of, piece_of
+from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of, stages_of
 
 
 @dataclass(frozen=True)
-class Empty:
-    """A model without weights, whose buffers are there except those that come from files, and its filling."""
+class EmptyModel:
+    """A model without weights, and the mapping that fills it from files. Buffers that are not in the files exist already."""
 
     model: PreTrainedModel
     filling: Filling
 
 
-def reads_slices(source: ModelSource, plan: Plan) -> bool:
-    """Return whether ranks have parts of a model that comes from files as it is."""
+def can_read_slices(source: ModelSource, plan: Plan) -> bool:
+    """Return whether ranks have parts of a model whose files can be read in slices."""
     layout = plan.layout
-    shares = layout.gathers or layout.tensor_parallel > 1 or layout.pipeline_parallel > 1
-    plain = source.adapter is None and source.quantized_from is None and "quantization_config" not in source.config
-    return shares and plain and layout.expert_parallel == 1 and plan.precision != "fp8" and plan.weight_offload == "none"
+    is_divided = layout.gathers or layout.tensor_parallel > 1 or layout.pipeline_parallel > 1
+    is_plain = source.adapter is None and source.quantized_from is None and "quantization_config" not in source.config
+    return is_divided and is_plain and layout.expert_parallel == 1 and plan.precision != "fp8" and plan.weight_offload == "none"
 
 
-def build_to_fill(
+def build_empty_model(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype
-) -> Empty | None:
-    """Return the empty model, or None if files leave a weight to be initialized.
+) -> EmptyModel | None:
+    """Return the model without weights, or None if the files lack a weight.
 
-    Initializing takes the whole model's random numbers.
+    A missing weight is initialized, and its random numbers depend on the whole model.
     """
     assert source.directory is not None
     checkpoint = find_checkpoint(source.directory)
     config.dtype = dtype
     with ExitStack() as contexts:
         for context in model_class.get_init_context(dtype, False, False, None):
-            if not isinstance(context, torch.device):  # buffers are computed, and only they
+            if not isinstance(context, torch.device):  # buffers are computed, so no device is set for them
                 contexts.enter_context(context)
         contexts.enter_context(_parameters_on_meta())
         model = model_class(config)
     model.tie_weights()
     filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=dtype)
-    made = {name for group in filling.names.groups for name in filling.filled(group)}
+    filled = {name for group in filling.names.groups for name in filling.filled_shapes(group)}
     filling._check_shapes()
     tied = dict(model.all_tied_weights_keys)
-    missing = [name for name, weight in model.named_parameters() if name not in made and not _twin(name, tied) & made]
+    missing = [name for name, weight in model.named_parameters() if name not in filled and not _tied_names(name, tied) & filled]
     if missing or filling.names.unexpected:
         return None
     if model.can_generate() and (source.directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.directory)
-    return Empty(model, filling)
+    return EmptyModel(model, filling)
 
 
-def _twin(name: str, tied: dict[str, str]) -> set[str]:
+def _tied_names(name: str, tied: dict[str, str]) -> set[str]:
+    """Return the names of the weight and of those that are tied to it."""
     return {other for pair in tied.items() if name in pair for other in pair}
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
+    """Put new parameters on the meta device while open."""
     register = nn.Module.register_parameter
 
-    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    with mock.patch.object(nn.Module, "register_parameter", empty):
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
 
 
 @torch.no_grad()
-def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
-    """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
-    for part in parts_of(model):
-        APPLY.of(part)(_made_on(plan.device))
-    tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
-    for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
+def fill_model(model: nn.Module, empty: EmptyModel, plan: Plan) -> None:
+    """Fill ``model``, the rank's part of ``empty.model``, with weights from the files."""
+    for part in stages_of(model):
+        APPLY.of(part)(_materialize_on(plan.device))
+    tied = dict(empty.model.all_tied_weights_keys)
+    targets = dict[str, list[Tensor]]()
+    for part in stages_of(model):  # a stage may have only one of the names of a tied weight
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
-        filled = {name: tied.get(name, name) for name in empty.filling.filled(group)}
-        here = {name: targets[known] for name, known in filled.items() if known in targets}
-        if not here:
+        local_targets = {}
+        for name in empty.filling.filled_shapes(group):
+            target_name = tied.get(name, name)
+            if target_name in targets:
+                local_targets[name] = targets[target_name]
+        if not local_targets:
             continue
         if group.converter is None:
             ((_, stored),) = group.sources
-            made = {group.target: read_tensor(empty.filling.tensors[stored])}
+            values = {group.target: read_tensor(empty.filling.tensors[stored])}
         else:
-            made = empty.filling.read_group(group, CPU)
-        for name, found in here.items():
-            for target in found:
-                _copy(target, made[name])
+            values = empty.filling.read_group(group, CPU)
+        for name, tensors in local_targets.items():
+            for tensor in tensors:
+                _copy_slice(tensor, values[name])
 
 
-def _made_on(device: str) -> Callable[[Tensor], Tensor]:
+def _materialize_on(device: str) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
-def _copy(target: Tensor, whole: Tensor) -> None:
+def _copy_slice(target: Tensor, whole: Tensor) -> None:
     local = target.to_local() if isinstance(target, DTensor) else target
-    copy_shared(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))
+    copy_overlap(local, piece_of(target), whole, Piece(shape=tuple(whole.shape)))

@@ -17,119 +17,131 @@ from upshift.planning.search.constraints import conflict
 from upshift.training.arguments import Arguments
 from upshift.training.batches.collate import MicroBatch
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.distributed.fsdp import KeepPace, announce, can_keep_pace
-from upshift.training.distributed.gradients import Overlap, agree_on_tied, overlaps, sum_loss
-from upshift.training.distributed.mesh import Place, highest
+from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up, set_last_micro_batch
+from upshift.training.distributed.gradients import OverlappedSums, can_overlap, copy_tied_weights, sum_loss
+from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.distributed.pipeline_parallel import Pipeline
-from upshift.training.distributed.weight_update import agree_on_overflow, clip_all, division_of, sum_up
-from upshift.training.elastic.replica import Copies
+from upshift.training.distributed.weight_update import (
+    agree_on_overflow,
+    clip_all_gradients,
+    make_update_sharding,
+    sum_gradients_over_job,
+)
+from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
-from upshift.training.out_of_memory import Halving, Scene, halve, read_scene, stand_in
-from upshift.training.prepare import computing, loss_of
+from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
+from upshift.training.prepare import chunked_loss, compute_loss
 
-WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
+WATCHED_MICRO_BATCHES = 2  # the longest ones, which come first; gradients exist from the second one on
 Shape = tuple[int, ...]
-OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and what the allocator said
+OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and the allocator's message
 Watch = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class StepResult:
+    """The result of one optimizer step."""
+
     loss: float  # mean over the label tokens of the whole global batch
     gradient_norm: float | None
     learning_rate: float
     num_tokens: int
 
 
-class Stepper:
-    """The holder of what changes from step to step: weights, optimizer, schedule, loss scale."""
+class TrainStep:
+    """Run optimizer steps. It holds everything that a step changes: weights, optimizer, schedule and loss scale."""
 
     def __init__(
-        self, model: nn.Module, place: Place, arguments: Arguments, *,
-        on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
+        self, model: nn.Module, mesh: Mesh, arguments: Arguments, *,
+        on_halved: OnHalved = lambda old, new, message: None, copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
-        plan = place.plan
-        problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
-        if problem is not None:
-            raise RequestError(problem)
-        self.model, self.place, self.plan, self.arguments = model, place, plan, arguments
-        self.optimizer = build_optimizer(model, plan, arguments, division=division_of(model, place))
+        plan = mesh.plan
+        conflict_message = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
+        if conflict_message is not None:
+            raise RequestError(conflict_message)
+        self.model = model
+        self.mesh = mesh
+        self.plan = plan
+        self.arguments = arguments
+        self.optimizer = build_optimizer(model, plan, arguments, sharding=make_update_sharding(model, mesh))
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
         self._copies = copies
-        self.scene: Scene  # memory as it was when a step ran out
-        # With the optimizer in the backward pass some weights may have moved: there is no going back.
+        self.memory_at_failure: MemoryReadings
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
-        self._pace = KeepPace(model, place, on_failure=self._look) if can_keep_pace(plan.layout) else None
-        self._overlap = Overlap(model, place, on_failure=self._look) if overlaps(plan) else None
-        self._halving = Halving[MicroBatch](
-            halve=self._halve,
+        self._oom_catch_up = OomCatchUp(model, mesh, on_failure=self._read_memory) if can_catch_up(plan.layout) else None
+        self._overlapped_sums = OverlappedSums(model, mesh, on_failure=self._read_memory) if can_overlap(plan) else None
+        self._halving = BatchHalving[MicroBatch](
+            halve=self._halve_micro_batch,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
             restart=self._drop_gradients,
-            on_failure=self._look,
-            on_halved=lambda old, new, why: on_halved(old.shape, new.shape, why),
-            level=self._level,
+            on_failure=self._read_memory,
+            on_halved=lambda old, new, message: on_halved(old.shape, new.shape, message),
+            equalize=self._add_stand_ins,
         )
 
-    def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
-        """Return two halves, or None if the micro-batch is indivisible or there is no going back.
+    def _halve_micro_batch(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
+        """Return two halves, or None if the micro-batch is indivisible or the step cannot be repeated.
 
-        With the optimizer in the backward pass some weights may have moved. Ranks that share a layer or a sequence wait, in
-        the middle of it, for one that ran out of memory.
+        With the optimizer in the backward pass, some weights have already changed. Ranks that share a layer or a sequence wait
+        within it for a rank that ran out of memory.
         """
-        if self.plan.optimizer_in_backward or (self.plan.layout.exchanges and self._pace is None):
+        if self.plan.optimizer_in_backward or (self.plan.layout.exchanges and self._oom_catch_up is None):
             return None
         return halve(micro_batch)
 
-    def _level(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        if self._pace is None:
+    def _add_stand_ins(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, with stand-ins so that ranks in lockstep have equally many."""
+        if self._oom_catch_up is None:
             return micro_batches
-        missing = highest(len(micro_batches), self.plan) - len(micro_batches)
+        missing = all_reduce_max(len(micro_batches), self.plan) - len(micro_batches)
         return micro_batches + [stand_in(micro_batches[-1])] * missing
 
-    def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
-        """Run one step. Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
+    def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepResult:
+        """Run one step. Its gradients are those of the mean loss over all label tokens of the global batch in every layout.
 
         ``watch`` opens a context around the first micro-batches, and one around the update.
         """
-        total = self._gradients(batch, watch)
+        loss = self._accumulate_batch(batch, watch)
         with watch():
-            return self.update(total, batch.num_tokens)
+            return self.update(loss, batch.num_tokens)
 
-    def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
-        def work(micro_batches: list[MicroBatch]) -> torch.Tensor:
+    def _accumulate_batch(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
+        """Accumulate the gradients of a global batch. Return this rank's share of its mean loss."""
+
+        def accumulate_all(micro_batches: list[MicroBatch]) -> torch.Tensor:
             if self._pipeline is not None:
                 with watch():
                     return self._pipeline.gradients(micro_batches, batch.num_label_tokens, self.scaler.scale)
             last = len(micro_batches) - 1
-            with computing(self.model, self.plan):
-                total = torch.zeros((), device=self.plan.device)
+            with chunked_loss(self.model, self.plan):
+                loss = torch.zeros((), device=self.plan.device)
                 with watch():
                     for number, micro_batch in enumerate(micro_batches[:WATCHED_MICRO_BATCHES]):
-                        total += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
+                        loss += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
                 for number, micro_batch in enumerate(micro_batches[WATCHED_MICRO_BATCHES:], WATCHED_MICRO_BATCHES):
-                    total += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
+                    loss += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
             self.agree()
-            return total
+            return loss
 
-        return self._halving.run(batch.micro_batches, work)
+        return self._halving.run(batch.micro_batches, accumulate_all)
 
     def agree(self) -> None:
-        """Agree on success after the last micro-batch. Raise on all ranks that wait for each other if one ran out of memory."""
-        together = self._pace or self._overlap
-        if together is not None:
-            together.agree()
+        """Agree after the last micro-batch that it fitted. Raise on all ranks that exchange if one of them ran out of memory."""
+        lockstep = self._oom_catch_up or self._overlapped_sums
+        if lockstep is not None:
+            lockstep.agree()
 
-    def _look(self) -> None:
-        self.scene = read_scene(self.plan.device)
+    def _read_memory(self) -> None:
+        self.memory_at_failure = read_memory(self.plan.device)
 
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self._overlap is not None:
-            self._overlap.forget()
+        if self._overlapped_sums is not None:
+            self._overlapped_sums.forget()
 
     def _drop_gradients(self) -> None:
         self.forget_gradients()
@@ -137,61 +149,68 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int, *, last: bool = True) -> torch.Tensor:
-        """Run forward and backward of one micro-batch, the ``last`` of the step or not. Return its share of the global batch's
-        mean loss.
+        """Run forward and backward passes of one micro-batch. Return its share of the global batch's mean loss.
 
-        A stand-in for a micro-batch runs if other ranks exchange with this one meanwhile.
+        ``last`` says that it is the step's last one. A micro-batch without labels runs only if other ranks exchange tensors
+        with this rank meanwhile.
         """
         if self._pipeline is not None:
             return self._pipeline.gradients([micro_batch], num_label_tokens, self.scaler.scale)
-        if micro_batch.num_label_tokens == 0 and not (self.plan.layout.exchanges or self._overlap):
+        if micro_batch.num_label_tokens == 0 and not (self.plan.layout.exchanges or self._overlapped_sums):
             return torch.zeros((), device=self.plan.device)
-        together = self._pace or self._overlap
-        if together is None:
-            announce(self.model, self.plan, last=last)
-            return self._pass(micro_batch, num_label_tokens)
-        return together.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
+        lockstep = self._oom_catch_up or self._overlapped_sums
+        if lockstep is None:
+            set_last_micro_batch(self.model, self.plan, last=last)
+            return self._run_passes(micro_batch, num_label_tokens)
+        return lockstep.run(micro_batch, lambda smaller: self._run_passes(smaller, num_label_tokens), last=last)
 
-    def _pass(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
-        loss = loss_of(self.model, self.plan, micro_batch)
+    def _run_passes(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
+        loss = compute_loss(self.model, self.plan, micro_batch)
         share = loss.float() * (micro_batch.num_label_tokens / max(num_label_tokens, 1))
         if self.plan.optimizer_in_backward:
-            check_finite(float(share.detach()))  # afterwards the weights have moved
+            check_finite(float(share.detach()))  # the backward pass changes the weights
         self.scaler.scale(share).backward()
         return share.detach()
 
-    def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
+    def update(self, loss_share: torch.Tensor, num_tokens: int) -> StepResult:
+        """Sum the gradients over ranks, clip them, and update the weights.
+
+        ``loss_share`` is this rank's share of the global batch's mean loss.
+        """
         if self._copies is not None:
-            self._copies.sum_up(self.model.parameters(), total)
-        overlapped = self._overlap is not None and self._overlap.summed
-        sum_up(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
-        sum_loss(total, self.place)
+            self._copies.sum_gradients(self.model.parameters(), loss_share)
+        overlapped = self._overlapped_sums is not None and self._overlapped_sums.summed
+        sum_gradients_over_job(self.optimizer, self.model, self.mesh, summed=overlapped or self.plan.layout.gathers)
+        sum_loss(loss_share, self.mesh)
         self.scaler.unscale_(self.optimizer)
-        agree_on_overflow(self.scaler, self.optimizer, self.place)
+        agree_on_overflow(self.scaler, self.optimizer, self.mesh)
         norm = None
         if self.arguments.max_grad_norm:
-            norm = clip_all(self.optimizer, self.model, self.place, self.arguments.max_grad_norm)
-        loss = float(total)
+            norm = clip_all_gradients(self.optimizer, self.model, self.mesh, self.arguments.max_grad_norm)
+        loss = float(loss_share)
         check_finite(loss)
         self.scaler.step(self.optimizer)
         if rounds_stochastically(self.plan):
-            agree_on_tied(self.model)
+            copy_tied_weights(self.model)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         self.forget_gradients()
-        return StepOutcome(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
+        return StepResult(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
 
     @property
     def halvings(self) -> int:
+        """Return how many times the micro-batches were halved."""
         return self._halving.count
 
     def schedule_state(self) -> dict[str, Any]:
+        """Return the numbers in the state of the learning-rate schedule."""
         state: dict[str, Any] = self.schedule.state_dict()
         return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
 
 
 def check_finite(loss: float) -> None:
+    """Raise JobFailed if the loss is NaN or infinite."""
     if not math.isfinite(loss):
-        what = "NaN" if math.isnan(loss) else "infinite"
-        raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
+        value = "NaN" if math.isnan(loss) else "infinite"
+        raise JobFailed(f"the loss became {value}; lower the learning rate, or use bf16 or fp32 instead of fp16")

@@ -1,12 +1,7 @@
-"""Translate a space of ours into the callable that transformers takes for each backend.
+"""Translate a search space for each backend: Optuna's distributions, Ray Tune's domains, and sweeps of Weights & Biases.
 
-Translate a space into Optuna's distributions.
-
-Translate a space into Ray Tune's domains.
-
-If Ray's own distribution of that name differs from Optuna's, one that does not is used.
-
-Translate a space into the parameters of Weights & Biases' sweeps, and back.
+All backends draw the same values with the same probabilities. Where a distribution of Ray or wandb differs from Optuna's, this
+module uses another one. Sweeps are also translated back.
 """
 
 from __future__ import annotations
@@ -26,69 +21,69 @@ SpaceOf = Callable[[Any], dict[str, Any]]
 
 
 def native_space(backend: str, space: Space | SpaceOf | None) -> SpaceOf | None:
-    """Return the callable for a space.
+    """Return the callable that transformers takes for the backend.
 
-    Callables, which are the backend's own already, and None, its default, are returned unchanged."""
+    A callable, which is the backend's form already, and None, its default, are returned unchanged."""
     if not isinstance(space, Space):
         return space
-    known = space
+    our_space = space
     if backend == "ray":
-        return lambda trial: domains(known)
+        return lambda trial: ray_domains(our_space)
     if backend == "wandb":
-        return lambda trial: {"method": "random", "parameters": parameters(known)}
+        return lambda trial: {"method": "random", "parameters": wandb_parameters(our_space)}
 
-    return lambda trial: draw(trial, known)
-
-
-def distributions(space: Space) -> dict[str, BaseDistribution]:
-    return {name: _distribution(one) for name, one in space.searched.items()}
+    return lambda trial: draw_values(trial, our_space)
 
 
-def draw(trial: Any, space: Space) -> dict[str, Any]:
-    """Return the values of a trial, in the space's order, followed by the fixed values."""
-    return {name: _suggest(trial, name, one) for name, one in space.searched.items()} | space.fixed
+def optuna_distributions(space: Space) -> dict[str, BaseDistribution]:
+    return {name: _distribution(parameter) for name, parameter in space.searched.items()}
 
 
-def _suggest(trial: Any, name: str, one: Range | Choices) -> Any:
-    if isinstance(one, Choices):
-        return trial.suggest_categorical(name, one.choices)
-    if one.whole:
-        return trial.suggest_int(name, one.low, _last(one), step=one.step or 1, log=one.log)
-    return trial.suggest_float(name, one.low, _last(one), step=one.step, log=one.log)
+def draw_values(trial: Any, space: Space) -> dict[str, Any]:
+    """Return the values of a trial by name: those that Optuna suggests, then the fixed ones."""
+    return {name: _suggest(trial, name, parameter) for name, parameter in space.searched.items()} | space.fixed
 
 
-def _last(one: Range) -> int | float:
-    return one.grid[-1] if one.grid else one.high
+def _suggest(trial: Any, name: str, parameter: Range | Choices) -> Any:
+    if isinstance(parameter, Choices):
+        return trial.suggest_categorical(name, parameter.choices)
+    if parameter.is_whole:
+        return trial.suggest_int(name, parameter.low, _last(parameter), step=parameter.step or 1, log=parameter.log)
+    return trial.suggest_float(name, parameter.low, _last(parameter), step=parameter.step, log=parameter.log)
 
 
-def _distribution(one: Range | Choices) -> BaseDistribution:
-    if isinstance(one, Choices):
-        return CategoricalDistribution(one.choices)
-    if one.whole:
-        return IntDistribution(int(one.low), int(_last(one)), log=one.log, step=int(one.step or 1))
-    return FloatDistribution(one.low, _last(one), log=one.log, step=one.step)
+def _last(parameter: Range) -> int | float:
+    return parameter.grid[-1] if parameter.grid else parameter.high
 
 
-def domains(space: Space) -> dict[str, Any]:
-    return {name: _domain(one) for name, one in space.searched.items()} | space.fixed
+def _distribution(parameter: Range | Choices) -> BaseDistribution:
+    if isinstance(parameter, Choices):
+        return CategoricalDistribution(parameter.choices)
+    if parameter.is_whole:
+        return IntDistribution(int(parameter.low), int(_last(parameter)), log=parameter.log, step=int(parameter.step or 1))
+    return FloatDistribution(parameter.low, _last(parameter), log=parameter.log, step=parameter.step)
 
 
-def _domain(one: Range | Choices) -> Any:
+def ray_domains(space: Space) -> dict[str, Any]:
+    return {name: _domain(parameter) for name, parameter in space.searched.items()} | space.fixed
+
+
+def _domain(parameter: Range | Choices) -> Any:
     from ray import tune
 
-    if isinstance(one, Choices):
-        return tune.choice(list(one.choices))
-    if one.grid is not None:  # tune.qrandint counts from 0, not from low
-        return tune.choice(list(one.grid))
-    if one.whole and one.log:  # tune.lograndint rounds down: high would be almost never drawn
-        return tune.sample_from(partial(_whole_log, int(one.low), int(one.high)))
-    if one.whole:
-        return tune.randint(int(one.low), int(one.high) + 1)
-    return (tune.loguniform if one.log else tune.uniform)(one.low, one.high)
+    if isinstance(parameter, Choices):
+        return tune.choice(list(parameter.choices))
+    if parameter.grid is not None:  # tune.qrandint counts from 0, not from low
+        return tune.choice(list(parameter.grid))
+    if parameter.is_whole and parameter.log:  # tune.lograndint rounds down: high would be almost never drawn
+        return tune.sample_from(partial(_whole_log, int(parameter.low), int(parameter.high)))
+    if parameter.is_whole:
+        return tune.randint(int(parameter.low), int(parameter.high) + 1)
+    return (tune.loguniform if parameter.log else tune.uniform)(parameter.low, parameter.high)
 
 
 def _whole_log(low: int, high: int, spec: Any = None) -> int:
-    """Draw as Optuna does: the nearest whole number of a logarithmic draw between low - 1/2 and high + 1/2."""
+    """Draw as Optuna does: round a logarithmic draw between low - 1/2 and high + 1/2 to the nearest whole number."""
     drawn = round(math.exp(random.uniform(math.log(low - 0.5), math.log(high + 0.5))))
     return min(max(drawn, low), high)
 
@@ -96,36 +91,36 @@ def _whole_log(low: int, high: int, spec: Any = None) -> int:
 KINDS = ("uniform", "log_uniform_values", "int_uniform", "q_log_uniform_values", "constant", "categorical")
 
 
-def parameters(space: Space) -> dict[str, Any]:
-    return {name: _parameter(one) for name, one in space.parameters.items()}
+def wandb_parameters(space: Space) -> dict[str, Any]:
+    return {name: _parameter(parameter) for name, parameter in space.parameters.items()}
 
 
-def _parameter(one: Range | Choices) -> dict[str, Any]:
-    if isinstance(one, Choices):
-        return {"values": list(one.choices)} if len(one.choices) > 1 else {"value": one.choices[0]}
-    if one.grid is not None:
-        return {"values": list(one.grid)}
-    if one.whole and one.log:  # rounds to q: half a step beyond both ends makes them as likely as others
-        return {"distribution": "q_log_uniform_values", "min": one.low - 0.5, "max": one.high + 0.5, "q": 1}
-    kind = "int_uniform" if one.whole else "log_uniform_values" if one.log else "uniform"
-    return {"distribution": kind, "min": one.low, "max": one.high}
+def _parameter(parameter: Range | Choices) -> dict[str, Any]:
+    if isinstance(parameter, Choices):
+        return {"values": list(parameter.choices)} if len(parameter.choices) > 1 else {"value": parameter.choices[0]}
+    if parameter.grid is not None:
+        return {"values": list(parameter.grid)}
+    if parameter.is_whole and parameter.log:  # it rounds to q: half a step beyond both ends makes them as likely as others
+        return {"distribution": "q_log_uniform_values", "min": parameter.low - 0.5, "max": parameter.high + 0.5, "q": 1}
+    kind = "int_uniform" if parameter.is_whole else "log_uniform_values" if parameter.log else "uniform"
+    return {"distribution": kind, "min": parameter.low, "max": parameter.high}
 
 
-def space_of(sweep: dict[str, Any]) -> Space:
-    """Return the space of a sweep's configuration. Raise RequestError for a distribution that no other backend has."""
-    return Space(parameters={name: _read(name, said) for name, said in sweep.get("parameters", {}).items()})
+def space_of_sweep(sweep: dict[str, Any]) -> Space:
+    """Return the space of a sweep's configuration. Raise RequestError for a distribution that other backends lack."""
+    return Space(parameters={name: _read(name, entry) for name, entry in sweep.get("parameters", {}).items()})
 
 
-def _read(name: str, said: dict[str, Any]) -> Range | Choices:
-    if "values" in said or "value" in said:
-        return Choices(choices=tuple(said.get("values", [said.get("value")])))
-    kind = said.get("distribution")
-    if kind is None and {"min", "max"} <= said.keys():  # wandb's own default
-        kind = "int_uniform" if all(isinstance(said[end], int) for end in ("min", "max")) else "uniform"
-    if kind == "q_log_uniform_values" and said.get("q", 1) == 1:
-        return Range(low=int(said["min"] + 0.5), high=int(said["max"] - 0.5), log=True)
+def _read(name: str, entry: dict[str, Any]) -> Range | Choices:
+    if "values" in entry or "value" in entry:
+        return Choices(choices=tuple(entry.get("values", [entry.get("value")])))
+    kind = entry.get("distribution")
+    if kind is None and {"min", "max"} <= entry.keys():  # wandb's own default
+        kind = "int_uniform" if all(isinstance(entry[end], int) for end in ("min", "max")) else "uniform"
+    if kind == "q_log_uniform_values" and entry.get("q", 1) == 1:
+        return Range(low=int(entry["min"] + 0.5), high=int(entry["max"] - 0.5), log=True)
     if kind in ("uniform", "log_uniform_values"):
-        return Range(low=float(said["min"]), high=float(said["max"]), log=kind != "uniform")
+        return Range(low=float(entry["min"]), high=float(entry["max"]), log=kind != "uniform")
     if kind == "int_uniform":
-        return Range(low=int(said["min"]), high=int(said["max"]))
+        return Range(low=int(entry["min"]), high=int(entry["max"]))
     raise RequestError(f"the sweep's {name} has distribution {kind!r}; use one of {', '.join(KINDS)}")

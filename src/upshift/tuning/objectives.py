@@ -1,4 +1,4 @@
-"""Read the values by which trials are judged from a training run's Record."""
+"""Define the objectives of a search, and read their values from the record of a training run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Direction = Literal["minimize", "maximize"]
 
 @dataclass(frozen=True)
 class Objective:
+    """A number to minimize or maximize. ``read`` takes it from a run's record, whose measured numbers come second."""
+
     name: str
     direction: Direction
     unit: str
@@ -21,8 +23,8 @@ class Objective:
 
 
 OBJECTIVES = {
-    one.name: one
-    for one in (
+    objective.name: objective
+    for objective in (
         Objective("eval_loss", "minimize", "", lambda record, measured: measured.evaluation_loss),
         Objective("time", "minimize", "s", lambda record, measured: record.details.get("total_seconds")),
         Objective("memory", "minimize", "GiB", lambda record, measured: measured.resident_gib or measured.peak_gib),
@@ -32,16 +34,18 @@ OBJECTIVES = {
 
 
 def find_objectives(names: tuple[str, ...]) -> tuple[Objective, ...]:
+    """Return the objectives by name. Raise RequestError for an unknown or a repeated name, or for none."""
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown or not names or len(set(names)) < len(names):
-        said = repr(unknown[0] if unknown else ",".join(names))
-        raise RequestError(f"objective {said}: it is one or several, each once, of {', '.join(OBJECTIVES)}")
+        text = repr(unknown[0] if unknown else ",".join(names))
+        raise RequestError(f"objective {text}: it is one or several, each once, of {', '.join(OBJECTIVES)}")
     return tuple(OBJECTIVES[name] for name in names)
 
 
-def values_of(record: Record, objectives: tuple[Objective, ...]) -> tuple[float, ...]:
-    values = [None if record.measured is None else one.read(record, record.measured) for one in objectives]
-    missing = [one.name for one, value in zip(objectives, values, strict=True) if value is None]
+def read_values(record: Record, objectives: tuple[Objective, ...]) -> tuple[float, ...]:
+    """Return the values of the objectives. Raise JobFailed if the run did not measure one."""
+    values = [None if record.measured is None else objective.read(record, record.measured) for objective in objectives]
+    missing = [objective.name for objective, value in zip(objectives, values, strict=True) if value is None]
     if missing:
         raise JobFailed(f"the run did not measure {', '.join(missing)}")
     return tuple(value for value in values if value is not None)

@@ -13,11 +13,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 from optuna.visualization import plot_optimization_history, plot_parallel_coordinate, plot_param_importances, plot_pareto_front
 
-from upshift.reports.blocks import Block, Plot, Table, Tile, empty, number
+from upshift.reports.blocks import Block, Plot, Table, Tile, missing, number
 from upshift.reports.document import Page, Section, page_html, write_page
 from upshift.reports.plots import Figure, layout
 from upshift.tuning.objectives import Direction
-from upshift.tuning.tune import Found, Row
+from upshift.tuning.tune import TrialRow, TuneResult
 from upshift.units import format_seconds
 
 HEADS = (("Trial", "number"), ("State", ""), ("Result", "long"), ("Hyper-parameters", "long"), ("Seconds", "number"))
@@ -25,23 +25,25 @@ MIN_COMPLETE = 2  # trials with a result, for a plot to show anything
 PLOTS = {"history": plot_optimization_history, "parallel": plot_parallel_coordinate, "importances": plot_param_importances}
 
 
-def write_study_page(path: Path, result: Found) -> None:
-    """Write the page. Raise RequestError when the file cannot be written."""
+def write_study_page(path: Path, result: TuneResult) -> None:
+    """Write the page of a study. Raise RequestError if the file cannot be written."""
     write_page(path, study_page_html(result))
 
 
-def study_page_html(result: Found) -> str:
-    study, figures = in_memory(result), dict[str, Figure]()
+def study_page_html(result: TuneResult) -> str:
+    study = rebuild_study(result)
+    figures = dict[str, Figure]()
 
     def section(name: str, title: str, link: str) -> Section:
-        drawings = _drawings(name, study, result)
-        figures.update({f"{name}-plot-{index}": figure for index, (_, figure) in enumerate(drawings)})
-        plots: list[Block] = [
-            Plot(f"{name}-plot-{index}", f"{name} {objective}", objective) for index, (objective, _) in enumerate(drawings)
-        ]
-        few = len(study.trials) < MIN_COMPLETE
-        why = "Too few trials came to their end to draw this." if few else "Two or three objectives can be drawn, no more."
-        return Section(name, title, link, plots or [empty(why)])
+        plots: list[Block] = []
+        for index, (objective, figure) in enumerate(_figures(name, study, result)):
+            plot_name = f"{name}-plot-{index}"
+            figures[plot_name] = figure
+            plots.append(Plot(plot_name, f"{name} {objective}", objective))
+        reason = "Two or three objectives can be drawn, no more."
+        if len(study.trials) < MIN_COMPLETE:
+            reason = "Too few trials came to their end to draw this."
+        return Section(name, title, link, plots or [missing(reason)])
 
     sections = [
         section("history", "Results in the order of trials", "History"),
@@ -57,7 +59,7 @@ def study_page_html(result: Found) -> str:
     return page_html(Page(f"Study {result.study}", summary, _tiles(result), sections, figures))
 
 
-def _tiles(result: Found) -> list[Tile]:
+def _tiles(result: TuneResult) -> list[Tile]:
     """Return the best results, and the time and cost of the last call, which drew the page."""
     tiles = [Tile(name, number(value), "best trial") for name, value in (result.best[0].values or {}).items()]
     tiles.append(Tile("time", format_seconds(result.seconds), "of this call"))
@@ -66,8 +68,8 @@ def _tiles(result: Found) -> list[Tile]:
     return tiles
 
 
-def in_memory(result: Found) -> optuna.Study:
-    """Return the study again, made from its values alone."""
+def rebuild_study(result: TuneResult) -> optuna.Study:
+    """Return a study in memory with the values of the complete trials, for Optuna's plots."""
     study = optuna.create_study(directions=list(result.objectives.values()))
     spaces = _distributions(result.trials)
     for row in result.trials:
@@ -79,37 +81,38 @@ def in_memory(result: Found) -> optuna.Study:
     return study
 
 
-def _distributions(rows: tuple[Row, ...]) -> dict[str, BaseDistribution]:
-    """Return spaces as wide as the trials' parameters."""
-    tried: dict[str, list[Any]] = {}
+def _distributions(rows: tuple[TrialRow, ...]) -> dict[str, BaseDistribution]:
+    """Return for each parameter the narrowest distribution that holds the values of all trials."""
+    values_by_name: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.parameters.items():
-            tried.setdefault(name, []).append(value)
-    return {name: _distribution(values) for name, values in tried.items()}
+            values_by_name.setdefault(name, []).append(value)
+    return {name: _distribution(values) for name, values in values_by_name.items()}
 
 
 def _distribution(values: list[Any]) -> BaseDistribution:
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return CategoricalDistribution(tuple(dict.fromkeys(values)))
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     log = low > 0 and high / low > 10
     if all(isinstance(value, int) for value in values):
         return IntDistribution(low, high, log=log)
     return FloatDistribution(low, high, log=log)
 
 
-def _drawings(name: str, study: optuna.Study, result: Found) -> list[tuple[str, Figure]]:
-    """Return the plots of a section, with the objectives that they show."""
+def _figures(name: str, study: optuna.Study, result: TuneResult) -> list[tuple[str, Figure]]:
+    """Return (objective, figure) for each plot of a section."""
     objectives = list(result.objectives)
     if len(study.trials) < MIN_COMPLETE:
         return []
-    if name == "front":  # Optuna draws two or three objectives
+    if name == "front":  # Optuna's plot takes two or three objectives
         if len(objectives) not in (2, 3):
             return []
         return [(" and ".join(objectives), _figure(plot_pareto_front(study, target_names=objectives)))]
     plot: Any = PLOTS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the warning says that low values count as good: _target turns the sign
+        warnings.simplefilter("ignore", UserWarning)  # "low values count as good": _target changes the sign
         return [
             (objective, _figure(plot(study, target=_target(index, name, direction), target_name=objective)))
             for index, (objective, direction) in enumerate(result.objectives.items())
@@ -122,13 +125,13 @@ def _target(index: int, plot: str, direction: Direction) -> Callable[[FrozenTria
 
 
 def _figure(plot: Any) -> Figure:
-    """Return a Plotly figure with the page's own colours around it."""
+    """Return a Plotly figure as plain data, with the page's axes and colours."""
     raw = json.loads(plot.to_json())
     x, y = ({"automargin": True, "gridcolor": "@line", **raw["layout"].get(name, {})} for name in ("xaxis", "yaxis"))
     return {"data": raw["data"], "layout": layout(x=x, y=y)}
 
 
-def _trials(result: Found) -> Table:
+def _trials(result: TuneResult) -> Table:
     best = {row.number for row in result.best}
     rows = []
     for row in result.trials:

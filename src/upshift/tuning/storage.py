@@ -1,10 +1,7 @@
-"""Open the storage of a study: SQLite by default, any database that Optuna takes, or a journal.
+"""Open the storage of a study (SQLite by default, another database, or a journal), and start studies from earlier ones.
 
-An error message is one line, and no password is in it.
-
-Begin a study with the best values of earlier ones, which are tried first.
-
-Earlier results are not taken over, as they may be of another model or other data. The sampler learns from the results here.
+Error messages are one line and hold no password. A warm start tries the best values of earlier studies first. It does not take
+over their results, which may be of another model or other data.
 """
 
 from __future__ import annotations
@@ -25,10 +22,12 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, Prog
 from upshift.errors import RequestError
 from upshift.internals.optuna_names import CONTAINS
 
-HEARTBEAT_SECONDS, GRACE_SECONDS = 5, 15  # a trial whose process was silent for so long is dead
-MAKING_TRIES, MAKING_SECONDS = 20, 0.1
+HEARTBEAT_SECONDS = 5
+GRACE_SECONDS = 15  # a trial whose process was silent for so long is dead
+OPEN_TRIES = 20
+OPEN_RETRY_SECONDS = 0.1
 FILE = "study.db"
-DRIVERS = {  # what pip calls them, by SQLAlchemy's names
+DRIVERS = {  # packages by SQLAlchemy's names of the drivers
     "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary", "mysqldb": "mysqlclient", "pymysql": "PyMySQL",
     "mysqlconnector": "mysql-connector-python",
 }  # fmt: skip
@@ -36,79 +35,82 @@ FORMS = "sqlite:///PATH, postgresql://USER:PASSWORD@HOST/NAME, mysql://USER:PASS
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
-    """Hide Optuna's warning that heartbeats are experimental, because they are wanted here."""
+def ignore_experimental_warnings() -> Iterator[None]:
+    """Hide Optuna's warning that heartbeats are experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
 
 
-def persistent(given: Any, folder: Path) -> optuna.storages.BaseStorage:
-    """Return the storage. Raise RequestError for one that ends with this process, or that cannot be opened."""
-    if isinstance(given, optuna.storages.InMemoryStorage):
+def open_storage(storage: Any, folder: Path) -> optuna.storages.BaseStorage:
+    """Return the storage: Optuna's own, of a database URL or a journal's path, or None for SQLite in the folder.
+
+    Raise RequestError for a storage in memory, and for one that cannot be opened."""
+    if isinstance(storage, optuna.storages.InMemoryStorage):
         raise RequestError("a storage in memory is not seen by the trials' processes; leave storage out, or give a database URL")
-    if isinstance(given, optuna.storages.BaseStorage):
-        return given
-    if given is not None and "://" not in given:
-        Path(given).parent.mkdir(parents=True, exist_ok=True)
-        return journal(given)
-    if given is None:
+    if isinstance(storage, optuna.storages.BaseStorage):
+        return storage
+    if storage is not None and "://" not in storage:
+        Path(storage).parent.mkdir(parents=True, exist_ok=True)
+        return open_journal(storage)
+    if storage is None:
         folder.mkdir(parents=True, exist_ok=True)
-    return database(given or in_folder(folder))
+    return open_database(storage or folder_url(folder))
 
 
-def in_folder(folder: Path) -> str:
+def folder_url(folder: Path) -> str:
     return f"sqlite:///{folder / FILE}"
 
 
-def journal(path: str) -> optuna.storages.BaseStorage:
+def open_journal(path: str) -> optuna.storages.BaseStorage:
     from optuna.storages.journal import JournalFileBackend
 
     return optuna.storages.JournalStorage(JournalFileBackend(path))
 
 
-def database(url: str) -> optuna.storages.BaseStorage:
+def open_database(url: str) -> optuna.storages.BaseStorage:
+    """Open a database. Raise RequestError if its driver is missing, its URL is wrong, or it does not answer."""
     try:
-        return _opened(url)
+        return _open_with_retries(url)
     except ImportError:
         driver = make_url(url).get_driver_name()
         raise RequestError(
-            f"storage {shown(url)} needs a driver of its database: run  pip install '{DRIVERS.get(driver, driver)}'"
+            f"storage {hide_password(url)} needs a driver of its database: run  pip install '{DRIVERS.get(driver, driver)}'"
         ) from None
     except ArgumentError as error:
-        raise RequestError(f"storage {shown(url)}: {_line(error)}; write {FORMS}") from None
-    except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: of another version of Optuna's tables
-        raise RequestError(f"storage {shown(url)} cannot be opened: {_line(error)}") from None
+        raise RequestError(f"storage {hide_password(url)}: {_first_line(error)}; write {FORMS}") from None
+    except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: its tables are of another version of Optuna
+        raise RequestError(f"storage {hide_password(url)} cannot be opened: {_first_line(error)}") from None
 
 
-def _opened(url: str) -> optuna.storages.BaseStorage:
-    """Open a database, and try again if another process makes its tables now.
+def _open_with_retries(url: str) -> optuna.storages.BaseStorage:
+    """Open a database, and try again if another process creates its tables at the same time.
 
-    Processes that begin a study together make its tables together, and Optuna looks before it makes each one."""
-    for _ in range(MAKING_TRIES):
+    Processes that begin a study together all create the tables, and Optuna only checks for each before it creates it."""
+    for _ in range(OPEN_TRIES):
         try:
             return _database_storage(url)
         except (OperationalError, ProgrammingError, IntegrityError) as error:
             if not isinstance(error, IntegrityError) and "already exists" not in str(error):
                 raise
-        time.sleep(MAKING_SECONDS)
+        time.sleep(OPEN_RETRY_SECONDS)
     return _database_storage(url)
 
 
 def _database_storage(url: str) -> optuna.storages.BaseStorage:
-    with without_warnings():
+    with ignore_experimental_warnings():
         return optuna.storages.RDBStorage(
             url, heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
             heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
         )  # fmt: skip
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def shown(storage: str) -> str:
-    """Return a URL without its password."""
+def hide_password(storage: str) -> str:
+    """Return a URL without its password, and a path as it is."""
     if "://" not in storage:
         return storage
     try:
@@ -117,74 +119,76 @@ def shown(storage: str) -> str:
         return storage.split("://")[0] + "://..."
 
 
-POINTS = 5  # of each place
+POINTS = 5  # from each earlier search
 WARMED = "warm start"
 
 
-def start_from(study: optuna.Study, places: Sequence[str], space: dict[str, BaseDistribution]) -> None:
-    """Enqueue the points once: a study that goes on has them already.
+def enqueue_warm_start(study: optuna.Study, sources: Sequence[str], space: dict[str, BaseDistribution]) -> None:
+    """Enqueue the best points of earlier searches. A study that goes on has them already.
 
-    Parameters that the space lacks, and values outside its ranges, are left to the sampler."""
-    if not places or WARMED in study.user_attrs:
+    The sampler draws the parameters that are not in the space, or whose values are outside its ranges."""
+    if not sources or WARMED in study.user_attrs:
         return
-    points = [point for place in places for point in best_points(place, study, space)]
-    study.set_user_attr(WARMED, [shown(place) for place in places])
+    points = [point for source in sources for point in best_points(source, study, space)]
+    study.set_user_attr(WARMED, [hide_password(source) for source in sources])
     for point in points:
         study.enqueue_trial(point, skip_if_exists=True)
 
 
-def best_points(place: str, study: optuna.Study, space: dict[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """Return the best points first, each once. Raise RequestError if no point can be used."""
-    done = [trial for other in _studies(place) if other.directions == study.directions for trial in _complete(other)]
-    if not done:
+def best_points(source: str, study: optuna.Study, space: dict[str, BaseDistribution]) -> list[dict[str, Any]]:
+    """Return different points, the best first. Raise RequestError if no point is within the space."""
+    trials: list[FrozenTrial] = []
+    for earlier in _studies(source):
+        if earlier.directions == study.directions:
+            trials += earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if not trials:
         raise RequestError(
-            f"--warm-start {shown(place)} has no trial that came to its end, for objectives of the same directions"
+            f"--warm-start {hide_password(source)} has no trial that came to its end, for objectives of the same directions"
         )
     points: list[dict[str, Any]] = []
-    for trial in _in_order(done, study.directions):
+    for trial in _sort_best_first(trials, study.directions):
         point = {
             name: trial.params[name]
-            for name, one in space.items()
-            if name in trial.params and _inside(one, trial.params[name])
+            for name, distribution in space.items()
+            if name in trial.params and _contains(distribution, trial.params[name])
         }  # fmt: skip
         if point and point not in points:
             points.append(point)
     if not points:
-        raise RequestError(f"--warm-start {shown(place)}: none of its trials has a value within this space ({', '.join(space)})")
+        raise RequestError(
+            f"--warm-start {hide_password(source)}: none of its trials has a value within this space ({', '.join(space)})"
+        )
     return points[:POINTS]
 
 
-def _studies(place: str) -> list[optuna.Study]:
-    storage = _earlier_storage(place)
+def _studies(source: str) -> list[optuna.Study]:
+    storage = _earlier_storage(source)
     return [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
 
 
-def _earlier_storage(place: str) -> optuna.storages.BaseStorage:
-    if "://" in place:
-        return database(place)
-    path = Path(place)
+def _earlier_storage(source: str) -> optuna.storages.BaseStorage:
+    if "://" in source:
+        return open_database(source)
+    path = Path(source)
     if path.is_file():
-        return journal(place)
+        return open_journal(source)
     if not (path / FILE).is_file():
-        raise RequestError(f"--warm-start {place!r} is no output folder of an earlier search, no journal and no database URL")
-    return database(in_folder(path))
+        raise RequestError(f"--warm-start {source!r} is no output folder of an earlier search, no journal and no database URL")
+    return open_database(folder_url(path))
 
 
-def _complete(study: optuna.Study) -> list[FrozenTrial]:
-    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-
-
-def _in_order(trials: list[FrozenTrial], directions: Sequence[optuna.study.StudyDirection]) -> list[FrozenTrial]:
-    """Sort the trials, best first. For several objectives, sum over them how many other trials are better."""
-    ranks = dict.fromkeys(range(len(trials)), 0)
-    for at, direction in enumerate(directions):
+def _sort_best_first(trials: list[FrozenTrial], directions: Sequence[optuna.study.StudyDirection]) -> list[FrozenTrial]:
+    """Return the trials, the best first. Several objectives: by the sum of the trial's ranks in each."""
+    rank_sums = dict.fromkeys(range(len(trials)), 0)  # by the trial's index
+    for objective, direction in enumerate(directions):
         sign = -1 if direction is optuna.study.StudyDirection.MAXIMIZE else 1
-        for rank, number in enumerate(sorted(ranks, key=lambda one: sign * trials[one].values[at])):
-            ranks[number] += rank
-    return [trials[number] for number in sorted(ranks, key=lambda one: ranks[one])]
+        order = sorted(rank_sums, key=lambda index: sign * trials[index].values[objective])
+        for rank, index in enumerate(order):
+            rank_sums[index] += rank
+    return [trials[index] for index in sorted(rank_sums, key=lambda index: rank_sums[index])]
 
 
-def _inside(distribution: BaseDistribution, value: Any) -> bool:
+def _contains(distribution: BaseDistribution, value: Any) -> bool:
     try:
         return bool(CONTAINS.of(distribution)(distribution.to_internal_repr(value)))
     except ValueError:  # the value is none of the choices

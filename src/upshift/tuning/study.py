@@ -1,15 +1,9 @@
-"""Run a study: trials that Optuna proposes, kept in a storage that outlives this process and may be shared with others.
+"""Run a study of Optuna in a storage that outlives this process and that several processes may share.
 
-Optuna decides which values to try next, and which trials to end early. This module makes sure that no trial is started in
-vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL.
-
-Choose the next trial's values by Optuna's TPE, with random numbers from the seed and the trial's number.
-
-So processes that share a study, and a study that goes on, do not draw the same points twice.
-
-Find the evaluations of a trial at which its pruner decides anything.
-
-The others are not made: each costs a pass over held-out data.
+Optuna's TPE proposes the values of a trial, and a pruner ends trials early. The sampler's random numbers come from the seed and
+the trial's number, so that processes that share a study, and a study that goes on, do not draw the same points twice. A trial
+is evaluated only where its pruner decides, because each evaluation costs a pass over held-out data. A failed trial is a row
+with its reason, and a study goes on after SIGKILL.
 """
 
 from __future__ import annotations
@@ -32,10 +26,12 @@ from optuna.trial import FrozenTrial, TrialState
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.internals.optuna_names import HEARTBEAT, MAX_RESOURCE, MIN_RESOURCE, REDUCTION, STOPPING_RATE, STUDY_STORAGE
 from upshift.tuning.objectives import Direction
-from upshift.tuning.storage import persistent, without_warnings
+from upshift.tuning.storage import ignore_experimental_warnings, open_storage
 
 
-class ByNumber(BaseSampler):
+class SamplerByTrialNumber(BaseSampler):
+    """Optuna's TPE with a sampler for each running trial, seeded by the study's seed and the trial's number."""
+
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._of_running: dict[int, TPESampler] = {}
@@ -60,12 +56,13 @@ class ByNumber(BaseSampler):
     def _of(self, trial: FrozenTrial) -> TPESampler:
         if trial.number not in self._of_running:
             seed = int(np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0])
-            self._of_running[trial.number] = TPESampler(seed=seed, constant_liar=True)  # others may run beside it
+            self._of_running[trial.number] = TPESampler(seed=seed, constant_liar=True)  # for trials at the same time
         return self._of_running[trial.number]
 
 
-EVALUATIONS, FACTOR = 9, 3
-PRUNERS: dict[str, Callable[[int], BasePruner]] = {  # of the evaluations of a trial
+EVALUATIONS = 9
+FACTOR = 3
+PRUNERS: dict[str, Callable[[int], BasePruner]] = {  # each takes the number of evaluations of a trial
     "halving": lambda evaluations: SuccessiveHalvingPruner(min_resource=1, reduction_factor=FACTOR),
     "hyperband": lambda evaluations: HyperbandPruner(min_resource=1, max_resource=evaluations, reduction_factor=FACTOR),
     "median": lambda evaluations: MedianPruner(n_startup_trials=4),
@@ -79,76 +76,81 @@ def make_pruner(name: str, evaluations: int) -> BasePruner:
     return PRUNERS[name](evaluations)
 
 
-def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
-    """Return steps up to ``longest``: the pruner decides at the first report from each of them on, and at no other.
+def decision_steps(pruner: BasePruner, last_step: int) -> tuple[int, ...]:
+    """Return the steps, up to ``longest``, at which the pruner decides: at the first report from each of them on.
 
-    Return all steps for a pruner whose rungs are not known beforehand."""
+    These are the rungs of successive halving. Return all steps for a pruner whose rungs are not fixed beforehand."""
     if type(pruner) is NopPruner:
         return ()
-    first: int | None = None
-    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: computed from ended trials
-        first = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
+    step: int | None = None
+    if (
+        type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None
+    ):  # None: Optuna computes it from ended trials
+        step = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
     if type(pruner) is HyperbandPruner and isinstance(MAX_RESOURCE.of(pruner), int):
-        first = MIN_RESOURCE.of(pruner)  # of the bracket that begins earliest
-    if first is None:
-        return tuple(range(1, longest + 1))
-    found = []
-    while first <= longest:
-        found.append(first)
-        first *= REDUCTION.of(pruner)  # both have it
-    return tuple(found)
+        step = MIN_RESOURCE.of(pruner)  # of the bracket that starts earliest
+    if step is None:
+        return tuple(range(1, last_step + 1))
+    steps = []
+    while step <= last_step:
+        steps.append(step)
+        step *= REDUCTION.of(pruner)  # both have it
+    return tuple(steps)
 
 
-def decides(found: tuple[int, ...], *, before: int, step: int) -> bool:
-    """Return whether a report at ``step``, the first since ``before``, reaches a rung."""
-    return any(before < rung <= step for rung in found)
+def crosses_decision_step(steps: tuple[int, ...], *, previous_step: int, step: int) -> bool:
+    """Return whether a report at ``step``, after one at ``before``, is the first from a decision step on."""
+    return any(previous_step < decision_step <= step for decision_step in steps)
 
 
-REASON, IDENTITY = "reason", "identity"
-POLL_SECONDS = 0.5  # for the last trials of other processes
-Report = Callable[[float, int], None]  # takes a value and the number of its evaluation; ends a trial that is not good enough
+REASON = "reason"
+IDENTITY = "identity"
+POLL_SECONDS = 0.5  # while other processes run the last trials
+Report = Callable[[float, int], None]  # takes a value and its evaluation's number; raises TrialPruned to end the trial
 
 
-class Asked(NamedTuple):
-    """One trial to run."""
+class StudyTrial(NamedTuple):
+    """A trial to run."""
 
     number: int
     trial: Any  # Optuna's
     report: Report
 
 
-RunTrial = Callable[[Asked], Sequence[float]]  # raises NothingFits where it would not fit, JobFailed where it failed
+RunTrial = Callable[[StudyTrial], Sequence[float]]  # raises NothingFits if no plan fits, JobFailed if the run fails
 
 
 def open_study(
     *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
     identity: dict[str, Any], evaluations: int = EVALUATIONS,
 ) -> optuna.Study:  # fmt: skip
-    """Return the study of that name, or make it.
+    """Return the study of that name, and create it if there is none.
 
-    ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
-    ``identity``: settings that all its trials share. A study with other settings is refused."""
-    ends_early = make_pruner(pruner, evaluations)
+    ``storage``: a database URL (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
+    ``identity``: settings that all trials share. Raise RequestError for a study with other settings."""
+    study_pruner = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with without_warnings():
+    with ignore_experimental_warnings():
         study = optuna.create_study(
-            study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
-            sampler=ByNumber(seed), pruner=ends_early,
+            study_name=name, storage=open_storage(storage, folder), directions=list(directions), load_if_exists=True,
+            sampler=SamplerByTrialNumber(seed), pruner=study_pruner,
         )  # fmt: skip
-    check_identity(study, identity, other="another --output")
+    check_identity(study, identity, alternative="another --output")
     return study
 
 
-def check_identity(study: optuna.Study, identity: dict[str, Any], *, other: str) -> None:
-    """Raise RequestError if a study's trials are of something else, so that their values cannot be compared."""
-    written = json.loads(json.dumps(identity, default=str))
-    known = study.user_attrs.get(IDENTITY)
-    if known is None:
-        study.set_user_attr(IDENTITY, written)
-    elif known != written:
-        key = next(key for key in written if known.get(key) != written[key])
+def check_identity(study: optuna.Study, identity: dict[str, Any], *, alternative: str) -> None:
+    """Raise RequestError if a study's earlier trials had another identity, so that values cannot be compared.
+
+    ``alternative``: the option that gives another study, for the message."""
+    current = json.loads(json.dumps(identity, default=str))
+    stored = study.user_attrs.get(IDENTITY)
+    if stored is None:
+        study.set_user_attr(IDENTITY, current)
+    elif stored != current:
+        key = next(key for key in current if stored.get(key) != current[key])
         raise RequestError(
-            f"the study {study.study_name!r} has {key} {known.get(key)!r}, not {written[key]!r}; use the same, or {other}"
+            f"the study {study.study_name!r} has {key} {stored.get(key)!r}, not {current[key]!r}; use the same, or {alternative}"
         )
 
 
@@ -157,71 +159,77 @@ def run_study(
     catch: tuple[type[Exception], ...] = (),
     on_end: Callable[[optuna.trial.FrozenTrial], None] = lambda trial: None,
 ) -> None:  # fmt: skip
-    """Run trials until the study has so many, or the time is up. Trials of earlier and of other processes count.
+    """Run trials until the study has ``trials`` of them, those of other processes included, or until the time is over.
 
-    Raise JobFailed if not one of them gave a result."""
+    Raise JobFailed if no trial of the study has a result."""
 
     def objective(trial: optuna.Trial) -> Sequence[float]:
-        return _judged(study, trial, run_trial, catch)
+        return _run_and_report(study, trial, run_trial, catch)
 
-    ran: list[int] = []
+    ended_trials: list[int] = []
 
-    def ended(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        ran.append(trial.number)
+    def on_trial_end(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        ended_trials.append(trial.number)
         on_end(trial)
-        if count(study) + num_running(study) >= trials:
+        if count_finished(study) + num_running(study) >= trials:
             study.stop()
 
-    until = math.inf if seconds is None else time.monotonic() + seconds
-    known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
-    while (left := trials - count(study)) > 0 and (now := time.monotonic()) < until:
-        wanted = left - num_running(study)  # running trials belong to other processes: this one runs none now
-        if wanted <= 0:
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    caught: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
+    while (num_missing := trials - count_finished(study)) > 0 and (now := time.monotonic()) < deadline:
+        num_to_start = num_missing - num_running(study)  # only other processes run trials now
+        if num_to_start <= 0:
             time.sleep(POLL_SECONDS)
             optuna.storages.fail_stale_trials(study)
             continue
-        ran.clear()
-        limit = None if seconds is None else until - now
-        study.optimize(objective, n_trials=wanted, timeout=limit, n_jobs=jobs, catch=known, callbacks=[ended])
-        if len(ran) < wanted and count(study) + num_running(study) < trials:
-            break  # the sampler has no more to try
+        ended_trials.clear()
+        remaining_seconds = None if seconds is None else deadline - now
+        study.optimize(
+            objective, n_trials=num_to_start, timeout=remaining_seconds, n_jobs=jobs, catch=caught, callbacks=[on_trial_end]
+        )
+        if len(ended_trials) < num_to_start and count_finished(study) + num_running(study) < trials:
+            break  # the sampler has no more points
     if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         reasons = [reason_of(trial) for trial in study.get_trials(deepcopy=False)]
-        raise JobFailed(f"no trial came to its end: {next((one for one in reasons if one), 'none was run in the time given')}")
+        raise JobFailed(
+            f"no trial came to its end: {next((reason for reason in reasons if reason), 'none was run in the time given')}"
+        )
 
 
-def count(study: optuna.Study) -> int:
-    """Return the number of trials that came to an end. A trial whose process was killed is run again, and counts once."""
+def count_finished(study: optuna.Study) -> int:
+    """Return the number of finished trials, without those whose process was killed: they run again."""
     return sum(trial.state.is_finished() and not was_killed(trial) for trial in study.get_trials(deepcopy=False))
 
 
 def num_running(study: optuna.Study) -> int:
-    """Return the running trials of all processes. In a journal, which does not notice dead ones, return 0 and wait for none."""
+    """Return the number of running trials of all processes, or 0 for a storage without heartbeats (a journal).
+
+    Without heartbeats, dead trials look like running ones, and waiting for them would never end."""
     if not HEARTBEAT.get()(STUDY_STORAGE.of(study)):
         return 0
     return len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
 
 def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether a trial was killed with its process: it could not say why it failed."""
+    """Return whether a trial was killed with its process: a failed trial without a reason."""
     return trial.state is TrialState.FAIL and REASON not in trial.user_attrs
 
 
-def _judged(
+def _run_and_report(
     study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial, catch: tuple[type[Exception], ...]
 ) -> Sequence[float]:  # fmt: skip
-    single = len(study.directions) == 1
+    has_one_objective = len(study.directions) == 1
     expected: tuple[type[Exception], ...] = (UpshiftError, *catch)
 
     def report(value: float, number: int) -> None:
-        if single:  # of several objectives Optuna ends no trial early
+        if has_one_objective:  # with several objectives Optuna prunes no trial
             trial.report(value, number)
             if trial.should_prune():
                 trial.set_user_attr(REASON, f"ended after evaluation {number}, at {value:.4g}")
                 raise optuna.TrialPruned
 
     try:
-        return _checked(run_trial(Asked(trial.number, trial, report)), len(study.directions))
+        return _check_values(run_trial(StudyTrial(trial.number, trial, report)), len(study.directions))
     except NothingFits as error:
         trial.set_user_attr(REASON, f"not started: {error}")
         raise optuna.TrialPruned from None
@@ -232,19 +240,19 @@ def _judged(
         raise
 
 
-def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
-    """Return the values, or raise JobFailed.
+def _check_values(values: Sequence[float], num_expected: int) -> Sequence[float]:
+    """Return the values. Raise JobFailed if their number is wrong or one is not a number.
 
-    Optuna lets a trial with other values fail without an error, so that it would look like a killed one."""
-    if len(values) != wanted:
-        raise JobFailed(f"its objective gave {len(values)} values, and the study has {wanted} directions")
+    Optuna would let such a trial fail without a reason, so that it would look like a killed one."""
+    if len(values) != num_expected:
+        raise JobFailed(f"its objective gave {len(values)} values, and the study has {num_expected} directions")
     if any(math.isnan(value) for value in values):
         raise JobFailed("its objective is not a number (NaN)")
     return values
 
 
 def reason_of(trial: optuna.trial.FrozenTrial) -> str:
-    """Return why a trial has no result, or an empty text if it has one."""
+    """Return the reason why a trial has no result, or an empty text if it has one."""
     if trial.state is TrialState.COMPLETE:
         return ""
     if was_killed(trial):

@@ -1,13 +1,11 @@
-"""Add ``hyperparameter_search`` to ``upshift.Trainer``, with transformers' own signature.
+"""Add ``hyperparameter_search`` to ``upshift.Trainer``, with the signature of transformers.
 
-Each trial runs in a process of its own, in a study that outlives this process. A trial's process builds the Trainer again,
-from the arguments that this one was made with, and trains as transformers does with a trial. Ray runs trials in processes of
-its own. Ranks that a launcher started search together, as in transformers.
+Each trial runs in its own process, in a study that outlives this process. The trial's process makes the Trainer again, from
+the same arguments, and trains with the trial as transformers does. Ray runs trials in processes of its own. Ranks of a launcher
+search together, as in transformers.
 
-Support population-based training, which Ray's scheduler of that name directs.
-
-A trial goes on from another one's checkpoint with hyper-parameters of its own. A checkpoint holds the hyper-parameters that it
-was trained with; here the trial's win.
+With Ray's population-based training, a trial goes on from the checkpoint of another one. The checkpoint holds hyper-parameters,
+too; those of the trial replace them.
 """
 
 from __future__ import annotations
@@ -27,22 +25,24 @@ from upshift.tuning.space import Space, make_space, read_space
 from upshift.versions import installed_version
 
 
-class OfPopulation(LibraryTrainer):
-    """A class that is mixed in before the Trainer."""
+class PopulationMixin(LibraryTrainer):
+    """A mix-in before the Trainer: a trial that loads a checkpoint keeps its own hyper-parameters."""
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        group_values = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.hp_search_backend == HPSearchBackend.RAY:
-            keep_own(self.optimizer, self.lr_scheduler, own)
+            keep_hyperparameters(self.optimizer, self.lr_scheduler, group_values)
 
 
-def keep_own(optimizer: Any, scheduler: Any, own: list[dict[str, Any]]) -> None:
-    """Keep the trial's learning rate, weight decay and the rest, at the checkpoint's place in the schedule."""
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        share = group["lr"] / group["initial_lr"]
-        group.update(values, lr=share * values["initial_lr"])
-    scheduler.base_lrs = [values["initial_lr"] for values in own]
+def keep_hyperparameters(optimizer: Any, scheduler: Any, group_values: list[dict[str, Any]]) -> None:
+    """Set the trial's learning rate, weight decay and so on, at the checkpoint's position in the schedule."""
+    for group, values in zip(optimizer.param_groups, group_values, strict=True):
+        progress = group["lr"] / group["initial_lr"]
+        group.update(values, lr=progress * values["initial_lr"])
+    scheduler.base_lrs = [values["initial_lr"] for values in group_values]
     LAST_RATE.put(scheduler, [group["lr"] for group in optimizer.param_groups])
 
 
@@ -50,17 +50,17 @@ RETIRED = "SigOpt, which older guides name, was retired and transformers has dro
 LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
 
 
-class Searched(LibraryTrainer):
-    """A class that is mixed in before the Trainer. It keeps the arguments of the Trainer, so that a trial can make another."""
+class SearchMixin(LibraryTrainer):
+    """A mix-in before the Trainer. It stores the Trainer's arguments, so that a trial can make another one."""
 
     _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
-    if not TYPE_CHECKING:  # a type checker is to read the arguments of Trainer.__init__, and not these
+    if not TYPE_CHECKING:  # a type checker must see the arguments of Trainer.__init__
 
-        def __new__(cls, *arguments: Any, **named: Any) -> Any:
-            made = super().__new__(cls)
-            made._upshift_made_with = (arguments, named)
-            return made
+        def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+            trainer = super().__new__(cls)
+            trainer._upshift_made_with = (arguments, keywords)
+            return trainer
 
     def hyperparameter_search(
         self,
@@ -76,43 +76,53 @@ class Searched(LibraryTrainer):
     ) -> BestRun | list[BestRun]:
         """Search hyper-parameters as transformers does.
 
-        ``hp_space`` may also be a space of ours: a YAML file, a mapping or a ``Space``. ``directions`` is ``direction`` of
-        several objectives. With ``optuna`` and ``wandb``, ``storage`` is by default SQLite in the output directory, and
-        ``study_name`` may name an existing study: it goes on, up to ``n_trials`` in all.
+        ``hp_space`` may also be a space of Upshift: a YAML file, a mapping or a ``Space``. ``directions`` replaces ``direction``
+        if there are several objectives. With ``optuna`` and ``wandb``, ``storage`` is by default SQLite in the output directory,
+        and an existing study of the name ``study_name`` goes on, up to ``n_trials`` in all.
 
         Raise RequestError for wrong arguments. A trial that fails is a row of the study with its reason."""
-        name = _backend(backend)
+        name = _backend_name(backend)
         if self.model_init is None:
             raise RequestError("hyperparameter_search needs model_init= in place of model=: each trial begins with a new model")
-        wanted = list(directions or ([direction] if isinstance(direction, str) else direction))
-        _check_directions(wanted)
+        study_directions = list(directions or ([direction] if isinstance(direction, str) else direction))
+        _check_directions(study_directions)
         objective = compute_objective or default_compute_objective
-        space = _space(hp_space)
+        space = _read_search_space(hp_space)
         if name == "ray" or self.args.world_size > 1:
             from upshift.tuning.backends import native_space
 
             return super().hyperparameter_search(
                 hp_space=native_space(name, space), compute_objective=objective, n_trials=n_trials,
-                direction=wanted if len(wanted) > 1 else wanted[0], backend=name, hp_name=hp_name, **kwargs,
+                direction=study_directions if len(study_directions) > 1 else study_directions[0],
+                backend=name, hp_name=hp_name, **kwargs,
             )  # fmt: skip
         from upshift.tuning.trainer_study import search
 
         return search(
-            self, name, space=space, objective=objective, trials=n_trials, directions=wanted, hp_name=hp_name, options=kwargs
+            self,
+            name,
+            space=space,
+            objective=objective,
+            trials=n_trials,
+            directions=study_directions,
+            hp_name=hp_name,
+            options=kwargs,
         )
 
 
-class Trainer(Searched, OfPopulation, without_search.Trainer):
+class Trainer(SearchMixin, PopulationMixin, without_search.Trainer):
     """The Trainer of upshift.training with hyper-parameter search."""
 
 
-class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):
+class Seq2SeqTrainer(SearchMixin, PopulationMixin, without_search.Seq2SeqTrainer):
     """The Seq2SeqTrainer of upshift.training with hyper-parameter search."""
 
 
-def _backend(asked: str | HPSearchBackend | None) -> str:
+def _backend_name(backend: str | HPSearchBackend | None) -> str:
     """Return the backend's name. Raise RequestError for an unknown one, MissingExtra for one that is not installed."""
-    name = SEARCH_BACKEND.get()() if asked is None else str(asked.value if isinstance(asked, HPSearchBackend) else asked)
+    if isinstance(backend, HPSearchBackend):
+        backend = backend.value
+    name = SEARCH_BACKEND.get()() if backend is None else str(backend)
     if name == "sigopt":
         raise RequestError(RETIRED)
     if name not in LIBRARIES:
@@ -124,14 +134,15 @@ def _backend(asked: str | HPSearchBackend | None) -> str:
     return name
 
 
-def _check_directions(wanted: list[str]) -> None:
-    wrong = [one for one in wanted if one not in ("minimize", "maximize")]
-    if wrong or not wanted:
-        raise RequestError(f"direction {(wrong or [''])[0]!r} is not minimize or maximize")
+def _check_directions(directions: list[str]) -> None:
+    unknown = [direction for direction in directions if direction not in ("minimize", "maximize")]
+    if unknown or not directions:
+        raise RequestError(f"direction {(unknown or [''])[0]!r} is not minimize or maximize")
 
 
-def _space(given: Any) -> Any:
-    """Return a callable as it is, or a space of ours with any names: they are fields of TrainingArguments."""
-    if isinstance(given, dict):
-        return make_space(given, names=None)
-    return read_space(Path(given), names=None) if isinstance(given, str | Path) else given
+def _read_search_space(space: Any) -> Any:
+    """Return a callable as it is, or a ``Space`` from a mapping or a file. Any names may be searched: fields of
+    TrainingArguments, here."""
+    if isinstance(space, dict):
+        return make_space(space, names=None)
+    return read_space(Path(space), names=None) if isinstance(space, str | Path) else space

@@ -1,6 +1,6 @@
-"""Run one trial of a ``hyperparameter_search``, in a child of the fork server.
+"""Run one trial of a ``hyperparameter_search`` in a child of the fork server.
 
-The Trainer is made again and trains as transformers does with a trial."""
+It makes the Trainer anew, which then trains with the trial as transformers does."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ import optuna
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveStrategy
 
-import upshift.training.hf_trainer.trainer  # noqa: F401  most of what a trial needs is imported before the fork
+import upshift.training.hf_trainer.trainer  # noqa: F401  imports most modules that a trial needs before the fork
 from upshift.errors import NothingFits, RequestError
 from upshift.internals.optuna_names import TRIAL_ID
-from upshift.tuning.study import decides, rungs
+from upshift.tuning.study import crosses_decision_step, decision_steps
 from upshift.value import Value
 
-RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"
-MADE_BY_ITSELF = (DefaultFlowCallback, ProgressCallback, PrinterCallback)
-BY_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # schedules
+RECIPE = "recipe"
+PATH = "path.json"
+RESULT = "result.json"
+DEFAULT_CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback)  # every Trainer adds them
+BY_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # schedules that read evaluations
 INTEGRATIONS = "transformers.integrations"  # callbacks of report_to=
 
 
 class Request(Value):
+    """The folder with the files of a trial."""
+
     folder: str
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The parts that make the Trainer of a trial.
+class TrainerRecipe:
+    """The arguments that make the Trainer of a trial.
 
-    They go from one process of the user's to the next, never from a file of others."""
+    They are pickled from one process of the user to another, and never read from a file of somebody else."""
 
     kind: type
     arguments: tuple[Any, ...]
@@ -51,76 +55,90 @@ class Recipe:
     hp_name: Callable[[Any], str] | None
 
     @classmethod
-    def of(cls, trainer: Any, hp_space: Any, objective: Any, hp_name: Any) -> Recipe:
-        arguments, named = trainer._upshift_made_with
-        there = trainer.callback_handler.callbacks
-        own = [one for one in there if not isinstance(one, MADE_BY_ITSELF) and not type(one).__module__.startswith(INTEGRATIONS)]
-        kinds = [type(one) for one in there]
-        return cls(type(trainer), arguments, named, trainer.args, own, kinds, hp_space, objective, hp_name)
+    def of(cls, trainer: Any, hp_space: Any, objective: Any, hp_name: Any) -> TrainerRecipe:
+        """Return the recipe of an existing Trainer. Callbacks that a new Trainer adds itself are left out."""
+        arguments, keywords = trainer._upshift_made_with
+        callbacks = trainer.callback_handler.callbacks
+        user_callbacks = []
+        for callback in callbacks:
+            is_integration = type(callback).__module__.startswith(INTEGRATIONS)
+            if not isinstance(callback, DEFAULT_CALLBACKS) and not is_integration:
+                user_callbacks.append(callback)
+        callback_kinds = [type(callback) for callback in callbacks]
+        return cls(type(trainer), arguments, keywords, trainer.args, user_callbacks, callback_kinds, hp_space, objective, hp_name)
 
-    def pickled(self, *more: Any) -> bytes:
+    def pickled(self, *study_parts: Any) -> bytes:
         """Return the recipe as bytes. Raise RequestError if a part of it cannot go to another process."""
         import cloudpickle  # type: ignore[import-untyped]
 
         try:
-            raw: bytes = cloudpickle.dumps((self, *more))
-        except Exception as error:  # whatever an object of the user's raises when it is pickled
+            data: bytes = cloudpickle.dumps((self, *study_parts))
+        except Exception as error:  # an object of the user may raise anything when it is pickled
             raise RequestError(
                 f"a trial runs in a process of its own, and something of this Trainer cannot go there: {error}; make it inside "
                 "model_init, or at the top of a module"
             ) from None
-        return raw
+        return data
 
     def write(self, folder: Path, trial: Any) -> None:
-        """Write the recipe with the study's sampler and pruner, because no storage keeps them."""
+        """Write the recipe with the study's sampler and pruner, which the storage does not hold."""
         study = trial.study
-        (folder / PATH).write_text(json.dumps(sys.path))  # modules of the user's are found as here
-        more = (study.study_name, trial.storage, study.sampler, study.pruner, TRIAL_ID.of(trial))
-        (folder / RECIPE).write_bytes(self.pickled(*more))
+        (folder / PATH).write_text(json.dumps(sys.path))  # so that the trial finds the user's modules
+        study_parts = (study.study_name, trial.storage, study.sampler, study.pruner, TRIAL_ID.of(trial))
+        (folder / RECIPE).write_bytes(self.pickled(*study_parts))
 
     def make(self) -> Any:
         """Return a new Trainer."""
-        named = dict(self.named)
+        keywords = dict(self.named)
         arguments = list(self.arguments)
         if len(arguments) > 1:
             arguments[1] = self.training_arguments
         else:
-            named["args"] = self.training_arguments
-        trainer = self.kind(*arguments, **{**named, "callbacks": None})
-        kept = [one for one in trainer.callback_handler.callbacks if type(one) in self.callback_kinds]
-        trainer.callback_handler.callbacks = [*kept, *self.callbacks]
-        trainer.hp_space, trainer.compute_objective, trainer.hp_name = self.hp_space, self.objective, self.hp_name
-        trainer.hp_search_backend, trainer.objective = HPSearchBackend.OPTUNA, None
+            keywords["args"] = self.training_arguments
+        trainer = self.kind(*arguments, **{**keywords, "callbacks": None})
+        handler = trainer.callback_handler
+        retained = [callback for callback in handler.callbacks if type(callback) in self.callback_kinds]
+        handler.callbacks = [*retained, *self.callbacks]
+        trainer.hp_space = self.hp_space
+        trainer.compute_objective = self.objective
+        trainer.hp_name = self.hp_name
+        trainer.hp_search_backend = HPSearchBackend.OPTUNA
+        trainer.objective = None
         return trainer
 
 
-class AtRungs(TrainerCallback):
-    """A callback that evaluates where the study's pruner decides, and at the last evaluation of the schedule."""
+class EvaluateAtDecisions(TrainerCallback):
+    """A callback that skips evaluations, except where the study's pruner decides, and the last one."""
 
-    def __init__(self, found: tuple[int, ...]) -> None:
-        self._rungs, self._before = found, 0
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self._decision_steps = steps
+        self._previous_step = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step = state.global_step
         if control.should_evaluate:
             is_last = step + state.eval_steps > state.max_steps
-            control.should_evaluate = is_last or decides(self._rungs, before=self._before, step=step)
-            self._before = step
+            is_decision = crosses_decision_step(self._decision_steps, previous_step=self._previous_step, step=step)
+            control.should_evaluate = is_last or is_decision
+            self._previous_step = step
 
 
-def only_at_rungs(trainer: Any, study: optuna.Study) -> None:
-    """Add ``AtRungs`` if nothing but the study reads evaluations.
+def skip_unread_evaluations(trainer: Any, study: optuna.Study) -> None:
+    """Add ``EvaluateAtDecisions`` if only the study reads evaluations.
 
-    No callback, no report, no choice of the best checkpoint and no schedule may need them."""
+    Other callbacks, the choice of the best checkpoint, and some schedules read them, too."""
     args = trainer.args
-    read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or args.lr_scheduler_type in BY_EVALUATIONS
-    alone = all(isinstance(one, MADE_BY_ITSELF) for one in trainer.callback_handler.callbacks)
-    if args.eval_strategy == IntervalStrategy.STEPS and alone and not read:
-        trainer.add_callback(AtRungs(() if len(study.directions) > 1 else rungs(study.pruner, args.max_steps)))
+    chooses_checkpoint = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    if args.eval_strategy != IntervalStrategy.STEPS or chooses_checkpoint or args.lr_scheduler_type in BY_EVALUATIONS:
+        return
+    if all(isinstance(callback, DEFAULT_CALLBACKS) for callback in trainer.callback_handler.callbacks):
+        steps = () if len(study.directions) > 1 else decision_steps(study.pruner, args.max_steps)
+        trainer.add_callback(EvaluateAtDecisions(steps))
 
 
 def main(path: Path, answer: Callable[[Value], None]) -> None:
-    atexit._clear()  # exit handlers of the server do not run in this child
+    """Run the trial that the request at ``path`` names, and write its result to its folder."""
+    atexit._clear()  # the server's exit handlers must not run in this child
     folder = Path(Request.from_file(path).folder)
     sys.path[:] = json.loads((folder / PATH).read_bytes())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -128,19 +146,19 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
     sampler.reseed_rng()  # each trial has a copy of the sampler, and model_init may draw from it
     trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner), trial_id)
     (folder / RESULT).write_text(json.dumps(_result(recipe, trial)))
-    atexit._run_exitfuncs()  # exit handlers of the user's libraries: wandb ends its run there
+    atexit._run_exitfuncs()  # libraries of the user need their exit handlers: wandb ends its run there
 
 
-def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
+def _result(recipe: TrainerRecipe, trial: Any) -> dict[str, Any]:
     try:
         trainer = recipe.make()
-        only_at_rungs(trainer, trial.study)
+        skip_unread_evaluations(trainer, trial.study)
         return {"values": _values(trainer, trial)}
     except optuna.TrialPruned:
         return {"pruned": True}
     except NothingFits as error:
         return {"does_not_fit": str(error)}
-    except Exception as error:  # the reason of a failure is a result of the trial, too
+    except Exception as error:  # the reason of a failure is the trial's result
         traceback.print_exc()
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
@@ -150,4 +168,4 @@ def _values(trainer: Any, trial: Any) -> list[float]:
     if trainer.objective is None:  # it was never evaluated
         trainer.objective = trainer.compute_objective(trainer.evaluate())
     value = trainer.objective
-    return [float(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return [float(item) for item in (value if isinstance(value, list | tuple) else [value])]

@@ -1,4 +1,4 @@
-"""Run a whole search: space, study, trials, results. ``upshift tune`` and ``upshift.tune`` call this module."""
+"""Search hyper-parameters (``upshift tune`` and ``upshift.tune``): check the request, run the study, return its results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,21 +19,21 @@ from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, TrainRequest
 from upshift.training.loop.events import Event
-from upshift.tuning.backends import distributions, draw
-from upshift.tuning.jobs import STEPS, Jobs, claim, owner_of, remove
-from upshift.tuning.mup_check import Growth, checked, copy_to_search
-from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
+from upshift.tuning.backends import draw_values, optuna_distributions
+from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
+from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
+from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
 from upshift.tuning.space import Choices, Space, make_space, read_space
-from upshift.tuning.storage import in_folder, shown, start_from
-from upshift.tuning.study import EVALUATIONS, Asked, open_study, reason_of, run_study, rungs
+from upshift.tuning.storage import enqueue_warm_start, folder_url, hide_password
+from upshift.tuning.study import EVALUATIONS, StudyTrial, decision_steps, open_study, reason_of, run_study
 from upshift.value import Value
 
-NARROW = "narrow"  # the copy that muP searches on, in the output folder
+NARROW = "narrow"  # folder in the output folder, of the narrow copy that muP searches on
 SECONDS_AN_HOUR = 3600.0
 
 
-class Row(Value):
-    """One trial."""
+class TrialRow(Value):
+    """A trial and its results."""
 
     number: int
     state: str = Field(description="complete, pruned, fail, running or waiting")
@@ -45,14 +44,14 @@ class Row(Value):
     reason: str = Field(description="why it has no values")
 
 
-class Found(Value):
+class TuneResult(Value):
     """The results of a study so far."""
 
     study: str
     storage: str
     objectives: dict[str, Direction] = Field(description="direction by name")
-    best: tuple[Row, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
-    trials: tuple[Row, ...]
+    best: tuple[TrialRow, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
+    trials: tuple[TrialRow, ...]
     seconds: float = Field(description="of this call")
     price_per_hour: float | None = Field(None, description="of the machine; this call cost it for its seconds")
     checkpoint: str | None = Field(None, description="of the first of the best")
@@ -70,7 +69,7 @@ class Progress:
     """Callbacks that show progress."""
 
     step: Callable[[int, Event], None] = lambda number, event: None
-    ended: Callable[[Row], None] = lambda row: None
+    ended: Callable[[TrialRow], None] = lambda row: None
 
 
 def tune(
@@ -96,123 +95,181 @@ def tune(
     arguments: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
-) -> Found:
+) -> TuneResult:
     """Search ``space`` for the best training of ``model`` on ``data``.
 
-    ``arguments``: fields of ``Arguments`` that all trials share; ``options``: of ``TrainRequest``; ``host``: what trials may
-    take, by default this machine; ``warm_start``: folders or databases of earlier searches, whose best values go first;
-    ``mup_width``: search on a copy of the model of this hidden_size, for ``mup_base`` of the model's own training. An existing
-    study goes on: ``trials`` counts those of all its calls. Raise RequestError for wrong arguments, JobFailed if no trial came
-    to its end."""
-    began, progress, output = time.monotonic(), progress or Progress(), Path(output)
-    wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
-    objectives = find_objectives(tuple(objective))
-    shared = {name: value for name, value in (arguments or {}).items() if value is not None}
-    _check_at_once(jobs, options.get("fixed", ()))
-    request = _request(model, data, dict(options), shared, seed)
-    seconds = _seconds(max_hours, max_cost, price_per_hour)
-    _check_lengths(model, wanted, request.sequence_length)
-    owner = owner_of(output, storage=storage, study_name=study_name)
-    whole, model = model, model if mup_width is None else str(copy_to_search(request, mup_width, output / NARROW))
-    study = open_study(
-        name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
-        evaluations=evaluations, seed=seed,
-        identity=_identity(dict(options), objectives, model=model, data=data, space=wanted.model_dump(), arguments=shared),
+    ``arguments``: fields of ``Arguments`` that all trials share. ``options``: fields of ``TrainRequest``. ``host``: the machine
+    that trials may use, by default this one. ``warm_start``: folders or databases of earlier searches, whose best values are
+    tried first. ``mup_width``: search on a copy of the model with this hidden_size, as ``mup_base`` of the training of the whole
+    model. An existing study goes on: ``trials`` counts the trials of all its calls. Raise RequestError for wrong arguments,
+    JobFailed if no trial completes."""
+    request = TuneRequest(
+        model=model, data=data, space=make_space(space) if isinstance(space, dict) else read_space(Path(space)),
+        output=Path(output), trials=trials, objectives=find_objectives(tuple(objective)), pruner=pruner, evaluations=evaluations,
+        jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour, storage=storage, study_name=study_name,
+        warm_start=tuple(warm_start), mup_width=mup_width, host=host, seed=seed,
+        arguments={name: value for name, value in (arguments or {}).items() if value is not None}, options=dict(options),
     )  # fmt: skip
-    claim(output, owner, study)
-    check = None if whole == model else checked(study, model, whole)
-    start_from(study, warm_start, distributions(wanted))
-    deciding = rungs(study.pruner, evaluations) if len(objectives) == 1 else ()  # of several objectives none ends a trial
-    runs = Jobs(request.changed(model=model), output, shared, evaluations, deciding, jobs, host, progress.step)
-    run, ended = partial(_run, runs, wanted, objectives), partial(_ended, study, runs, objectives, progress)
-    with runs:
-        run_study(study, run, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
-    found = found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
-    return found.changed(price_per_hour=price_per_hour, mup_base=None if check is None else model, mup_check=check)
+    return _search(request, progress or Progress())
 
 
-def _run(runs: Jobs, space: Space, objectives: tuple[Objective, ...], asked: Asked) -> Sequence[float]:
-    return values_of(runs.run(asked, draw(asked.trial, space)), objectives)
+@dataclass(frozen=True)
+class TuneRequest:
+    """The arguments of ``tune``. ``arguments``: without those that are None; ``options``: fields of ``TrainRequest``."""
+
+    model: str
+    data: str
+    space: Space
+    output: Path
+    trials: int
+    objectives: tuple[Objective, ...]
+    pruner: str
+    evaluations: int
+    jobs: int
+    max_hours: float | None
+    max_cost: float | None
+    price_per_hour: float | None
+    storage: str | None
+    study_name: str
+    warm_start: tuple[str, ...]
+    mup_width: int | None
+    host: Host | None
+    seed: int
+    arguments: dict[str, Any]
+    options: dict[str, Any]
 
 
-def _ended(study: optuna.Study, runs: Jobs, objectives: tuple[Objective, ...], progress: Progress, trial: FrozenTrial) -> None:
-    _keep_best(study, trial, runs)
-    progress.ended(row_of(trial, objectives))
+def _search(request: TuneRequest, progress: Progress) -> TuneResult:
+    """Check the request, open its study, and run trials until the study is complete or its budget is spent."""
+    start = time.monotonic()
+    _check_jobs(request.jobs, request.options.get("fixed", ()))
+    training = _training_request(request)
+    seconds = _budget_seconds(request)
+    _check_lengths(request.model, request.space, training.sequence_length)
+    owner = check_folder(request.output, storage=request.storage, study_name=request.study_name)
+    model = request.model
+    if request.mup_width is not None:
+        model = str(write_search_model(training, request.mup_width, request.output / NARROW))
+    study = open_study(
+        name=request.study_name, storage=request.storage, folder=request.output,
+        directions=[objective.direction for objective in request.objectives], pruner=request.pruner,
+        evaluations=request.evaluations, seed=request.seed, identity=_identity(request, model),
+    )  # fmt: skip
+    claim_folder(request.output, owner, study)
+    mup_check = None if model == request.model else check_transfer(study, model, request.model)
+    enqueue_warm_start(study, request.warm_start, optuna_distributions(request.space))
+    runner = TrialRunner(
+        request=training.changed(model=model), output=request.output, arguments=request.arguments,
+        evaluations=request.evaluations, deciding=_deciding_evaluations(request, study), at_once=request.jobs,
+        host=request.host, on_step=progress.step,
+    )  # fmt: skip
 
+    def run_trial(trial: StudyTrial) -> Sequence[float]:
+        return read_values(runner.run(trial, draw_values(trial.trial, request.space)), request.objectives)
 
-def _identity(options: dict[str, Any], objectives: tuple[Objective, ...], **what: Any) -> dict[str, Any]:
-    """Return the settings that trials share. ``trial_seconds`` is left out: plans may be tried for another time."""
-    shared = {name: value for name, value in options.items() if name != "trial_seconds"}
-    return {**what, "request": shared, "objectives": [one.name for one in objectives]}
+    def on_end(trial: FrozenTrial) -> None:
+        _remove_beaten_models(study, trial, runner)
+        progress.ended(row_of(trial, request.objectives))
 
-
-def _request(model: str, data: str, options: dict[str, Any], shared: dict[str, Any], seed: int) -> TrainRequest:
-    """Return the request that all trials share. Raise RequestError for what would be each trial's failure.
-
-    ``shared``: the arguments that all trials share."""
-    Arguments.from_fields({"max_steps": 1, "seed": seed})
-    request = TrainRequest.of({**options, "model": model, "data": data}, shared)
-    RunNumbers.from_fields({name: options[name] for name in RunNumbers.model_fields if name in options})
-    return request
-
-
-def _check_lengths(model: str, space: Space, given: int | None) -> None:
-    """Raise RequestError for a sequence length of the space, or of all trials, that the model has no positions for."""
-    source, searched = find_model(model), space.parameters.get("sequence_length")
-    values = () if searched is None else searched.choices if isinstance(searched, Choices) else (searched.high,)
-    for value in (given, *(int(value) for value in values)):
-        sequence_length_of(source, value)
-
-
-def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds: float, runs: Jobs, storage: str | None) -> Found:
-    rows = {trial.number: row_of(trial, objectives) for trial in study.get_trials(deepcopy=False)}
-    best = [rows[trial.number] for trial in study.best_trials]
-    return Found(
-        study=study.study_name,
-        storage=shown(storage or in_folder(runs.output)),
-        objectives={one.name: one.direction for one in objectives},
-        best=tuple(best),
-        trials=tuple(rows.values()),
-        seconds=seconds,
-        checkpoint=str(runs.folder(best[0].number)) if runs.folder(best[0].number).is_dir() else None,
+    with runner:
+        run_study(study, run_trial, trials=request.trials, jobs=request.jobs, seconds=seconds, on_end=on_end)
+    result = read_results(study, request, runner, seconds=time.monotonic() - start)
+    return result.changed(
+        price_per_hour=request.price_per_hour, mup_base=None if mup_check is None else model, mup_check=mup_check
     )
 
 
-def row_of(trial: FrozenTrial, objectives: tuple[Objective, ...]) -> Row:
-    complete = trial.state is TrialState.COMPLETE
-    return Row(
+def _check_jobs(jobs: int, fixed: tuple[str, ...]) -> None:
+    ranks = [assignment for assignment in fixed if assignment.startswith("num_processes=")]
+    if jobs > 1 and ranks and ranks[0] != "num_processes=1":
+        raise RequestError(f"--jobs {jobs} beside {ranks[0]}: a trial of several ranks takes all cores; use --jobs 1")
+
+
+def _training_request(request: TuneRequest) -> TrainRequest:
+    """Return the request that all trials share. Raise RequestError for arguments that would make every trial fail."""
+    Arguments.from_fields({"max_steps": 1, "seed": request.seed})
+    training = TrainRequest.of({**request.options, "model": request.model, "data": request.data}, request.arguments)
+    RunNumbers.from_fields({name: request.options[name] for name in RunNumbers.model_fields if name in request.options})
+    return training
+
+
+def _budget_seconds(request: TuneRequest) -> float | None:
+    """Return the smaller of the budgets in time and in money, in seconds, or None without a budget."""
+    max_cost = request.max_cost
+    price_per_hour = request.price_per_hour
+    for name, value in (("max-hours", request.max_hours), ("max-cost", max_cost), ("price-per-hour", price_per_hour)):
+        if value is not None and not 0 <= value < math.inf:
+            raise RequestError(f"--{name} {value} is not possible; give 0 or more, such as 2.5")
+    if max_cost is not None and price_per_hour is None:
+        raise RequestError("--max-cost needs the machine's price: add --price-per-hour, or give --max-hours")
+    limits = [] if request.max_hours is None else [request.max_hours]
+    if max_cost is not None and price_per_hour:
+        limits.append(max_cost / price_per_hour)
+    return min(limits) * SECONDS_AN_HOUR if limits else None
+
+
+def _check_lengths(model: str, space: Space, sequence_length: int | None) -> None:
+    """Raise RequestError for a sequence length of the request or of the space that the model has no positions for."""
+    source = find_model(model)
+    searched = space.parameters.get("sequence_length")
+    lengths: list[Any] = []
+    if isinstance(searched, Choices):
+        lengths.extend(searched.choices)
+    elif searched is not None:
+        lengths.append(searched.high)
+    for length in (sequence_length, *map(int, lengths)):
+        sequence_length_of(source, length)
+
+
+def _identity(request: TuneRequest, model: str) -> dict[str, Any]:
+    """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ."""
+    options = {name: value for name, value in request.options.items() if name != "trial_seconds"}
+    return {
+        "model": model, "data": request.data, "space": request.space.model_dump(), "arguments": request.arguments,
+        "request": options, "objectives": [objective.name for objective in request.objectives],
+    }  # fmt: skip
+
+
+def _deciding_evaluations(request: TuneRequest, study: optuna.Study) -> tuple[int, ...]:
+    """Return the evaluations at which a trial may end early: none if there are several objectives."""
+    return decision_steps(study.pruner, request.evaluations) if len(request.objectives) == 1 else ()
+
+
+def _remove_beaten_models(study: optuna.Study, ended: FrozenTrial, runner: TrialRunner) -> None:
+    """Remove the models of all trials but the best. The study keeps the numbers of all."""
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    best = {trial.number for trial in study.best_trials} if complete else set()
+    for number in {trial.number for trial in complete} | {ended.number}:
+        if number not in best:
+            remove_trial(runner.folder(number))
+
+
+def read_results(study: optuna.Study, request: TuneRequest, runner: TrialRunner, *, seconds: float) -> TuneResult:
+    """Return the results of all trials so far. ``seconds``: the time of this call."""
+    rows = {trial.number: row_of(trial, request.objectives) for trial in study.get_trials(deepcopy=False)}
+    best = [rows[trial.number] for trial in study.best_trials]
+    checkpoint = runner.folder(best[0].number)
+    return TuneResult(
+        study=study.study_name,
+        storage=hide_password(request.storage or folder_url(runner.output)),
+        objectives={objective.name: objective.direction for objective in request.objectives},
+        best=tuple(best),
+        trials=tuple(rows.values()),
+        seconds=seconds,
+        checkpoint=str(checkpoint) if checkpoint.is_dir() else None,
+    )
+
+
+def row_of(trial: FrozenTrial, objectives: tuple[Objective, ...]) -> TrialRow:
+    values = None
+    if trial.state is TrialState.COMPLETE:
+        values = dict(zip((objective.name for objective in objectives), trial.values, strict=True))
+    return TrialRow(
         number=trial.number,
         state=trial.state.name.lower(),
-        values=dict(zip((one.name for one in objectives), trial.values, strict=True)) if complete else None,
+        values=values,
         parameters=trial.params,
         seconds=trial.duration.total_seconds() if trial.duration else None,
         steps=trial.user_attrs.get(STEPS, 0),
         reason=reason_of(trial),
     )
-
-
-def _keep_best(study: optuna.Study, ended: FrozenTrial, runs: Jobs) -> None:
-    """Remove the trials' models except those of the best trials. The study keeps all numbers."""
-    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    best = {trial.number for trial in study.best_trials} if done else set()
-    for number in {trial.number for trial in done} | {ended.number}:
-        if number not in best:
-            remove(runs.folder(number))
-
-
-def _check_at_once(jobs: int, fixed: tuple[str, ...]) -> None:
-    ranks = [text for text in fixed if text.startswith("num_processes=")]
-    if jobs > 1 and ranks and ranks[0] != "num_processes=1":
-        raise RequestError(f"--jobs {jobs} beside {ranks[0]}: a trial of several ranks takes all cores; use --jobs 1")
-
-
-def _seconds(max_hours: float | None, max_cost: float | None, price_per_hour: float | None) -> float | None:
-    """Return the budget in seconds, from money or hours or both; None: no limit."""
-    for name, value in (("max-hours", max_hours), ("max-cost", max_cost), ("price-per-hour", price_per_hour)):
-        if value is not None and not 0 <= value < math.inf:
-            raise RequestError(f"--{name} {value} is not possible; give 0 or more, such as 2.5")
-    if max_cost is not None and price_per_hour is None:
-        raise RequestError("--max-cost needs the machine's price: add --price-per-hour, or give --max-hours")
-    hours = [max_hours, max_cost / price_per_hour if max_cost is not None and price_per_hour else None]
-    known = [one for one in hours if one is not None]
-    return min(known) * SECONDS_AN_HOUR if known else None

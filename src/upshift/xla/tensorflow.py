@@ -1,8 +1,6 @@
-"""Check that TensorFlow is installed before anything imports it, so that its absence is one line with the install
-command.
+"""Check that TensorFlow is installed, and cache compiled programs for later processes.
 
-Keep compiled programs for later processes, in a folder for each TensorFlow and each host, as they are machine
-code.
+Compiled programs are machine code, so each version of TensorFlow and each host has a folder of its own.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ from upshift.versions import installed_version
 
 
 def need_tensorflow(purpose: str = "the xla backend") -> None:
-    """Raise MissingExtra if TensorFlow is not installed. Call it before importing: its C++ log is kept to errors from
-    here on."""
+    """Raise MissingExtra if TensorFlow is not installed, and limit its C++ log to errors. Call it before importing TensorFlow."""
     if find_spec("tensorflow") is None:
         raise MissingExtra(library="tensorflow", extra="xla", purpose=purpose)
     quiet_tensorflow()
 
 
 def keep_programs() -> Path:
-    """Return the folder of compiled programs. TensorFlow reads it at its first compilation, so call this before.
-    Raise RequestError if the cache takes no files."""
+    """Make TensorFlow cache compiled programs, and return their folder. Call it before the first compilation.
+
+    Raise RequestError if the folder cannot be made."""
     versions = (installed_version(name) for name in ("tensorflow", "tensorflow-cpu"))
     version = next((version for version in versions if version is not None), "unknown")
     folder = read_settings().cache_dir / "xla" / f"{version}-{detect().fingerprint}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"the cache folder {folder} cannot be used: {error.strerror}"
-        raise RequestError(f"{why}; name another with UPSHIFT_CACHE") from None
+        problem = f"the cache folder {folder} cannot be used: {error.strerror}"
+        raise RequestError(f"{problem}; name another with UPSHIFT_CACHE") from None
     keep_xla_programs(folder)
     return folder

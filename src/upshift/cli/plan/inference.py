@@ -11,15 +11,14 @@ from rich.table import Table
 
 from upshift.cli import tables
 from upshift.errors import RequestError
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.inference.plan import CHANGES_MATHEMATICS, InferenceWorkload
+from upshift.planning.inference.plan import InferenceWorkload
 from upshift.planning.inference.planner import InferenceNumbers, InferencePlanning, plan_inference
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
 
-ALLOW_HELP = f"with --generate or --encode: {','.join(CHANGES_MATHEMATICS)}"
 Generate = Annotated[bool, typer.Option("--generate", help="plan generation: prompts in, tokens out")]
 Encode = Annotated[bool, typer.Option("--encode", help="plan encoding: --global-batch sequences of --sequence-length tokens")]
 LENGTHS = (512, 256)  # of a prompt and its answer
@@ -46,14 +45,15 @@ def check_one_task(generate: bool, encode: bool) -> None:
 def fill_lengths(
     model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None
 ) -> tuple[tuple[int, int, int | None], int]:
-    """Return (prompt length, output length, concurrency) and the sequence length, with what was not given. Raises RequestError
-    for more tokens than the model has positions for."""
+    """Return (prompt length, output length, concurrency) and the sequence length, with defaults for those that are None.
+
+    Raise RequestError for more tokens than the model has positions for."""
     source = find_model(model)
     prompt, output, concurrency = generation
     if encode:
         return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
-    names = ("--prompt-length", "--output-length")
-    lengths = prompt_and_answer_of(source, prompt, output, defaults=LENGTHS, options=names)
+    options = ("--prompt-length", "--output-length")
+    lengths = prompt_and_answer_lengths(source, prompt, output, defaults=LENGTHS, options=options)
     return (*lengths, concurrency), DEFAULT_SEQUENCE_LENGTH
 
 
@@ -61,20 +61,23 @@ def read_workload(
     generate: bool, encode: bool, generation: tuple[int, int, int | None], sequences: tuple[int, int],
     limits: tuple[float | None, float | None], allow: tuple[str, ...],
 ) -> InferenceWorkload:  # fmt: skip
-    """Return the workload of ``--generate`` (prompt length, output length, concurrency), or of ``--encode`` (sequence length,
-    batch)."""
+    """Return the workload of a task.
+
+    ``generation``: prompt length, output length and concurrency of ``--generate``. ``sequences``: length and batch of
+    ``--encode``. ``limits``: the longest time to the first token and per output token, in ms."""
     check_one_task(generate, encode)
-    ttft, tpot = _positive("--max-ttft-ms", limits[0]), _positive("--max-tpot-ms", limits[1])
-    names = check_allow(allow)
+    ttft = _positive("--max-ttft-ms", limits[0])
+    tpot = _positive("--max-tpot-ms", limits[1])
+    allowed = check_allow(allow)
     if encode:
         if tpot is not None:
             raise RequestError("--max-tpot-ms is of generated tokens, and --encode generates none; use --max-ttft-ms")
         return InferenceWorkload(
-            task="encode", prompt_length=sequences[0], concurrency=sequences[1], max_ttft_ms=ttft, allow=names
+            task="encode", prompt_length=sequences[0], concurrency=sequences[1], max_ttft_ms=ttft, allow=allowed
         )
     prompt, output, concurrency = generation
     return InferenceWorkload(
-        prompt_length=prompt, output_length=output, concurrency=concurrency, max_ttft_ms=ttft, max_tpot_ms=tpot, allow=names
+        prompt_length=prompt, output_length=output, concurrency=concurrency, max_ttft_ms=ttft, max_tpot_ms=tpot, allow=allowed
     )
 
 
@@ -87,9 +90,17 @@ def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple
     if as_json:
         sys.stdout.write(json.dumps(planning.document()) + "\n")
         return
-    asked = f"{workload.prompt_length} + {workload.output_length}" if workload.task == "generate" else f"{workload.prompt_length}"
-    many = f", {workload.concurrency} at once" if workload.concurrency else ""
-    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {asked} tokens{many}")
+    _print_planning(planning, rows=rows)
+
+
+def _print_planning(planning: InferencePlanning, *, rows: int) -> None:
+    host = planning.host
+    workload = planning.workload
+    lengths = f"{workload.prompt_length}"
+    if workload.task == "generate":
+        lengths += f" + {workload.output_length}"
+    concurrency = f", {workload.concurrency} at once" if workload.concurrency else ""
+    tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {lengths} tokens{concurrency}")
     tables.out.print(_plans_table(planning, rows=rows))
     numbers = planning.numbers(planning.best)
     tables.out.print(_time_line(numbers), highlight=False)
@@ -98,13 +109,13 @@ def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple
     rejected = _rejected_table(planning)
     if rejected is not None:
         tables.out.print(rejected)
-    expect = "the error for such devices is unknown"
+    expected_error = "the error for such devices is unknown"
     if numbers.interval is not None:
-        expect = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
+        expected_error = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
     unknown = unknown_memory(host)
     if unknown is not None:
         tables.out.print(unknown, markup=False)
-    tables.out.print(f"[dim]Predicted, untried: {expect}.[/dim]")
+    tables.out.print(f"[dim]Predicted, untried: {expected_error}.[/dim]")
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
@@ -113,7 +124,8 @@ def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
     wide = tables.out.width >= 110
     columns = ("tok/s", "per device", *(("req/s",) if wide else ()), "TTFT ms", "TPOT ms", "GiB")
     table = tables.new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
-    table.padding, table.columns[1].min_width = (0, 0), tables.PLAN_WIDTH
+    table.padding = (0, 0)
+    table.columns[1].min_width = tables.PLAN_WIDTH
     for index, candidate in enumerate(ranking.candidates[:rows], start=1):
         numbers = planning.numbers(candidate)
         table.add_row(
@@ -127,10 +139,10 @@ def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
 
 
 def _time_line(numbers: InferenceNumbers) -> str:
-    """Return the parts of the best plan's step, the binding term first."""
+    """Return the terms of the best plan's step, the longest first, as shares of its time."""
     total = sum(numbers.step_ms.values())
     terms = sorted(numbers.step_ms.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{name} {part / total:.0%}" for name, part in terms if part > 0.005 * total)
+    shares = ", ".join(f"{name} {milliseconds / total:.0%}" for name, milliseconds in terms if milliseconds > 0.005 * total)
     return f"Its step takes {total:.1f} ms: {shares}\n"
 
 

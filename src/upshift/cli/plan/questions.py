@@ -1,8 +1,5 @@
-"""Answer what ``upshift plan`` is asked beside the ranking, or instead of it: why not, what would help, the largest that fits,
-which host to rent, and what has moved since a plan was locked.
-
-Reject options of ``upshift plan`` that its question does not use. Such an option is never ignored.
-"""
+"""Answer the questions of ``upshift plan`` that come with a ranking (--why, --shadow-prices, --lock) or in place of one
+(--largest, --compare, --check), and reject the options that a question does not use."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from upshift.cli import tables
-from upshift.cli.options import given_options
+from upshift.cli.options import command_line_options
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
@@ -26,7 +23,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
-    Terms,
+    ComparisonTerms,
     compare,
     read_duration,
     read_hosts,
@@ -34,26 +31,26 @@ from upshift.planning.analysis.compare_hosts import (
     read_tokens,
 )
 from upshift.planning.analysis.lock_file import (
-    MOVED,
+    MOVED_SHARE,
     Change,
     Check,
+    check_identity,
     check_lock,
-    check_same,
     lock_plan,
     needed_variants,
     read_lock,
     write_lock,
 )
-from upshift.planning.analysis.max_size import Largest, find_largest
-from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
+from upshift.planning.analysis.max_size import LargestResult, find_largest
+from upshift.planning.analysis.what_if import Counterfactual, ShadowPrice, explain_choice, read_choice, shadow_prices
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
 from upshift.planning.trials.calibration import NO_RECORDS, read_calibration
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import format_count, format_seconds
 
-Instead = Literal["--largest", "--compare", "--check"]  # these answers come instead of a ranking
+Instead = Literal["--largest", "--compare", "--check"]  # questions whose answers replace the ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
     "train", "data", "text_column", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices",
@@ -75,12 +72,14 @@ UNUSED: dict[Question, tuple[str, ...]] = {
 
 def refuse_unused(context: typer.Context, question: Question) -> None:
     """Raise RequestError that names every option on the command line that the question does not use."""
-    written = given_options(context)
-    given = [written[name] for name in UNUSED[question] if name in written]
-    if given:
-        asked = "a training plan" if question == "--train" else question
-        instead = ", or ask with --generate or --encode" if question == "--train" else ""
-        raise RequestError(f"{asked} does not use {', '.join(given)}; leave {'them' if given[1:] else 'it'} out{instead}")
+    options = command_line_options(context)
+    unused = [options[name] for name in UNUSED[question] if name in options]
+    if not unused:
+        return
+    subject = "a training plan" if question == "--train" else question
+    alternative = ", or ask with --generate or --encode" if question == "--train" else ""
+    pronoun = "them" if len(unused) > 1 else "it"
+    raise RequestError(f"{subject} does not use {', '.join(unused)}; leave {pronoun} out{alternative}")
 
 
 Why = Annotated[
@@ -89,7 +88,7 @@ Why = Annotated[
 ShadowPrices = Annotated[
     bool, typer.Option("--shadow-prices", help="what more memory, faster links and each --allow would give: a search for each")
 ]
-Largest_ = Annotated[
+LargestOption = Annotated[
     str | None, typer.Option("--largest", help="instead of a ranking, the largest that fits: sequence, batch or model (layers)")
 ]
 Compare = Annotated[str | None, typer.Option("--compare", help="instead of a ranking, compare hosts: 8xh100,2x8xa100-80gb")]
@@ -105,7 +104,7 @@ CheckFile = Annotated[
 
 @dataclass(frozen=True)
 class Request:
-    """The part of the command line that the questions are about."""
+    """The job and the host that the questions are about."""
 
     source: ModelSource
     workload: Workload
@@ -131,7 +130,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Questions:
-    """The options as they were given."""
+    """The questions, by their options as the user wrote them."""
 
     why: tuple[str, ...] = ()
     shadow_prices: bool = False
@@ -145,15 +144,16 @@ class Questions:
 
     @property
     def instead(self) -> list[Instead]:
-        """Return the questions that are asked in place of a ranking."""
-        asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.locked}
-        return [name for name, value in asked.items() if value is not None]
+        """Return the questions whose answers replace the ranking."""
+        values: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.locked}
+        return [name for name, value in values.items() if value is not None]
 
     def check(self, on: str | None) -> None:
-        """Raise RequestError for what cannot be asked together, before the model is read."""
-        beside = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
-        given = self.instead
-        clashing = [*given, *(name for name, value in beside.items() if value and given)]
+        """Raise RequestError for questions that exclude each other. It needs no model."""
+        with_ranking = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
+        clashing: list[str] = list(self.instead)
+        if clashing:
+            clashing += [name for name, value in with_ranking.items() if value]
         if len(clashing) > 1:
             raise RequestError(f"{' and '.join(clashing)} are questions of their own; ask one at a time")
         for name, value in (("--price", self.price), ("--tokens", self.tokens), ("--deadline", self.deadline)):
@@ -161,12 +161,13 @@ class Questions:
                 raise RequestError(f"{name} {value!r} is for comparing hosts; add --compare, such as --compare 8xh100,8xb200")
         if self.compare is not None and on is not None:
             raise RequestError(f"--compare names the hosts itself; leave out --on {on}")
-        for asked in self.why:
-            read_choice(asked)
+        for choice in self.why:
+            read_choice(choice)
 
-    def answered_instead(self, request: Request) -> bool:
-        """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
-        moved."""
+    def answer_instead(self, request: Request) -> bool:
+        """Print the answer that replaces the ranking; return False if there is no such question.
+
+        Raise typer.Exit(1) if a locked plan moved."""
         if self.largest is not None:
             _answer_largest(request, self.largest)
         elif self.compare is not None:
@@ -176,36 +177,40 @@ class Questions:
         return bool(self.instead)
 
     def answers(self, request: Request, planning: Planning) -> Answers:
-        """Return the answers to what was asked beside the ranking, and write the lock."""
+        """Return the answers that come with the ranking, and write the lock file."""
         if self.lock is not None:
             described = request.on is not None
             write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
             tables.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
-        asked = tuple(why(planning, one, fixed=request.fixed, trace=request.trace) for one in self.why)
+        counterfactuals = tuple(explain_choice(planning, choice, fixed=request.fixed, trace=request.trace) for choice in self.why)
         prices = None
         if self.shadow_prices:
             with tables.step("Searching again for each shadow price"):
                 prices = shadow_prices(planning, fixed=request.fixed)
-        return Answers(asked, prices)
+        return Answers(counterfactuals, prices)
 
 
 @dataclass(frozen=True)
 class Answers:
+    """The answers that come with the ranking. ``shadow_prices``: None if not requested."""
+
     why: tuple[Counterfactual, ...]
     shadow_prices: tuple[ShadowPrice, ...] | None
 
     def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"why": [one.model_dump(mode="json") for one in self.why]} if self.why else {}
+        document: dict[str, Any] = {}
+        if self.why:
+            document["why"] = [answer.model_dump(mode="json") for answer in self.why]
         if self.shadow_prices is not None:
-            found["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
-        return found
+            document["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
+        return document
 
-    def print(self, takes: Takes) -> None:
-        for one in self.why:
-            speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} {takes}/s"
-            memory = "" if one.gain is None or not one.more_gib else f", {one.more_gib:+.2f} GiB"
+    def print(self, takes: SampleUnit) -> None:
+        for answer in self.why:
+            speed = "" if answer.gain is None or answer.outcome == "chosen" else f", {answer.gain:+.1%} {takes}/s"
+            memory = "" if answer.gain is None or not answer.more_gib else f", {answer.more_gib:+.2f} GiB"
             tables.out.print(
-                f"[bold]Why not {one.asked}[/bold]: {one.outcome}{speed}{memory}; {escape(one.why)}", highlight=False
+                f"[bold]Why not {answer.asked}[/bold]: {answer.outcome}{speed}{memory}; {escape(answer.why)}", highlight=False
             )
         if self.shadow_prices is not None:
             table = tables.new_table("Shadow prices", "change", "with", numbers=(f"{takes}/s",))
@@ -214,97 +219,99 @@ class Answers:
             tables.out.print(table)
 
 
-def _answer_largest(request: Request, what: str) -> None:
+def _answer_largest(request: Request, dimension: str) -> None:
     host = request.host()
     check_fixed(request.fixed, host, request.source, request.workload)
-    found = find_largest(
-        what, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
+    largest = find_largest(
+        dimension, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
         calibration=NO_RECORDS if request.on is not None else read_calibration(host),
     )  # fmt: skip
     document = {
         "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
-        "largest": found.model_dump(mode="json"),
+        "largest": largest.model_dump(mode="json"),
     }  # fmt: skip
-    request.print(document, lambda: _print_largest(found, host))
+    request.print(document, lambda: _print_largest(largest, host))
 
 
-def _print_largest(found: Largest, host: Host) -> None:
-    batch = "images at once" if found.takes == "images" else "sequences at once"
-    units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(found.parameters)} parameters"}
-    tables.out.print(f"[bold]{found.value:,} {units[found.what]}[/bold] fit {host.name}: {found.plan.label()}", highlight=False)
-    numbers = found.predicted
-    held = f"{tables.gib(numbers.peak_gib)}/{tables.gib(numbers.resident_gib)} GiB peak/held"
-    tables.out.print(f"{tables.number(numbers.tokens_per_second)} {found.takes}/s predicted, {held}", highlight=False)
-    tables.out.print(f"[dim]Beyond it: {escape(found.limited_by)}[/dim]", highlight=False)
+def _print_largest(largest: LargestResult, host: Host) -> None:
+    batch = "images at once" if largest.takes == "images" else "sequences at once"
+    units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(largest.parameters)} parameters"}
+    size = f"{largest.value:,} {units[largest.what]}"
+    tables.out.print(f"[bold]{size}[/bold] fit {host.name}: {largest.plan.label()}", highlight=False)
+    numbers = largest.predicted
+    memory = f"{tables.gib(numbers.peak_gib)}/{tables.gib(numbers.resident_gib)} GiB peak/held"
+    tables.out.print(f"{tables.number(numbers.tokens_per_second)} {largest.takes}/s predicted, {memory}", highlight=False)
+    tables.out.print(f"[dim]Beyond it: {escape(largest.limited_by)}[/dim]", highlight=False)
 
 
-def _answer_compare(request: Request, asked: Questions) -> None:
-    hosts = read_hosts(asked.compare or "")
-    terms = Terms(
-        prices=read_prices(asked.price) if asked.price is not None else {},
-        tokens=read_tokens(asked.tokens) if asked.tokens is not None else None,
-        deadline_seconds=read_duration(asked.deadline) if asked.deadline is not None else None,
+def _answer_compare(request: Request, questions: Questions) -> None:
+    hosts = read_hosts(questions.compare or "")
+    terms = ComparisonTerms(
+        prices=read_prices(questions.price) if questions.price is not None else {},
+        tokens=read_tokens(questions.tokens) if questions.tokens is not None else None,
+        deadline_seconds=read_duration(questions.deadline) if questions.deadline is not None else None,
     )
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         with tables.bar(f"Planning for {host.name}") as progress:
             return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
 
-    found = compare(hosts, request.workload, terms, plan_on=plan_on)
-    document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}
-    request.print(document, lambda: _print_comparison(found, tuple(filter(None, map(unknown_memory, hosts)))))
+    comparison = compare(hosts, request.workload, terms, plan_on=plan_on)
+    document = {"workload": request.workload.model_dump(mode="json"), "comparison": comparison.model_dump(mode="json")}
+    memory_notes = [note for note in map(unknown_memory, hosts) if note]
+    request.print(document, lambda: _print_comparison(comparison, memory_notes))
 
 
-def _print_comparison(found: Comparison, unknown: tuple[str, ...]) -> None:
-    limit = "" if found.deadline_seconds is None else f", within {format_seconds(found.deadline_seconds)}"
-    title = f"{format_count(found.tokens)} {found.takes}{limit}, by {found.sorted_by}"
-    money = any(row.money is not None for row in found.hosts)
+def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
+    limit = "" if comparison.deadline_seconds is None else f", within {format_seconds(comparison.deadline_seconds)}"
+    title = f"{format_count(comparison.tokens)} {comparison.takes}{limit}, by {comparison.sorted_by}"
+    has_money = any(row.money is not None for row in comparison.hosts)
     deadline = ["in time"] if limit else []
-    columns = (tables.RATES[found.takes], "time", "device h", "kWh*", *(["money"] if money else []), *deadline)
+    columns = (tables.RATES[comparison.takes], "time", "device h", "kWh*", *(["money"] if has_money else []), *deadline)
     table = tables.new_table(title, "host", numbers=columns)
     table.caption = f"* {ENERGY_NOTE}"
-    said = []  # beneath the table, which is wide enough with the numbers
-    for row in found.hosts:
+    lines = []  # the plans' labels go below the table, which is wide enough with the numbers
+    for row in comparison.hosts:
         if row.plan is None or row.predicted is None or row.seconds is None:
-            said.append(f"[bold]{row.host}[/bold]: {escape(row.why or '')}")
+            lines.append(f"[bold]{row.host}[/bold]: {escape(row.why or '')}")
             continue
-        said.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
+        lines.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
         cells = [
             row.host, tables.number(row.predicted.tokens_per_second), format_seconds(row.seconds),
             tables.number(row.device_hours, 1), tables.number(row.energy_kwh, 1),
         ]  # fmt: skip
-        cells += [tables.number(row.money, 2)] if money else []
+        cells += [tables.number(row.money, 2)] if has_money else []
         table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
     tables.out.print(table)
-    for line in (*said, *map(escape, unknown)):
+    for line in (*lines, *map(escape, memory_notes)):
         tables.out.print(line, highlight=False)
 
 
 def _answer_check(request: Request, path: Path) -> None:
     locked = read_lock(path)
     lock = locked.lock
-    here = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
-    check_same(locked, request.source, here)
-    found = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
-    request.print({"check": found.model_dump(mode="json")}, lambda: _print_check(found, locked.plans[0].plan.label()))
-    if found.moved:
+    host = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
+    check_identity(locked, request.source, host)
+    check = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
+    request.print({"check": check.model_dump(mode="json")}, lambda: _print_check(check, locked.plans[0].plan.label()))
+    if check.moved:
         raise typer.Exit(1)
 
 
-def _print_check(found: Check, plan: str) -> None:
-    verdict = "moved" if found.moved else f"nothing moved beyond {MOVED:.0%}"
+def _print_check(check: Check, plan: str) -> None:
+    verdict = "moved" if check.moved else f"nothing moved beyond {MOVED_SHARE:.0%}"
     tables.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
-    if found.problem is not None:
-        tables.out.print(f"It cannot run any more: {escape(found.problem)}", highlight=False)
+    if check.problem is not None:
+        tables.out.print(f"It cannot run any more: {escape(check.problem)}", highlight=False)
     table = tables.new_table("Predicted when it was locked, and now", "", numbers=("then", "now", "change"))
-    rows = [(found.peak_gib, "GiB"), *((change, "GiB") for change in found.parts_gib)]
-    rows += [(found.step_ms, "ms"), *((change, "ms") for change in found.terms_ms)]
+    rows = [(check.peak_gib, "GiB"), *((change, "GiB") for change in check.parts_gib)]
+    rows += [(check.step_ms, "ms"), *((change, "ms") for change in check.terms_ms)]
     for change, unit in rows:
         table.add_row(f"{change.name}, {unit}", *_cells(change))
     tables.out.print(table)
-    if found.segments:
-        tables.out.print(f"Traced differently: {', '.join(found.segments)}", highlight=False)
-    for name, (then, now) in found.versions.items():
+    if check.segments:
+        tables.out.print(f"Traced differently: {', '.join(check.segments)}", highlight=False)
+    for name, (then, now) in check.versions.items():
         tables.out.print(f"{name} {then or 'not there'} -> {now or 'not there'}", highlight=False)
 
 

@@ -1,1 +1,1 @@
-"""List the products that can be described: GPUs, CPUs, TPUs and the links between them, with sources."""
+"""List GPUs, CPUs, TPUs and the links between them, with the source of each figure."""

@@ -1,7 +1,7 @@
-"""List the GPUs of Apple's M chips, one in each Mac: a row for each size of unified memory, which CPU and GPU share.
+"""List the GPUs of Apple's M chips, one in each Mac, with a row for each size of the unified memory.
 
-Apple prints bandwidths, for some chips an FP32 rate (of the largest GPU), no other rates and no power. Chips of different
-bandwidth have the same name: M3 Max and M4 Max are told apart by their memory, which is sold with one or the other.
+Apple publishes bandwidths, and for some chips the FP32 rate of the largest GPU, but no other rates and no power. An M3 Max or an
+M4 Max may have one of two bandwidths. The size of the memory tells which.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from upshift.units import GIB
 
 NEWSROOM = "Apple newsroom and Mac technical specifications"
 M1 = "Apple newsroom, M1 (2020); bandwidth: LPDDR4X-4266 on 128 bits"
-# Chip: source, FP32 in 10**12 per second, and bandwidth in GB/s with the memory sizes in GB that have it.
+# Source, FP32 in 10**12 per second, and for each bandwidth in GB/s the memory sizes in GB that have it.
 Chip = tuple[str, float | None, dict[float, tuple[int, ...]]]
 CHIPS: dict[str, Chip] = {
     "M1": (M1, 2.6, {68.25: (8, 16)}),
@@ -37,7 +37,7 @@ def _rows(chip: str, source: str, fp32: float | None, sizes: dict[float, tuple[i
     rows = {}
     for gb_s, memories in sizes.items():
         peak = rates((fp32, None, None, None, None, None), gb_s)
-        for gib in memories:  # Apple's GB of memory are GiB
+        for gib in memories:  # Apple writes GB for GiB of memory
             key = f"{chip.lower().replace(' ', '-')}-{gib}gb"
             gpu = Gpu(name=f"Apple {chip} {gib}GB", backend="mps", table_key=key, memory_bytes=gib * GIB, peak=peak)
             rows[key] = GpuFacts(gpu=gpu, source=source, max_per_node=1)

@@ -1,8 +1,8 @@
 """List server CPUs, one socket each.
 
-Rates are cores x operations a cycle and core x base clock, which vendors guarantee with all cores busy (boost is faster; AVX-512
-and AMX may run slower). Memory is channels x transfers x 8 bytes. The source of a row writes the product out. Caches are of the
-socket. Operations count a multiply-add as two.
+A rate is cores x operations per cycle and core x base clock. Vendors guarantee the base clock with all cores busy; boost is
+faster, and AVX-512 and AMX may be slower. Memory bandwidth is channels x transfers x 8 bytes. The source of a row contains these
+products. Caches are of the whole socket. A multiply-add counts as two operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MEGA = 10**6
 
 
 class Core(Value):
-    """A microarchitecture: `operations` of one core in a cycle, by precision."""
+    """Describe a microarchitecture. `operations`: of one core in a cycle, by precision."""
 
     architecture: str
     isa: tuple[Isa, ...]
@@ -26,7 +26,9 @@ class Core(Value):
 
 def _arm(source: str, isa: tuple[Isa, ...], *, fp32: int, bf16: int | None, int8: int) -> Core:
     operations: dict[Precision, int] = {"fp32": fp32, "fp16": 2 * fp32, "int8": int8}
-    return Core(architecture="aarch64", isa=isa, operations=operations | ({"bf16": bf16} if bf16 else {}), source=source)
+    if bf16:
+        operations["bf16"] = bf16
+    return Core(architecture="aarch64", isa=isa, operations=operations, source=source)
 
 
 ARM_TABLE = "Software Optimization Guide (pipes and throughputs, as in LLVM's scheduling model)"
@@ -75,7 +77,7 @@ GRAVITON = "AWS Graviton Technical Guide (2025)"
 
 def _peak(core: Core, cores: int, mhz: int, bytes_per_second: Rate) -> Rates:
     figures = {name: cores * count * mhz * MEGA for name, count in core.operations.items()}
-    if core.architecture == "x86_64":  # torch's medium precision computes in bf16 where there is AMX, else in fp32
+    if core.architecture == "x86_64":  # torch's medium precision computes in bf16 on CPUs with AMX, else in fp32
         figures["fp32_medium"] = figures["bf16" if "amx_bf16" in core.isa else "fp32"]
     return Rates.model_validate({**figures, "memory_bytes_per_second": bytes_per_second})
 
@@ -84,7 +86,7 @@ def _row(
     key: str, model: str, source: str, core: Core, *, cores: int, mhz: int, memory: tuple[int, str, int], l2_kib: int,
     l3_mib: float, sockets: int = 2,
 ) -> tuple[str, CpuFacts]:  # fmt: skip
-    """Return a key and its row. `memory` is channels, kind and 10**6 transfers per second; `l2_kib` is of one core."""
+    """Return a key and its row. `memory`: channels, kind and 10**6 transfers per second. `l2_kib`: of one core."""
     channels, kind, transfers = memory
     peak = _peak(core, cores, mhz, channels * transfers * MEGA * 8)
     cpu = Cpu(

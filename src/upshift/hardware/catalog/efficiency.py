@@ -1,4 +1,4 @@
-"""List the shares of their datasheets' peaks that products reach: fits of published measurements. None: not measured."""
+"""List the share of its datasheet's peak that each product reaches, fitted to published measurements. None: not measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from upshift.hardware.spec import Collective, Link
 from upshift.units import GIGA
 
 # COSTS.md D7: medians over AIConfigurator's measured tables (vLLM 0.14 and 0.24 GEMMs, bf16), as a share of the
-# roofline with the dense peaks of the table. A class holds the matrix products from its bound in FLOP to the next one's.
+# roofline with the catalog's dense peaks. A class has the matrix products from its bound in FLOP to the next bound.
 FITTED_SOURCE = "Upshift's fit of AIConfigurator's published kernel and NCCL tables (medians)"
 GEMM_CLASSES = (1e9, 1e10, 1e11, 1e12, 1e13)
 GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
@@ -20,8 +20,8 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
     "l40s": (0.49, 0.58, 0.61, 0.65, 0.72),
 }
 MEMORY_EFFICIENCY = {"a100-40gb": 0.66, "a100-80gb": 0.66, "h100-sxm": 0.78, "h200": 0.72, "b200": 0.66, "l40s": 0.75}
-# Likewise, NCCL 2.27 to 2.29 on 8 NVLinked GPUs: latency in microseconds, algorithm bandwidth in GB/s; 7 to 16 % error.
-# Order: all-gather, reduce-scatter, all-reduce, all-to-all.
+# From the same tables, NCCL 2.27 to 2.29 on 8 GPUs with NVLink: latency in microseconds and algorithm bandwidth in GB/s, with an
+# error of 7 to 16 %. The order is all-gather, reduce-scatter, all-reduce, all-to-all.
 COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {
     "a100-40gb": ((21, 201), (18, 207), (28, 111), (17, 201)),
     "a100-80gb": ((21, 201), (18, 207), (28, 111), (17, 201)),
@@ -32,9 +32,9 @@ COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
-    """Return the achieved share of the bf16 roofline for one matrix product (FITTED_SOURCE).
+    """Return the share of the bf16 roofline that a matrix product of this size reaches, or None if the GPU was not measured.
 
-    The share is of the product's size, or of the nearest size that was measured. None for a GPU that was not measured.
+    If no product of this size was measured, the nearest measured size counts. Source: FITTED_SOURCE.
     """
     classes = GEMM_EFFICIENCY.get(gpu_key)
     if classes is None:
@@ -45,12 +45,12 @@ def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
 
 
 def memory_efficiency(gpu_key: str) -> float | None:
-    """Return the achieved share of bandwidth of memory-bound operations above 50 MB (FITTED_SOURCE); None: not measured."""
+    """Return the share of the bandwidth that memory-bound operations above 50 MB reach (FITTED_SOURCE); None: not measured."""
     return MEMORY_EFFICIENCY.get(gpu_key)
 
 
 def collective(gpu_key: str, operation: Collective) -> Link | None:
-    """Return latency and algorithm bandwidth of NCCL over 8 GPUs of one node (FITTED_SOURCE); None: not measured."""
+    """Return NCCL's latency and algorithm bandwidth over 8 GPUs of a node (FITTED_SOURCE), or None if not measured."""
     fits = COLLECTIVES.get(gpu_key)
     if fits is None:
         return None

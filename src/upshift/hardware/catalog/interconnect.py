@@ -1,8 +1,7 @@
-"""Compute links from their specifications, as upper bounds: from host to GPU, and between the GPUs of a node.
+"""Compute the links from host to GPU, between the GPUs of a node, and between nodes, from their specifications.
 
-List the links between nodes: ports by name, and which of them a described host has.
-
-Rates are specified data rates, one direction, before protocol headers. Latencies are not specified, so they stay unknown.
+Rates are specified data rates in one direction, before protocol headers, so they are upper bounds. Latencies are not specified
+and stay unknown. ``PORTS`` lists the network ports that a described host may have.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from upshift.hardware.spec import Count, Gpu, Link, Rate
 from upshift.units import GIGA
 from upshift.value import Value
 
-# Bytes/s of one lane in one direction after line coding: PCI Express base specification 3.0, 4.0 (128b/130b), 5.0.
+# Bytes per second of one lane in one direction, after line coding: PCI Express base specification 3.0, 4.0 (128b/130b), 5.0.
 PCIE_LANE_BYTES_PER_SECOND = {3: 0.985 * GIGA, 4: 1.969 * GIGA, 5: 3.938 * GIGA}
 
 
 def pcie_link(gpu: Gpu) -> Link | None:
     """Return the PCIe connection of a GPU at its specified rate, an upper bound."""
-    lane = PCIE_LANE_BYTES_PER_SECOND.get(gpu.pcie_generation or 0)
-    if lane is None or gpu.pcie_width is None:
+    bytes_per_lane = PCIE_LANE_BYTES_PER_SECOND.get(gpu.pcie_generation or 0)
+    if bytes_per_lane is None or gpu.pcie_width is None:
         return None
-    return Link(name=f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width}", bytes_per_second=lane * gpu.pcie_width)
+    return Link(name=f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width}", bytes_per_second=bytes_per_lane * gpu.pcie_width)
 
 
 def gpu_link(gpu: Gpu) -> Link | None:
-    """Return the connection between GPUs of one node at its specified rate: NVLink where there is one, else PCIe."""
+    """Return the connection between the GPUs of a node at its specified rate: NVLink if there is one, else PCIe."""
     if gpu.nvlink_bytes_per_second is not None:
         return Link(name=f"NVLink x{gpu.nvlink_links}", bytes_per_second=gpu.nvlink_bytes_per_second)
     return pcie_link(gpu) if gpu.nvlink_links == 0 else None
@@ -43,7 +42,7 @@ class PortFacts(Value):
     name: str
     bytes_per_second: Rate
     source: str
-    per_node: Count | None = None  # a whole node's number; None: as many as the node has accelerators
+    per_node: Count | None = None  # ports of a node; None: as many as the node has accelerators
 
 
 def _port(name: str, gigabits: float, source: str, *, per_node: int | None = None) -> PortFacts:
@@ -69,8 +68,10 @@ class Connection(NamedTuple):
     origin: str
 
 
-def stated(port: str, *, per_node: int) -> Connection:
-    """Return the link that `@` names: ib-ndr (a port for each of the node's `per_node` devices) or 4xib-hdr (ports of a node)."""
+def stated_connection(port: str, *, per_node: int) -> Connection:
+    """Return the link that a user states after `@`. Raise RequestError for an unknown port or a wrong count.
+
+    ib-ndr is one port for each of the `per_node` devices of a node; 4xib-hdr is four ports for each node."""
     match = re.fullmatch(r"(?:([0-9]{1,6})x)?([a-z].*)", port)
     count, name = match.groups() if match else (None, port)
     if name not in PORTS:
@@ -81,16 +82,19 @@ def stated(port: str, *, per_node: int) -> Connection:
         raise RequestError(f"link {port!r} counts 0 ports; use 1 or more, such as 4x{name}")
     if count is not None and facts.per_node is not None:
         raise RequestError(f"link {port!r} counts ports, but {name} is the network of a whole node; write @{name}")
-    return Connection(_bundle(facts, int(count) if count else facts.per_node or per_node), f"described; {facts.source}")
+    num_ports = int(count) if count else facts.per_node or per_node
+    return Connection(_bundle(facts, num_ports), f"described; {facts.source}")
 
 
-def usual(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
-    """Return the link without `@`: the accelerators' own fabric where it joins all nodes, else the vendor's reference system's
-    ports."""
-    fabric, system = facts.fabric, facts.reference
+def default_connection(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
+    """Return the link of a host that is described without `@`.
+
+    It is the accelerators' own fabric if that joins all nodes, else the ports of the vendor's reference system."""
+    fabric = facts.fabric
+    system = facts.reference
     if fabric is not None and fabric.spans_nodes and num_nodes * per_node <= fabric.largest:
-        one = fabric.link(num_nodes * per_node)
-        link = Link(name=f"{per_node} x {one.name}", bytes_per_second=one.bytes_per_second * per_node)
+        device_link = fabric.link(num_nodes * per_node)
+        link = Link(name=f"{per_node} x {device_link.name}", bytes_per_second=device_link.bytes_per_second * per_node)
         return Connection(link, f"{fabric.name} joins up to {fabric.largest}: {fabric.source}; {STATES_ANOTHER}")
     if system is None:
         return Connection(None, UNKNOWN)
@@ -99,4 +103,5 @@ def usual(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
 
 
 def _bundle(facts: PortFacts, count: float) -> Link:
+    """Return `count` ports as one link."""
     return Link(name=f"{count:g}x {facts.name}", bytes_per_second=facts.bytes_per_second * count)

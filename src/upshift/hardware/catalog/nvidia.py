@@ -1,8 +1,8 @@
 """List NVIDIA's GPUs.
 
-Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. Datasheets that print only the sparse
-figure are halved. `memory_bytes` is the total that NVML reports with ECC as shipped, which is below the number on the box. PCIe
-cards are taken without NVLink bridges. The power is the maximum that the datasheet prints.
+Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. If a datasheet has only the sparse figure,
+it is halved. `memory_bytes` is the total that NVML reports with ECC as shipped; it is less than the advertised size. PCIe cards
+have no NVLink bridges here. The power is the maximum of the datasheet.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ GB200 = "NVIDIA GB200 NVL72 product page (2025), a 72nd of the rack, sparse figu
 
 
 def _nvlink(links: int, gb_s: float, largest: int, *, spans_nodes: bool = False) -> Fabric:
-    """Return the fabric of NVLink. `gb_s` is of one link in one direction, half of what the datasheets print."""
+    """Return an NVLink fabric. `gb_s`: of one link in one direction, half of the datasheet's figure."""
     return Fabric(
         name="NVLink", topology="switch", link_bytes_per_second=gb_s * GIGA, links=links, largest=largest,
         spans_nodes=spans_nodes, source="NVIDIA NVLink and NVSwitch product page (2025)",
     )  # fmt: skip
 
 
-# The largest systems: DGX-2 and HGX A100 hold 16 GPUs, HGX of Hopper and Blackwell 8, one rack of GB200 72 on 18 trays.
-# DGX-1 has no switch: two of its V100 share one or two of the six links.
-NVLINK2, NVLINK3, NVLINK4 = _nvlink(6, 25, 16), _nvlink(12, 25, 16), _nvlink(18, 25, 8)
-NVLINK5, NVL72 = _nvlink(18, 50, 8), _nvlink(18, 50, 72, spans_nodes=True)
+# The largest systems: DGX-2 and HGX A100 have 16 GPUs, HGX of Hopper and Blackwell 8, a rack of GB200 72 on 18 trays.
+# DGX-1 has no switch: two of its V100 are joined by one or two of the six links.
+NVLINK2 = _nvlink(6, 25, 16)
+NVLINK3 = _nvlink(12, 25, 16)
+NVLINK4 = _nvlink(18, 25, 8)
+NVLINK5 = _nvlink(18, 50, 8)
+NVL72 = _nvlink(18, 50, 72, spans_nodes=True)
 
 DGX_1 = ReferenceSystem(
     name="DGX-1", port="ib-edr", ports_per_gpu=0.5, source="NVIDIA DGX-1 white paper WP-08437-001, 4 ports for 8 GPUs"
@@ -59,7 +62,7 @@ def _row(
     key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
     watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
 ) -> tuple[str, GpuFacts]:  # fmt: skip
-    """Return a key and its row. `mib` and `gb_s` are of the memory, `cc` is the compute capability."""
+    """Return a key and its row. `mib` and `gb_s`: of the memory. `cc`: the compute capability."""
     gpu = Gpu(
         name=name,
         table_key=key,
@@ -110,12 +113,12 @@ NVIDIA_GPUS: dict[str, GpuFacts] = dict([
          mib=143771, gb_s=4800, cc=(9, 0), pcie=5, watts=700, nvlink=NVLINK4, system=DGX_H200),
     _row("b200", "NVIDIA B200", B200, (75, 1125, 2250, 2250, 4500, 4500),
          mib=183359, gb_s=8000, cc=(10, 0), pcie=5, watts=1000, nvlink=NVLINK5, system=DGX_B200),
-    # The host reaches it over NVLink-C2C, of which a superchip prints 900 GB/s for both of its GPUs: unknown for one.
+    # The host is connected by NVLink-C2C. Its rate is published for both GPUs of a superchip (900 GB/s), and unknown for one.
     _row("gb200", "NVIDIA GB200", GB200, (80, 1250, 2500, 2500, 5000, 5000),
          mib=189471, gb_s=8000, cc=(10, 0), pcie=None, watts=1200, nvlink=NVL72, system=DGX_GB200),
 ])
 # fmt: on
-# Full product names as NVML reports them; drivers before 470 print some without the brand.
+# Full product names as NVML reports them. Drivers before 470 omit the brand of some.
 NVML_NAMES: dict[str, str] = {facts.gpu.name: key for key, facts in NVIDIA_GPUS.items()} | {
     "A100-SXM4-40GB": "a100-40gb",
     "A100-SXM4-80GB": "a100-80gb",

@@ -1,6 +1,4 @@
-"""Define the rows of the tables: what is known of a product, and where it is printed. Figures are of one
-device, or one socket.
-"""
+"""Define the rows of the catalog: the figures of a product and their source. Figures are of one device or one socket."""
 
 from __future__ import annotations
 
@@ -16,33 +14,33 @@ Tera = tuple[float | None, float | None, float | None, float | None, float | Non
 
 
 class Fabric(Value):
-    """Direct connections between accelerators, without the host. The rate is of one link in one direction.
+    """Describe direct connections between accelerators. The rate is of one link in one direction.
 
-    switch: any device reaches any other over all its links. mesh: `links` go to each peer, so few devices use few of them.
-    torus: a link to each neighbour of a grid. `spans_nodes`: it does not end at a node.
+    switch: any device reaches any other over all its links. mesh: `links` go to each peer, so few devices use few links.
+    torus: each device has a link to each neighbour in a grid. `spans_nodes`: the fabric also joins devices of several nodes.
     """
 
     name: str
     topology: Literal["switch", "mesh", "torus"]
     link_bytes_per_second: Rate
     links: Count  # of one device; in a mesh, between two devices
-    largest: Count  # most devices that it joins
+    largest: Count  # the most devices that it joins
     spans_nodes: bool = False
     source: str
 
     def link(self, num_devices: int) -> Link:
-        """Return the link of one of `num_devices` devices: the most that it sends over all its links to the others."""
+        """Return the link of one of `num_devices` devices: all that it can send to the others over all its links."""
         used = self.links
         if self.topology == "mesh":
             used = self.links * (num_devices - 1)
         elif self.topology == "torus":
-            # Neighbours in the most compact grid (2, 2x2, 2x2x2, 2x4x4 ...): one for each halving, up to all links.
+            # A device's neighbours in the most compact grid (2, 2x2, 2x2x2, 2x4x4 ...): one for each halving of the grid.
             used = min(self.links, math.ceil(math.log2(num_devices)))
         return Link(name=f"{self.name} x{used}", bytes_per_second=self.link_bytes_per_second * used)
 
 
 class ReferenceSystem(Value):
-    """The vendor's own way to connect its nodes; `port` is a name in network.PORTS."""
+    """Describe how the vendor connects nodes in its own system. `port`: a name in interconnect.PORTS."""
 
     name: str
     port: str
@@ -51,15 +49,17 @@ class ReferenceSystem(Value):
 
 
 class GpuFacts(Value):
+    """Hold the facts of an accelerator."""
+
     gpu: Gpu
     source: str
     fabric: Fabric | None = None  # None: PCIe, or nothing
-    max_per_node: Count | None = None  # None: as many as the server has slots
+    max_per_node: Count | None = None  # None: limited by the server's slots only
     reference: ReferenceSystem | None = None
 
 
 class CpuFacts(Value):
-    """The facts of a CPU. `cpu` is one socket, without memory modules."""
+    """Hold the facts of a CPU. `cpu`: one socket, without memory modules."""
 
     cpu: Cpu
     max_sockets: Count
@@ -67,6 +67,6 @@ class CpuFacts(Value):
 
 
 def rates(tera: Tera, gb_s: float) -> Rates:
-    """Return the rates of a row. `gb_s`: GB/s of the memory."""
+    """Return the rates of a row. `gb_s`: of the memory."""
     figures = [None if rate is None else rate * TERA for rate in tera]
     return Rates(**dict(zip(get_args(Precision), figures, strict=True)), memory_bytes_per_second=gb_s * GIGA)

@@ -1,8 +1,8 @@
-"""List Google's Cloud TPUs, one chip each. Google prints no fp32 rate (XLA adds up several bf16 products) and no power limit.
+"""List Google's Cloud TPUs, one chip each. Google publishes no fp32 rate (XLA adds up several bf16 products) and no power limit.
 
-`memory_bytes` is what XLA leaves to a program, as its out-of-memory messages print it; the documentation's figure is larger.
-Links (ICI) form a grid that does not end at a host, so hosts of one pod exchange at their chips' rate together. Between pods is
-the data centre's network.
+`memory_bytes` is the memory that XLA leaves to a program, according to its out-of-memory messages; the documentation's figure is
+larger. The chips of a pod are connected by a grid of links (ICI) that spans its hosts. Pods are connected by the data centre's
+network.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ def _row(
 ) -> tuple[str, GpuFacts]:  # fmt: skip
     """Return a key and its row.
 
-    `gib` and `gb_s` are of the memory. `link_gb_s` is of one link in one direction. Ports outside are of 100 Gb/s.
+    `gib` and `gb_s`: of the memory. `link_gb_s`: of one link in one direction. `ethernet_per_chip`: ports of 100 Gb/s that leave
+    the pod.
     """
-    key, source = f"tpu-{version}", f"Google Cloud TPU {version} documentation (2025)"
+    key = f"tpu-{version}"
+    source = f"Google Cloud TPU {version} documentation (2025)"
     gpu = Gpu(name=f"TPU {version}", backend="xla", table_key=key, memory_bytes=round(gib * GIB), peak=rates(tera, gb_s))
     torus = Fabric(
         name="ICI", topology="torus", link_bytes_per_second=link_gb_s * GIGA, links=links, largest=pod, spans_nodes=True,

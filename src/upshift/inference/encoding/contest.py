@@ -1,4 +1,4 @@
-"""Run one contestant of an encoding race, in the process of its engine."""
+"""Run one setup of an encoding race in the process of its engine."""
 
 from __future__ import annotations
 
@@ -9,77 +9,92 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import transformers.modeling_utils  # noqa: F401  once for all engines
+import transformers.modeling_utils  # noqa: F401  import once for all engines
 
-from upshift.inference.encoding.engines.base import by_length
-from upshift.inference.encoding.model_config import Recipe
+from upshift.inference.encoding.engines.base import batch_by_length
+from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.encoding.run import Encoding
-from upshift.inference.race.early_stopping import Standing, contend
-from upshift.inference.race.types import Entrants, Run, Runs, cosines
+from upshift.inference.race.early_stopping import EarlyStopping, serve_race
+from upshift.inference.race.types import RaceRequest, RaceResult, Run, cosines
 from upshift.inference.registry import EngineSetup
 from upshift.record import Spread
 
-ROUNDS, ENOUGH_SECONDS = 5, 3.0  # repetitions, and seconds after which no further one is begun
+MAX_ROUNDS = 5  # repetitions over the sample
+ENOUGH_SECONDS = 3.0  # of rounds, for all batches together: no further round begins after them
 
 
-def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]:
-    contest, sample = entrants.contest, json.loads(entrants.sample.read_text())
-    recipe = Recipe.from_json(contest.asked, origin="the race")
+def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping) -> list[Run]:
+    """Return the runs of one setup, one for each batch, up to the batch with which it is stopped."""
+    contest = request.contest
+    sample = json.loads(request.sample.read_text())
+    config = EncodingConfig.from_json(contest.asked, origin="the race")
     start = time.perf_counter()
-    encoding = Encoding(contest.source, recipe, setup, sample, pad=contest.pad)
+    encoding = Encoding(contest.source, config, setup, sample, pad=contest.pad)
     encoding.rows(sample[:8])
-    load = time.perf_counter() - start
+    load_seconds = time.perf_counter() - start
     runs: list[Run] = []
-    for budget in contest.batches:
-        if not entrants.reference.is_file():  # of each text alone, whatever the batches that are raced
+    for batch in contest.batches:
+        if not request.reference.is_file():  # the reference encodes each text alone, whatever the batches of the race
             encoding.setup = setup.changed(batch=1)
-            np.save(entrants.reference, encoding.rows(sample))
-        encoding.setup = setup.changed(batch=budget)
-        computed, start = time.process_time(), time.perf_counter()
-        found = encoding.rows(sample)
-        computed, seconds = time.process_time() - computed, time.perf_counter() - start
-        expected = np.load(entrants.reference)
-        agree = cosines(found, expected)
-        one = Run(
-            setup=encoding.setup, load_seconds=load, largest_difference=float(np.abs(found - expected).max(initial=0.0)),
-            worst_cosine=float(agree.min(initial=1.0)), median_cosine=float(np.median(agree)) if len(agree) else 1.0,
-        )  # fmt: skip
-        rounds = [_round(encoding, sample) if setup.hint == "latency" else [seconds]]
-        share = computed / (seconds * setup.threads)
-        stopped = standing.stopped(_timed(one, rounds, len(sample)), share)
-        if stopped == "behind":  # kernels for shapes that are met first: OpenVINO's first pass took twice its second
-            rounds = [_round(encoding, sample)]
-            stopped = standing.stopped(_timed(one, rounds, len(sample)), share)
-        enough = 0.0 if stopped else ENOUGH_SECONDS / len(contest.batches)
-        if rounds == [[seconds]] and seconds < enough:  # the first pass met all shapes, and is no measure beside others
+            np.save(request.reference, encoding.rows(sample))
+        encoding.setup = setup.changed(batch=batch)
+        cpu_start = time.process_time()
+        start = time.perf_counter()
+        rows = encoding.rows(sample)
+        cpu_seconds = time.process_time() - cpu_start
+        seconds = time.perf_counter() - start
+        run = _with_agreement(Run(setup=encoding.setup, load_seconds=load_seconds), rows, np.load(request.reference))
+        rounds = [_time_round(encoding, sample) if setup.hint == "latency" else [seconds]]
+        cpu_share = cpu_seconds / (seconds * setup.threads)
+        stopped = early_stopping.stop(_with_times(run, rounds, len(sample)), cpu_share)
+        if stopped == "behind":  # the first pass may have compiled kernels: OpenVINO's took twice as long as its second
+            rounds = [_time_round(encoding, sample)]
+            stopped = early_stopping.stop(_with_times(run, rounds, len(sample)), cpu_share)
+        enough_seconds = 0.0 if stopped else ENOUGH_SECONDS / len(contest.batches)
+        if rounds == [[seconds]] and seconds < enough_seconds:  # there is time for rounds without new shapes
             rounds = []
-        while len(rounds) < ROUNDS and sum(map(sum, rounds)) < enough:
-            rounds.append(_round(encoding, sample))
-        runs.append(_timed(one, rounds, len(sample)).changed(stopped=stopped))
+        while len(rounds) < MAX_ROUNDS and sum(map(sum, rounds)) < enough_seconds:
+            rounds.append(_time_round(encoding, sample))
+        runs.append(_with_times(run, rounds, len(sample)).changed(stopped=stopped))
         if stopped is not None:
             break
     return runs
 
 
-def _round(encoding: Encoding, sample: list[list[int]]) -> list[float]:
-    """Return the seconds of the whole sample at once, or of each batch alone, as for a user who waits for it."""
-    parts, setup = [sample], encoding.setup
-    if setup.hint == "latency":
-        parts = [[sample[place] for place in places] for places in by_length([len(row) for row in sample], setup.batch)]
-    return [_seconds(encoding, part) for part in parts]
+def _with_agreement(run: Run, rows: np.ndarray, expected: np.ndarray) -> Run:
+    """Return the run with the agreement of its rows with the reference's."""
+    cosine = cosines(rows, expected)
+    return run.changed(
+        largest_difference=float(np.abs(rows - expected).max(initial=0.0)),
+        worst_cosine=float(cosine.min(initial=1.0)),
+        median_cosine=float(np.median(cosine)) if len(cosine) else 1.0,
+    )
 
 
-def _seconds(encoding: Encoding, part: list[list[int]]) -> float:
+def _time_round(encoding: Encoding, sample: list[list[int]]) -> list[float]:
+    """Return the seconds of the whole sample. Under the hint "latency", return the seconds of each batch alone, as a
+    user waits for it."""
+    batches = [sample]
+    if encoding.setup.hint == "latency":
+        lengths = [len(row) for row in sample]
+        batches = [[sample[index] for index in indices] for indices in batch_by_length(lengths, encoding.setup.batch)]
+    return [_time_batch(encoding, batch) for batch in batches]
+
+
+def _time_batch(encoding: Encoding, batch: list[list[int]]) -> float:
     start = time.perf_counter()
-    encoding.rows(part)
+    encoding.rows(batch)
     return time.perf_counter() - start
 
 
-def _timed(run: Run, rounds: list[list[float]], texts: int) -> Run:
-    spread = Spread.of([sum(one) for one in rounds])
-    slowest = max(median(times) for times in zip(*rounds, strict=True)) if run.setup.hint == "latency" else None
-    return run.changed(seconds=spread, per_second=texts / spread.p50, first_seconds=slowest)
+def _with_times(run: Run, rounds: list[list[float]], texts: int) -> Run:
+    """Return the run with its rate. Under the hint "latency", add the time of the slowest batch."""
+    spread = Spread.of([sum(times) for times in rounds])
+    slowest_batch = None
+    if run.setup.hint == "latency":
+        slowest_batch = max(median(times) for times in zip(*rounds, strict=True))
+    return run.changed(seconds=spread, per_second=texts / spread.p50, first_seconds=slowest_batch)
 
 
-def main(path: Path, answer: Callable[[Runs], None]) -> None:
-    contend(path, answer, run)
+def main(path: Path, answer: Callable[[RaceResult], None]) -> None:
+    serve_race(path, answer, run_setup)

@@ -1,9 +1,7 @@
-"""Read how outputs become the answer from a model's directory: the prompt before a text, its longest length, the
-outputs, pooling, normalization.
+"""Read from a model's directory how texts are encoded: prompt, maximum length, kind of results, pooling, normalization.
 
-sentence-transformers directories say it in modules.json and the folders it names. Classifiers of texts and of tokens
-say it by their architecture. A plain encoder says nothing: then the mean over its tokens is taken, unless the user
-asks otherwise."""
+sentence-transformers directories define it in modules.json and the folders that it names. For classifiers of texts or tokens it
+follows from the architecture. For other encoders the result is the mean over the tokens."""
 
 from __future__ import annotations
 
@@ -19,87 +17,101 @@ Output = Literal["embeddings", "class scores", "token scores"]
 Pooling = Literal["mean", "cls", "last", "max"]
 CLASSIFIERS: dict[str, Output] = {"sequence-classification": "class scores", "token-classification": "token scores"}
 GENERATES = ("causal-lm", "seq2seq-lm")
-MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' names
-FLAGS = {  # of its files before they named the mode
+MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' name
+MODE_FLAGS = {  # of older files of sentence-transformers: mode by flag
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-TRANSFORMER = tuple(  # the first that is there; the others are of its first years
+CONFIG_FILES = tuple(  # the first existing one counts; all but the first name are of early versions
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 PROMPTS = "config_sentence_transformers.json"
 
 
-class Recipe(Value):
+class EncodingConfig(Value):
+    """The way in which one model encodes texts. ``said_by`` names the source of these settings."""
+
     output: Output
     pooling: Pooling = "mean"
     normalize: bool = False
-    special: tuple[int, int] = (0, 0)  # tokens that the tokenizer puts before and behind a text: they are given no scores
-    max_length: int | None = None  # tokens of a text; None: as the tokenizer and the model's positions say
+    special: tuple[int, int] = (0, 0)  # special tokens before and after a text, which get no scores
+    max_length: int | None = None  # tokens of a text; None: the tokenizer and the model's positions limit it
     prompt: str = ""  # put before every text
     lower_case: bool = False  # of every text
-    said_by: str  # where it was read
+    said_by: str
 
 
-def read_recipe(source: ModelSource) -> Recipe:
-    """Return the recipe of a model. Raise RequestError that names a pooling or a module that is not known."""
+def read_encoding_config(source: ModelSource) -> EncodingConfig:
+    """Return the encoding config of a model. Raise RequestError for an unknown pooling or module."""
     from upshift.models.build import find_architecture
 
     objective = find_architecture(source.hf_config, source.reference).objective
     if objective in CLASSIFIERS:
-        return Recipe(output=CLASSIFIERS[objective], said_by="the model's architecture")
+        return EncodingConfig(output=CLASSIFIERS[objective], said_by="the model's architecture")
     if source.directory is None or not (source.directory / "modules.json").is_file():
-        return Recipe(output="embeddings", said_by="default: the model's files say nothing")
+        return EncodingConfig(output="embeddings", said_by="default: the model's files say nothing")
     pooling: Pooling = "mean"
-    normalize, prompt = False, _prompt(source.directory)
+    normalize = False
+    prompt = _default_prompt(source.directory)
     for module in read_json(source.directory / "modules.json"):
-        kind = module["type"].rsplit(".", 1)[-1]
-        if kind == "Pooling":
-            pooling = _pooling(source.directory / module["path"] / "config.json", prompt)
-        elif kind == "Normalize":
+        module_name = module["type"].rsplit(".", 1)[-1]
+        if module_name == "Pooling":
+            pooling = _read_pooling(source.directory / module["path"] / "config.json", prompt)
+        elif module_name == "Normalize":
             normalize = True
-        elif kind != "Transformer":
+        elif module_name != "Transformer":
             raise RequestError(
-                f"{source.reference!r} has a {kind} module, which is not supported; supported are Transformer, Pooling, Normalize"
+                f"{source.reference!r} has a {module_name} module, which is not supported; supported are Transformer, Pooling, "
+                "Normalize"
             )
-    settings = next((file for name in TRANSFORMER if (file := source.directory / name).is_file()), None)
-    said = read_json(settings) if settings is not None else {}
-    return Recipe(
-        output="embeddings", pooling=pooling, normalize=normalize, max_length=said.get("max_seq_length"), prompt=prompt,
-        lower_case=bool(said.get("do_lower_case")), said_by="modules.json",
-    )  # fmt: skip
+    config_file = next((file for name in CONFIG_FILES if (file := source.directory / name).is_file()), None)
+    sentence_config = read_json(config_file) if config_file is not None else {}
+    return EncodingConfig(
+        output="embeddings",
+        pooling=pooling,
+        normalize=normalize,
+        max_length=sentence_config.get("max_seq_length"),
+        prompt=prompt,
+        lower_case=bool(sentence_config.get("do_lower_case")),
+        said_by="modules.json",
+    )
 
 
 def is_encoder(source: ModelSource) -> bool:
-    """Return whether texts become vectors or scores, and not other texts: sentence-transformers' files say so of language models,
-    too; else the class that the config names does."""
+    """Return whether the model turns texts into vectors or scores, and not into other texts.
+
+    A directory of sentence-transformers does, even with a language model. Otherwise the architecture decides."""
     from upshift.models.build import find_architecture
 
     if source.directory is not None and (source.directory / "modules.json").is_file():
         return True
-    found = find_architecture(source.hf_config, source.reference)
-    return found.objective not in GENERATES and not (found.objective is None and found.model_class.can_generate())
+    architecture = find_architecture(source.hf_config, source.reference)
+    if architecture.objective is None:
+        return not architecture.model_class.can_generate()
+    return architecture.objective not in GENERATES
 
 
-def _pooling(path: Path, prompt: str) -> Pooling:
+def _read_pooling(path: Path, prompt: str) -> Pooling:
+    """Return the pooling of a config file. Raise RequestError if it is not supported."""
     config = read_json(path)
-    named = config.get("pooling_mode") or [
-        FLAGS.get(flag, flag) for flag, value in config.items() if flag.startswith("pooling_mode_") and value
+    mode = config.get("pooling_mode") or [
+        MODE_FLAGS.get(flag, flag) for flag, value in config.items() if flag.startswith("pooling_mode_") and value
     ]
-    chosen = [named] if isinstance(named, str) else named or ["mean"]
-    if len(chosen) != 1 or chosen[0] not in MODES:
-        raise RequestError(f"{path} asks for pooling {', '.join(map(str, chosen))}; supported is one of {', '.join(MODES)}")
+    modes = [mode] if isinstance(mode, str) else mode or ["mean"]
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise RequestError(f"{path} asks for pooling {', '.join(map(str, modes))}; supported is one of {', '.join(MODES)}")
     if prompt and not config.get("include_prompt", True):
         raise RequestError(f"{path} leaves the tokens of the prompt {prompt!r} out of the pooling, which is not supported")
-    return MODES[chosen[0]]
+    return MODES[modes[0]]
 
 
-def _prompt(folder: Path) -> str:
-    """Return the prompt that texts get if no other is asked for."""
-    said = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
-    name, known = said.get("default_prompt_name"), said.get("prompts") or {}
+def _default_prompt(folder: Path) -> str:
+    """Return the prompt that the directory defines as the default for all texts, or an empty text."""
+    settings = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    name = settings.get("default_prompt_name")
+    prompts = settings.get("prompts") or {}
     if name is None:
         return ""
-    if not isinstance(known.get(name), str):
-        raise RequestError(f"{folder / PROMPTS} has no prompt {name!r}, its default; it has {', '.join(known) or 'none'}")
-    return str(known[name])
+    if not isinstance(prompts.get(name), str):
+        raise RequestError(f"{folder / PROMPTS} has no prompt {name!r}, its default; it has {', '.join(prompts) or 'none'}")
+    return str(prompts[name])

@@ -1,4 +1,4 @@
-"""Decode with continuous batching: prompts are admitted as sequences end, so that the engine's rows stay filled."""
+"""Decode with continuous batching: new prompts are admitted as sequences end, so that the engine's rows stay used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upshift.inference.generation.prefix import PASS_TOKENS, common_prefix
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.sequence import GeneratedSequence
 
-ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
+ADMIT_SHARE = 4  # admission copies the cache, so it waits until the rows divided by this are free
 
 
 def decode(
@@ -21,97 +21,119 @@ def decode(
 ) -> Iterator[tuple[GeneratedSequence, int]]:
     """Yield each sequence with each of its tokens, as they come.
 
-    At most ``rows`` sequences run at once, longest prompts first, so that those that are admitted together are alike.
-    ``lookup`` is for a decoder that extends: it guesses while there is one sequence."""
-    queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
-    common = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
-    known = decoder.compute(common) if common else None
+    At most ``rows`` sequences run at once. Longest prompts come first, so that sequences that are admitted together have
+    similar lengths. ``lookup`` needs a decoder that extends. It guesses tokens while there is only one sequence."""
+    queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.index)))
+    prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
+    prefix = decoder.compute(prefix_ids) if prefix_ids else None
     live: list[GeneratedSequence] = []
     while queue or live:
-        coming = _coming(decoder, queue, live, rows, len(common))
-        if lookup is not None and not coming and len(live) == 1 and not (decoder.mixes and live[0].pending):
-            yield from _looked_up(decoder, live[0], lookup)
+        admitted = _take_admitted(decoder, queue, live, rows, len(prefix_ids))
+        is_only = not admitted and len(live) == 1
+        if lookup is not None and is_only and not (decoder.mixes and live[0].pending_tokens):
+            yield from _look_up(decoder, live[0], lookup)
         else:
-            if decoder.mixes:
-                join(decoder, live, [(sequence, known) for sequence in coming])
-                told, logits = advance(decoder, live, PASS_TOKENS)
-            elif coming:
-                live += coming
-                told, logits = coming, decoder.admit([sequence.prompt for sequence in coming], *((known,) if known else ()))
-            else:
-                told, logits = live, decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
-            for sequence, token in zip(told, next_tokens(logits, told), strict=True):
+            sequences, logits = _run_pass(decoder, live, admitted, prefix)
+            for sequence, token in zip(sequences, choose_tokens(logits, sequences), strict=True):
                 sequence.add(token)
                 yield sequence, token
-        kept = [row for row, sequence in enumerate(live) if sequence.ending is None]
-        if len(kept) < len(live):
-            decoder.keep(kept)
-            live = [live[row] for row in kept]
+        live_rows = [row for row, sequence in enumerate(live) if sequence.ending is None]
+        if len(live_rows) < len(live):
+            decoder.keep(live_rows)
+            live = [live[row] for row in live_rows]
 
 
-def _coming(
-    decoder: Decoder, queue: deque[GeneratedSequence], live: list[GeneratedSequence], rows: int, known: int
+def _take_admitted(
+    decoder: Decoder, queue: deque[GeneratedSequence], live: list[GeneratedSequence], rows: int, prefix_length: int
 ) -> list[GeneratedSequence]:
-    """Take the sequences to admit now out of the queue. If admission copies nothing, a sequence comes as soon as
-    there is a row."""
-    free = rows - len(live)
+    """Take the sequences to admit now out of the queue.
+
+    In an engine that mixes, admission copies nothing, so a sequence is admitted as soon as there is a free row."""
+    free_rows = rows - len(live)
+    token_budget = PASS_TOKENS
     if decoder.mixes:
-        most = PASS_TOKENS - sum(sequence.pending for sequence in live)
-    elif queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
-        most, free = PASS_TOKENS, min(free, max(PASS_TOKENS // (len(queue[0].prompt) - known), 1))
+        token_budget -= sum(sequence.pending_tokens for sequence in live)
+    elif queue and (not live or (decoder.joins and free_rows * ADMIT_SHARE >= rows)):
+        prompt_tokens = len(queue[0].prompt) - prefix_length
+        free_rows = min(free_rows, max(PASS_TOKENS // prompt_tokens, 1))
     else:
         return []
-    coming: list[GeneratedSequence] = []
-    while queue and len(coming) < free and most > 0:
-        coming.append(queue.popleft())
-        most -= len(coming[-1].prompt) - known
-    return coming
+    admitted: list[GeneratedSequence] = []
+    while queue and len(admitted) < free_rows and token_budget > 0:
+        admitted.append(queue.popleft())
+        token_budget -= len(admitted[-1].prompt) - prefix_length
+    return admitted
 
 
-def join(decoder: Decoder, live: list[GeneratedSequence], coming: list[tuple[GeneratedSequence, Prefix | None]]) -> None:
-    """Add rows for these sequences to an engine that mixes, each behind the beginning of its prompt that is known."""
-    for sequence, prefix in coming:
+def _run_pass(
+    decoder: Decoder, live: list[GeneratedSequence], admitted: list[GeneratedSequence], prefix: Prefix | None
+) -> tuple[list[GeneratedSequence], np.ndarray]:
+    """Run one pass, and add the admitted sequences to ``live``. Return the sequences that get a next token, and their
+    logits."""
+    if decoder.mixes:
+        join_sequences(decoder, live, [(sequence, prefix) for sequence in admitted])
+        return run_mixed_pass(decoder, live, PASS_TOKENS)
+    if admitted:
+        live += admitted
+        return admitted, decoder.admit([sequence.prompt for sequence in admitted], *((prefix,) if prefix else ()))
+    return live, decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
+
+
+def join_sequences(
+    decoder: Decoder, live: list[GeneratedSequence], new: list[tuple[GeneratedSequence, Prefix | None]]
+) -> None:  # fmt: skip
+    """Add new sequences to the rows of an engine that mixes, each with the computed beginning of its prompt."""
+    for sequence, prefix in new:
         decoder.join(prefix)
         sequence.computed = prefix.length if prefix else 0
         live.append(sequence)
 
 
-def advance(decoder: Decoder, live: list[GeneratedSequence], most: int) -> tuple[list[GeneratedSequence], np.ndarray]:
-    """Run one pass of an engine that mixes, with at most so many tokens of prompts (Sarathi, arXiv:2308.16369).
-    Return the sequences that get a next token, and its logits."""
-    parts, told = list[list[int]](), list[int]()
+def run_mixed_pass(
+    decoder: Decoder, live: list[GeneratedSequence], prompt_tokens: int
+) -> tuple[list[GeneratedSequence], np.ndarray]:
+    """Run one pass of an engine that mixes, with at most ``prompt_tokens`` tokens of prompts (Sarathi, arXiv:2308.16369).
+
+    Return the sequences that get a next token, and their logits."""
+    row_tokens: list[list[int]] = []
+    finished_rows: list[int] = []
     for row, sequence in enumerate(live):
-        part = sequence.prompt[sequence.computed :][: max(most, 1)]
-        most -= len(part)
-        sequence.computed += len(part)
-        parts.append(part or sequence.tokens[-1:])
-        told += [] if sequence.pending else [row]
-    logits = decoder.advance(parts)
-    return [live[row] for row in told], logits if len(told) == len(live) else logits[told]
+        chunk = sequence.prompt[sequence.computed :][: max(prompt_tokens, 1)]
+        prompt_tokens -= len(chunk)
+        sequence.computed += len(chunk)
+        row_tokens.append(chunk or sequence.tokens[-1:])
+        if not sequence.pending_tokens:
+            finished_rows.append(row)
+    logits = decoder.advance(row_tokens)
+    if len(finished_rows) < len(live):
+        logits = logits[finished_rows]
+    return [live[row] for row in finished_rows], logits
 
 
-def _looked_up(decoder: Decoder, sequence: GeneratedSequence, lookup: Lookup) -> Iterator[tuple[GeneratedSequence, int]]:
-    """Yield a token of the only sequence, and those behind it that were guessed right."""
-    guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.left - 1)
+def _look_up(decoder: Decoder, sequence: GeneratedSequence, lookup: Lookup) -> Iterator[tuple[GeneratedSequence, int]]:
+    """Yield the next token of the only sequence, and the tokens after it that were guessed right."""
+    guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.tokens_left - 1)
     start = time.perf_counter()
     logits = decoder.extend([sequence.tokens[-1], *guess])
     seconds = time.perf_counter() - start
-    taken = 0
-    for place in range(len(logits)):
-        (token,) = next_tokens(logits[place : place + 1], [sequence])
+    accepted = 0
+    for position in range(len(logits)):
+        (token,) = choose_tokens(logits[position : position + 1], [sequence])
         sequence.add(token)
-        taken += 1
+        accepted += 1
         yield sequence, token
-        if sequence.ending is not None or place == len(guess) or token != guess[place]:
+        if sequence.ending is not None or position == len(guess) or token != guess[position]:
             break
-    decoder.cut(len(logits) - taken)
-    lookup.add(taken, seconds, guessed=bool(guess))
+    decoder.cut(len(logits) - accepted)
+    lookup.add(accepted, seconds, guessed=bool(guess))
 
 
-def next_tokens(logits: np.ndarray, sequences: list[GeneratedSequence]) -> list[int]:
+def choose_tokens(logits: np.ndarray, sequences: list[GeneratedSequence]) -> list[int]:
+    """Return the next token of each sequence from logits [N, V]."""
     likeliest = logits.argmax(1).tolist()
-    return [next_token(row, token, sequence) for row, token, sequence in zip(logits, likeliest, sequences, strict=True)]
+    return [choose_token(row, token, sequence) for row, token, sequence in zip(logits, likeliest, sequences, strict=True)]
 
 
-def next_token(logits: np.ndarray, likeliest: int, sequence: GeneratedSequence) -> int:
-    return likeliest if sequence.plain else sequence.choose(logits)
+def choose_token(logits: np.ndarray, likeliest: int, sequence: GeneratedSequence) -> int:
+    """Return the next token of a sequence from logits [V], whose largest is at ``likeliest``."""
+    return likeliest if sequence.is_greedy else sequence.choose(logits)

@@ -1,8 +1,6 @@
-"""Run one contestant of a generation race. It follows the texts that the reference chose, so that every contestant
-computes the same logits, and is timed at that.
+"""Run one setup of a generation race in the process of its engine.
 
-Define the task of a contestant in a generation race.
-"""
+Every setup follows the texts that the reference chose. So all setups compute the same logits, and the race times that."""
 
 from __future__ import annotations
 
@@ -16,37 +14,39 @@ from statistics import median
 from typing import NamedTuple, Self
 
 import numpy as np
-import transformers.modeling_utils  # noqa: F401  once for all engines
+import transformers.modeling_utils  # noqa: F401  import once for all engines
 
 from upshift.errors import JobFailed
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.race.early_stopping import ALONE, Standing, contend
-from upshift.inference.race.types import Entrants, Run, Runs, cosines
+from upshift.inference.race.early_stopping import MIN_CPU_SHARE, EarlyStopping, serve_race
+from upshift.inference.race.types import RaceRequest, RaceResult, Run, cosines
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
 from upshift.value import Value
 
+FOLLOWED_TOKENS = 16  # of each prompt
+TIMED_PASSES = 3
+ENOUGH_SECONDS = 2.5  # of passes: no further pass begins after them
+
 
 class GenerationTask(Value):
-    """The task of a race. ``new_tokens`` is the length of every answer, as a power of two, so that a race serves all
-    that are alike. If the model has no positions for the nearest power, it is the lower of the two around the number.
-    """
+    """The task of a generation race. ``new_tokens`` is the length of every answer, a power of two, so that one race
+    serves all similar requests."""
 
     new_tokens: int
 
     @classmethod
-    def of(cls, options: GenerationOptions, most: int | None = None) -> Self:
+    def from_options(cls, options: GenerationOptions, max_new_tokens: int | None = None) -> Self:
+        """Return the task with the nearest power of two. If it is above ``max_new_tokens``, return the one below it."""
         power = 2 ** round(log2(options.max_new_tokens))
-        return cls(new_tokens=power if most is None or power <= most else power // 2)
-
-
-FOLLOWED = 16  # tokens of each prompt
-TIMED, ENOUGH_SECONDS = 3, 2.5  # passes, and seconds after which no further one is begun
+        return cls(new_tokens=power if max_new_tokens is None or power <= max_new_tokens else power // 2)
 
 
 class Pass(NamedTuple):
+    """The logits and the times of one pass over a batch of prompts."""
+
     logits: np.ndarray  # [tokens, N, V]
     first_seconds: float
     step_seconds: list[float]
@@ -57,85 +57,94 @@ class Pass(NamedTuple):
         return self.first_seconds + sum(self.step_seconds)
 
 
-def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]:
-    contest, sample = entrants.contest, json.loads(entrants.sample.read_text())
+def run_setup(request: RaceRequest, setup: EngineSetup, early_stopping: EarlyStopping) -> list[Run]:
+    """Return the runs of one setup, one for each batch, or one run if the setup cannot win."""
+    contest = request.contest
+    sample = json.loads(request.sample.read_text())
     task = GenerationTask.from_json(contest.asked, origin="the race")
-    followed = min(task.new_tokens, FOLLOWED)
+    followed_tokens = min(task.new_tokens, FOLLOWED_TOKENS)
     start = time.perf_counter()
     folder = engine_folder(contest.task, contest.source, setup.engine)
-    most = setup.changed(batch=max(contest.batches))  # what compiles does so for several rows, too
-    decoder: Decoder = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, most, folder))
-    load = time.perf_counter() - start
-    if entrants.reference.is_file():
-        expected = np.load(entrants.reference)
-        first = _follow(decoder, sample, expected.argmax(2), followed)
+    largest = setup.changed(batch=max(contest.batches))  # an engine that compiles does so for several rows too
+    decoder: Decoder = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, largest, folder))
+    load_seconds = time.perf_counter() - start
+    if request.reference.is_file():
+        expected = np.load(request.reference)
+        first_pass = _follow(decoder, sample, expected.argmax(2), followed_tokens)
     else:
-        first = _follow(decoder, sample, None, followed)
-        expected = first.logits
-        np.save(entrants.reference, expected)
-    one = _agreeing(Run(setup=setup, load_seconds=load, weight_bytes=decoder.weight_bytes), first.logits, expected)
-    alone = _timed(one.changed(setup=setup.changed(batch=len(sample))), [first], task.new_tokens)
-    share = first.cpu_seconds / (first.seconds * setup.threads)
-    stopped = standing.stopped(alone, share)
+        first_pass = _follow(decoder, sample, None, followed_tokens)
+        expected = first_pass.logits
+        np.save(request.reference, expected)
+    base = Run(setup=setup, load_seconds=load_seconds, weight_bytes=decoder.weight_bytes)
+    base = _with_agreement(base, first_pass.logits, expected)
+    first_run = _with_times(base.changed(setup=setup.changed(batch=len(sample))), [first_pass], task.new_tokens)
+    cpu_share = first_pass.cpu_seconds / (first_pass.seconds * setup.threads)
+    stopped = early_stopping.stop(first_run, cpu_share)
     if stopped is not None:
-        return [alone.changed(stopped=stopped)]
+        return [first_run.changed(stopped=stopped)]
     runs: list[Run] = []
     for rows in contest.batches:
-        if runs and standing.late:
+        if runs and early_stopping.is_late:
             return [*runs[:-1], runs[-1].changed(stopped="time")]
-        places = list(islice(cycle(range(len(sample))), rows))
-        larger = rows < contest.batches[-1] and not entrants.limited  # batches to come are timed; this one told who is behind
-        known = first if rows == len(sample) and (larger or first.seconds > ENOUGH_SECONDS) and share >= ALONE else None
-        passes = _passes(decoder, [sample[place] for place in places], expected.argmax(2)[:, places], known)
-        runs.append(_timed(one.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
+        indices = list(islice(cycle(range(len(sample))), rows))
+        # Larger batches decide the race, so one pass of this batch is enough: it has shown whether the setup is too slow.
+        is_one_pass_enough = (rows < contest.batches[-1] and not request.limited) or first_pass.seconds > ENOUGH_SECONDS
+        is_reused = rows == len(sample) and is_one_pass_enough and cpu_share >= MIN_CPU_SHARE
+        passes = [first_pass]
+        if not is_reused:
+            passes = _time_passes(decoder, [sample[index] for index in indices], expected.argmax(2)[:, indices])
+        runs.append(_with_times(base.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
     return runs
 
 
-def _agreeing(run: Run, found: np.ndarray, expected: np.ndarray) -> Run:
-    """Return the run with the agreement of its logits, [tokens, N, V], with those of the reference."""
+def _with_agreement(run: Run, logits: np.ndarray, expected: np.ndarray) -> Run:
+    """Return the run with the agreement of its logits with the reference's, both [tokens, N, V]."""
     width = expected.shape[-1]
-    agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
+    cosine = cosines(logits.reshape(-1, width), expected.reshape(-1, width))
     return run.changed(
-        largest_difference=float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0)),
-        worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
-        same_tokens=float((found.argmax(2) == expected.argmax(2)).mean()),
+        largest_difference=float(np.abs(logits - expected).max() / max(float(np.abs(expected).max()), 1.0)),
+        worst_cosine=float(cosine.min()), median_cosine=float(np.median(cosine)),
+        same_tokens=float((logits.argmax(2) == expected.argmax(2)).mean()),
     )  # fmt: skip
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
-    """Run one pass over ``tokens`` [count, N]. None: generate the likeliest tokens."""
+    """Run one pass of ``count`` tokens per prompt. ``tokens`` [count, N] are the tokens to follow. None: generate the
+    likeliest tokens."""
     decoder.keep([])
-    computed, start = time.process_time(), time.perf_counter()
+    cpu_start = time.process_time()
+    start = time.perf_counter()
     logits = [decoder.admit(prompts)]
     ends = [time.perf_counter()]
-    for place in range(count - 1):
-        logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[place]))
+    for step in range(count - 1):
+        logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[step]))
         ends.append(time.perf_counter())
-    computed = time.process_time() - computed
-    found = np.stack(logits)
-    if np.isnan(found).any():
+    cpu_seconds = time.process_time() - cpu_start
+    stacked = np.stack(logits)
+    if np.isnan(stacked).any():
         raise JobFailed("its logits are not numbers")
-    return Pass(found, ends[0] - start, list(np.diff(ends)), computed)
+    return Pass(stacked, ends[0] - start, list(np.diff(ends)), cpu_seconds)
 
 
-def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:
-    """Run the timed passes. ``known`` is a pass that took so long that no other is worth its time."""
-    passes = [] if known is None else [known]
-    while known is None and len(passes) < TIMED and sum(one.seconds for one in passes) < ENOUGH_SECONDS:
+def _time_passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray) -> list[Pass]:
+    """Run passes over ``tokens`` [tokens, N] until there are enough, or enough time has passed."""
+    passes: list[Pass] = []
+    while len(passes) < TIMED_PASSES and sum(one_pass.seconds for one_pass in passes) < ENOUGH_SECONDS:
         passes.append(_follow(decoder, prompts, tokens, len(tokens)))
     return passes
 
 
-def _timed(run: Run, passes: list[Pass], new_tokens: int) -> Run:
-    """Return the run with the seconds of all requested tokens. A step counts as long as the median of those that ran."""
-    steps = [median(one.step_seconds or [0.0]) for one in passes]
-    seconds = [one.first_seconds + step * (new_tokens - 1) for one, step in zip(passes, steps, strict=True)]
+def _with_times(run: Run, passes: list[Pass], new_tokens: int) -> Run:
+    """Return the run with the seconds of ``new_tokens`` tokens. The steps that did not run count as long as the median
+    step."""
+    steps = [median(one_pass.step_seconds or [0.0]) for one_pass in passes]
+    seconds = [one_pass.first_seconds + step * (new_tokens - 1) for one_pass, step in zip(passes, steps, strict=True)]
     spread = Spread.of(seconds, num_warmup=1)
     return run.changed(
         seconds=spread, per_second=run.setup.batch * new_tokens / spread.p50,
-        first_seconds=median(one.first_seconds for one in passes), step_seconds=median(steps),
+        first_seconds=median(one_pass.first_seconds for one_pass in passes), step_seconds=median(steps),
     )  # fmt: skip
 
 
-def main(path: Path, answer: Callable[[Runs], None]) -> None:
-    contend(path, answer, run)
+def main(path: Path, answer: Callable[[RaceResult], None]) -> None:
+    serve_race(path, answer, run_setup)

@@ -11,8 +11,15 @@ from upshift.errors import RequestError
 from upshift.inference.generation.batching import decode
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild
-from upshift.inference.generation.model import cache_bytes, check_weights, divide, generation_task, is_too_large, room
-from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options, unused
+from upshift.inference.generation.model import (
+    available_memory,
+    cache_bytes,
+    check_weights,
+    generation_task,
+    is_too_large,
+    plan_offload,
+)
+from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options, unused_settings
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.prompts import Prompt, Prompts
@@ -20,22 +27,24 @@ from upshift.inference.generation.sequence import Ending, GeneratedSequence
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
-from upshift.inference.race.types import Contest, Limits, Run, read_limit, read_quality, read_seconds, spread
+from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import build_engine
-from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
-from upshift.models.config import alike_positions_in
+from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
+from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPTS = 8  # of a race
-MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
+MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 CACHE_SHARE = 0.25  # of the free memory
 
 
 class Completion(NamedTuple):
+    """A generated text, its tokens, the number of tokens of its prompt, and why it ended."""
+
     text: str
     tokens: list[int]
     prompt_tokens: int
@@ -43,17 +52,26 @@ class Completion(NamedTuple):
 
 
 class Generator:
-    """``model``: a Hugging Face directory or hub id of a causal language model or an encoder-decoder, with its
-    tokenizer.
+    """Generate texts with a causal language model or an encoder-decoder.
 
-    ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
-    ``engine``: only this one. ``max_ttft_ms``: longest until the first tokens of prompts that are admitted together;
-    ``max_tpot_ms``: longest for a token more of each sequence, in the mean. ``chat``: a text is what a user says, by the model's
-    chat template. ``race_seconds``: of the race.
-    ``max_memory``: such as {"cpu": "8GiB"}, else what is free; a model that is larger runs in transformers, as it is
-    stored, partly from the disk.
+    The first call races the installed engines on some of the prompts, or recalls the result of an earlier race. All calls
+    use the fastest setup within the quality and the limits.
 
-    Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
+    Args:
+        model: Hugging Face directory or hub id, with its tokenizer.
+        quality: "exact" (fp32, logits within 1e-4 of transformers'), or the lowest cosine of logits to those, such as 0.999.
+        engine: the only engine to use.
+        max_ttft_ms: longest time until the first tokens of prompts that are admitted together.
+        max_tpot_ms: longest mean time of one more token of each sequence.
+        chat: read a text as the message of a user, by the model's chat template.
+        max_memory: memory limits by device, such as {"cpu": "8GiB"}. Without it, the free memory is the limit. A model that
+            is larger runs in transformers in its stored precision, partly from the disk.
+        race_seconds: time of the race.
+        on_run: called after each run of the race.
+
+    Raises:
+        RequestError: a request is not possible. The message names what is possible.
+        NothingFits: no setup keeps the limits.
     """
 
     def __init__(
@@ -76,91 +94,81 @@ class Generator:
         self.task = generation_task(self.source)
         check_weights(self.source)
         self.host = computing_host(stored_for(self.source))
-        self._engine = check_asked(self.task, self.source, engine, self.host)
+        self._engine = check_requested_engine(self.task, self.source, engine, self.host)
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        whole, alike = positions_of(self.source), alike_positions_in(self.source.hf_config.get_text_config(decoder=True))
-        self.longest = min((limit for limit in (whole, alike) if limit is not None), default=None)
-        self._positions = "positions" if self.longest == whole else "positions up to the next factor of longrope"
-        self._untold: set[str] | None = None  # names of generation_config.json that are not done here; None: it is not read yet
+        model_positions = positions_of(self.source)
+        longrope_positions = stable_positions_in(self.source.hf_config.get_text_config(decoder=True))
+        limits = [limit for limit in (model_positions, longrope_positions) if limit is not None]
+        self.longest = min(limits, default=None)  # tokens of a sequence; None: unknown
+        self._limit_name = "positions" if self.longest == model_positions else "positions up to the next factor of longrope"
+        self._unreported: set[str] | None = None  # unused settings without a warning so far; None: not read yet
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
-        self._reading: object | None = None  # the one call whose rows the decoder has
+        self._current_call: object | None = None  # identifies the call whose rows the decoder has
 
-    def options(self, **given: Any) -> GenerationOptions:
-        found = read_options(self.source, given)
-        check_tokens(found, given, self.vocabulary)
-        if self._untold is None:
-            self._untold = {*unused(self.source)}
-        if self._untold:  # the file is not read again for each request of a server
-            for name, value in unused(self.source, given).items():
-                if name in self._untold:
-                    self._untold.remove(name)
+    def options(self, **arguments: Any) -> GenerationOptions:
+        """Return the options of generation. Raise RequestError for an option that is not possible.
+
+        Log a warning for each setting of generation_config.json that is not applied, once per setting."""
+        options = read_options(self.source, arguments)
+        check_tokens(options, arguments, self.vocabulary)
+        if self._unreported is None:
+            self._unreported = {*unused_settings(self.source)}
+        if self._unreported:  # a server does not read the file again for each request
+            for name, value in unused_settings(self.source, arguments).items():
+                if name in self._unreported:
+                    self._unreported.remove(name)
                     logger.warning("generation_config.json says %s=%r, which is not done here", name, value)
-        return found
+        return options
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """Return the texts in the order of the prompts. ``options`` are GenerationOptions by their transformers
-        names."""
+        """Return the texts in the order of the prompts. ``options`` are GenerationOptions by transformers' names."""
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection):
-            said = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
-            raise RequestError(f"generate() takes a list of prompts and was given {said}; use generate([text]), or stream(text)")
+            value = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
+            raise RequestError(f"generate() takes a list of prompts and was given {value}; use generate([text]), or stream(text)")
         return self.complete(prompts, self.options(**options))
 
     def complete(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
-        """Return the completions of the prompts. ``first`` is the place of the first of them among all, which its
-        seed depends on."""
-        ids = self.read(prompts, options, first=first)
-        found: dict[int, Completion] = {}
-        for sequence, _ in self._tokens(ids, options, first=first):
+        """Return the completions of the prompts.
+
+        ``first`` is the index of the first prompt among all prompts of the user. The random numbers of a prompt depend on
+        its index."""
+        prompt_ids = self.read(prompts, options, first=first)
+        completions: dict[int, Completion] = {}
+        for sequence, _ in self._generate_tokens(prompt_ids, options, first=first):
             if sequence.ending is not None:
-                text = self.prompts.text(sequence.tokens)
-                found[sequence.place] = Completion(text, sequence.tokens, len(sequence.prompt), sequence.ending)
-        return [found[first + place] for place in range(len(ids))]
+                text = self.prompts.decode(sequence.tokens)
+                completions[sequence.index] = Completion(text, sequence.tokens, len(sequence.prompt), sequence.ending)
+        return [completions[first + number] for number in range(len(prompt_ids))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yield the text of one prompt, piece by piece."""
         return self.pieces(prompt, self.options(**options))
 
     def pieces(self, prompt: Prompt, options: GenerationOptions) -> Iterator[str]:
-        """Yield pieces of the text. A character comes as soon as all of its bytes are there."""
+        """Yield the text of one prompt, piece by piece. A character comes when all of its bytes are there."""
         tokens: list[int] = []
-        said, shown = 0, 0  # tokens that are shown; those among them that the next ones are read together with start here
-        for sequence, token in self._tokens(self.read([prompt], options), options):
+        context_start = 0  # the tokens from here on are decoded together with the next ones
+        shown = 0  # tokens whose text has been yielded
+        for sequence, token in self._generate_tokens(self.read([prompt], options), options):
             tokens.append(token)
-            before, now = self.prompts.text(tokens[said:shown]), self.prompts.text(tokens[said:])
-            if len(now) > len(before) and (sequence.ending or not now.endswith(BROKEN)):
-                yield now[len(before) :]
-                said, shown = shown, len(tokens)
+            old_text = self.prompts.decode(tokens[context_start:shown])
+            text = self.prompts.decode(tokens[context_start:])
+            if len(text) > len(old_text) and (sequence.ending or not text.endswith(REPLACEMENT)):
+                yield text[len(old_text) :]
+                context_start = shown
+                shown = len(tokens)
 
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
-        """Race on some of the first call's prompts, or recall what won before. Later calls use the same setup.
-        ``total`` is the number of prompts, if these are only some of them."""
-        options = self._within_positions(max(ids, key=len), options)
-        beyond = self.race is None and is_too_large(self.source, self.host, self._max_memory)
-        too_large = beyond and self._engine in (None, "torch")
-        if beyond and self._max_memory is not None:
-            if not too_large:
-                raise RequestError(
-                    f"--engine {self._engine} runs {self.source.reference!r} in memory alone, and its race takes more than "
-                    "--max-memory; leave out --engine, which then runs partly from the disk, or give more"
-                )
-            self.race = self._divide(ids, options)
+        """Return the result of the race on some of the first call's prompts, or of an earlier race. Load the winner.
+
+        Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them."""
+        options = self._limit_options(max(ids, key=len), options)
         if self.race is None:
-            sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
-            task = GenerationTask.of(options, self._positions_left(ids))
-            contest = Contest(
-                task=self.task, source=self.source, asked=task.to_json(), pad=0,
-                batches=self._batches(len(sample), self._room(ids, options)), hint="latency",
-            )  # fmt: skip
-            lengths = [len(prompt) for prompt in sample]
-            forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
-            amount = (total or len(ids)) * options.max_new_tokens
-            policy = RacePolicy(self.quality, self.limits, amount, engine=self._engine, seconds=self._race_seconds)
-            no_room = partial(self._divide, ids, options) if too_large else None
-            self.race = race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
+            self.race = self._race_or_offload(ids, options, total or len(ids))
         if self._decoder is None:
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
@@ -172,46 +180,78 @@ class Generator:
             )
         return self.race
 
-    def _divide(self, ids: list[list[int]], options: GenerationOptions) -> Race:
+    def _race_or_offload(self, ids: list[list[int]], options: GenerationOptions, total: int) -> Race:
+        """Return the result of a race. If the model does not fit into memory, run it partly from the disk without a race."""
+        exceeds_memory = is_too_large(self.source, self.host, self._max_memory)
+        can_offload = exceeds_memory and self._engine in (None, "torch")
+        if exceeds_memory and self._max_memory is not None:
+            if not can_offload:
+                raise RequestError(
+                    f"--engine {self._engine} runs {self.source.reference!r} in memory alone, and its race takes more than "
+                    "--max-memory; leave out --engine, which then runs partly from the disk, or give more"
+                )
+            return self._offload(ids, options)
+        sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
+        sample = pick_evenly(ids, max(sample_size, 1))
+        task = GenerationTask.from_options(options, self._positions_left(ids))
+        contest = Contest(
+            task=self.task, source=self.source, asked=task.to_json(), pad=0,
+            batches=self._batches(len(sample), self._max_rows(ids, options)), hint="latency",
+        )  # fmt: skip
+        lengths = [len(prompt) for prompt in sample]
+        forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
+        tokens_to_generate = total * options.max_new_tokens
+        policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=self._engine, seconds=self._race_seconds)
+        no_room = partial(self._offload, ids, options) if can_offload else None
+        return race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
+
+    def _offload(self, ids: list[list[int]], options: GenerationOptions) -> Race:
+        """Load the model partly on the disk. Return its setup as the result of a race without runs."""
         if self.limits:
             raise RequestError(
                 f"{self.source.reference!r} has no room in memory, and where it runs partly from the disk nothing is raced, so "
                 "--max-ttft-ms and --max-tpot-ms cannot be held; leave them out, or give more --max-memory"
             )
         tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
-        rows = self._room(ids, options)
-        chosen, where, reason = divide(self.source, self.host, self.quality, self._max_memory, rows=rows, tokens=tokens)
+        rows = self._max_rows(ids, options)
+        chosen, where, reason = plan_offload(self.source, self.host, self.quality, self._max_memory, rows=rows, tokens=tokens)
         folder = engine_folder(self.task, self.source, chosen.engine)
         self._decoder = build_engine(self.task, chosen.engine, DecoderBuild(self.source, chosen, folder, where))
         return Race(runs=(), chosen=chosen, file=None, divided=reason)
 
-    def _batches(self, sampled: int, room: int) -> tuple[int, ...]:
-        """Return the batches to race. Under a limit they are every power of two below what memory holds, because more
-        rows make each wait longer. If padding before a prompt would change the text after it, it is one prompt at a
-        time."""
+    def _batches(self, sample_size: int, max_rows: int) -> tuple[int, ...]:
+        """Return the batches to race.
+
+        Under a limit they include every power of two that fits into memory, because more rows make each sequence wait
+        longer. If padding before a prompt changes the text after it, there is only the batch 1."""
         if isolation_of(self.source).left_padding:
             return (1,)
-        doubled = {2**power for power in range(room.bit_length())} if self.limits else set[int]()
-        return tuple(sorted({sampled, room} | doubled))
+        batches = {sample_size, max_rows}
+        if self.limits:
+            batches |= {2**power for power in range(max_rows.bit_length())}
+        return tuple(sorted(batches))
 
-    def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
-        """Return the number of sequences whose cache fits beside the model. If memory is short it is a power of two,
-        so that the remembered race stays the same while free memory goes a little up and down."""
-        tokens, one = self.cache_tokens(), max(len(prompt) for prompt in ids) + options.max_new_tokens
-        most = MANY if tokens is None else max(min(tokens // one, MANY), 1)
-        return min(len(ids), 1 << (most.bit_length() - 1))
+    def _max_rows(self, ids: list[list[int]], options: GenerationOptions) -> int:
+        """Return the number of sequences whose cache fits beside the model.
+
+        If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
+        cache_tokens = self.cache_tokens()
+        sequence_tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
+        rows = MAX_ROWS
+        if cache_tokens is not None:
+            rows = max(min(cache_tokens // sequence_tokens, MAX_ROWS), 1)
+        return min(len(ids), 1 << (rows.bit_length() - 1))
 
     def _positions_left(self, ids: list[list[int]]) -> int | None:
-        """Return the positions that are left for new tokens of each prompt."""
+        """Return the positions that are left for new tokens of each prompt, or None if the limit is unknown."""
         if self.longest is None:
             return None
         return self.longest - (max(len(prompt) for prompt in ids) if self.start is None else 1)
 
     def cache_tokens(self) -> int | None:
-        """Return the tokens of all sequences together that have room beside the model, or None if nothing says how
-        much memory there is."""
-        known = room(computing_host(stored_for(self.source)), self._max_memory)
-        return None if known is None else int(CACHE_SHARE * known / cache_bytes(self.source))
+        """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
+        free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
+        return None if free_bytes is None else int(CACHE_SHARE * free_bytes / cache_bytes(self.source))
 
     @cached_property
     def vocabulary(self) -> int:
@@ -225,48 +265,52 @@ class Generator:
         return self._decoder
 
     def read(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
-        """Return token ids. Raise RequestError for a prompt that is empty, or too long for the model."""
-        ids = self.prompts.of(prompts, first=first)
-        for number, prompt in enumerate(ids, start=first + 1):
+        """Return the token ids of prompts. Raise RequestError for a prompt that is empty, or too long for the model."""
+        prompt_ids = self.prompts.tokenize(prompts, first=first)
+        for number, prompt in enumerate(prompt_ids, start=first + 1):
             self.check_positions(prompt, options, f"prompt {number}")
-        return ids
+        return prompt_ids
 
     def check_positions(self, prompt: list[int], options: GenerationOptions, name: str) -> None:
         """Raise RequestError if prompt and answer are longer than the model allows."""
-        new = self._within_positions(prompt, options).max_new_tokens
-        needed = len(prompt) + new if self.start is None else max(len(prompt), new + 1)  # an encoder has its own positions
-        if self.longest is not None and needed > self.longest:
+        new_tokens = self._limit_options(prompt, options).max_new_tokens
+        needed_positions = len(prompt) + new_tokens
+        if self.start is not None:  # encoder and decoder count their positions apart
+            needed_positions = max(len(prompt), new_tokens + 1)
+        if self.longest is not None and needed_positions > self.longest:
             raise RequestError(
-                f"{name} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
-                f"{self.longest:,} {self._positions} of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+                f"{name} has {len(prompt):,} tokens, with max_new_tokens={new_tokens:,} more than the "
+                f"{self.longest:,} {self._limit_name} of {self.source.reference!r}; shorten it, or ask for fewer tokens"
             )
 
-    def _within_positions(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
-        """Return the options for one prompt. Where neither the user nor the model's files say how long an answer may be, it ends
-        where the model's positions end."""
+    def _limit_options(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
+        """Return the options for one prompt. If neither the user nor the model's files limit the length of answers, an
+        answer ends where the model's positions end."""
         left = self._positions_left([prompt])
         if left is None or left < 1 or left >= options.max_new_tokens or "max_new_tokens" in options.model_fields_set:
             return options
         return options.changed(max_new_tokens=left)
 
-    def _tokens(
+    def _generate_tokens(
         self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0
     ) -> Iterator[tuple[GeneratedSequence, int]]:
+        """Yield each sequence with each of its tokens. Raise RequestError if another call has started meanwhile."""
         if not ids:
             return
         chosen = self.prepare(ids, options).chosen
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
-        waiting = [
-            GeneratedSequence(place, prompt, self._within_positions(prompt, options), tokenizer, start=self.start)
-            for place, prompt in enumerate(ids, start=first)
+        sequences = [
+            GeneratedSequence(index, prompt, self._limit_options(prompt, options), tokenizer, start=self.start)
+            for index, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
-        self._reading = reading = object()
+        self._current_call = this_call = object()
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
-        for found in decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)), lookup=lookup):
-            yield found
-            if self._reading is not reading:  # what it has computed is gone
+        rows = min(chosen.batch, self._max_rows(ids, options))
+        for sequence, token in decode(self._decoder, sequences, rows=rows, lookup=lookup):
+            yield sequence, token
+            if self._current_call is not this_call:  # the decoder's rows belong to the other call
                 raise RequestError(
                     "this Generator began another text before this stream had ended; read one after the other, or give each a "
                     "Generator of its own"

@@ -1,5 +1,7 @@
-"""Keep texts to a form: before each token, exclude the tokens that would break it. llguidance knows for every state
-of the grammar which tokens may follow (Moskal, Musuvathi and others, github.com/guidance-ai/llguidance)."""
+"""Keep texts to a grammar: before each token, exclude the tokens that would break it.
+
+llguidance knows for every state of a grammar which tokens may follow (Moskal, Musuvathi and others,
+github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -11,40 +13,46 @@ import numpy as np
 
 from upshift.errors import RequestError
 
-# Between the parts of a JSON value. Without an end to it, small models write spaces for ever.
+# Between the parts of a JSON value. Without a limit, small models write spaces without end.
 WHITESPACE = r"[ \n]{0,16}"
 
 
 class Grammars:
-    """The grammars over one model's tokens. ``vocabulary`` is the number of its logits. ``ends`` are tokens that end
-    its texts."""
+    """The grammars over one model's tokens. ``vocabulary`` is the number of its logits. ``eos_ids`` are the tokens that
+    end its texts."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
+    def __init__(self, tokenizer: Any, vocabulary: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._eos_ids = list(eos_ids)
 
-    def of_json(self, schema: str) -> Grammar:
-        """Return the grammar of values that a JSON schema allows. {"type": "object"} allows all objects. Raise
-        RequestError for an invalid schema, or one that is not supported."""
+    def from_json_schema(self, schema: str) -> Grammar:
+        """Return the grammar of the values that a JSON schema allows. {"type": "object"} allows all objects.
+
+        Raise RequestError for a schema that is invalid or not supported."""
         import llguidance
 
         try:
-            said = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
         except ValueError as error:
             raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
-        return Grammar(self._matcher(said), self._ends)
+        return Grammar(self._make_matcher(grammar), self._eos_ids)
 
     def check(self) -> None:
-        """Raise RequestError if the model's tokens cannot be told apart."""
-        _ = self.tokens
+        """Raise RequestError if llguidance does not support the model's tokenizer."""
+        _ = self.llg_tokenizer
 
-    def spelled(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text, which may be a part of a character. If a model has more
-        tokens than words, the rest have none."""
-        found: bytes = self.tokens.decode_bytes([token]) if token < len(self._tokenizer) else b""
-        return found
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text, possibly a part of a character.
+
+        A model may have more logits than its tokenizer has tokens. The extra ones have no bytes."""
+        if token >= len(self._tokenizer):
+            return b""
+        decoded: bytes = self.llg_tokenizer.decode_bytes([token])
+        return decoded
 
     @cached_property
-    def tokens(self) -> Any:
+    def llg_tokenizer(self) -> Any:
         """Return llguidance's tokenizer. Building it takes a second for 100,000 tokens."""
         import llguidance.hf
         from transformers import PreTrainedTokenizerFast
@@ -52,42 +60,44 @@ class Grammars:
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             kind = type(self._tokenizer).__name__
             raise RequestError(f"forms and log-probabilities want a tokenizer.json; this model has a {kind}: ask without them")
-        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
+        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
 
-    def _matcher(self, grammar: str) -> Any:
+    def _make_matcher(self, grammar: str) -> Any:
         import llguidance
 
-        found = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
-        if found.is_error():
-            raise RequestError(f"the JSON schema is not possible ({_first_line(found)}); leave that out of it")
-        return found
+        matcher = llguidance.LLMatcher(self.llg_tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the JSON schema is not possible ({_first_line(matcher)}); leave that out of it")
+        return matcher
 
 
 class Grammar:
-    """The state of a text in its form. ``ends`` are tokens that end the text. Some models have words among them."""
+    """The state of one text in its grammar. ``eos_ids`` are the tokens that end the text. In some models they are words
+    too."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, list(ends)
+    def __init__(self, matcher: Any, eos_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._eos_ids = list(eos_ids)
 
-    def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """Return logits [V] in which tokens that would break the form are -inf. Raise RequestError if all would."""
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits [V] in which the tokens that would break the grammar are -inf. Raise RequestError if all would."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        may = np.zeros(len(logits), dtype=bool)
-        may[: len(bits)] = bits[: len(logits)]
-        may[self._ends] &= self._matcher.is_accepting()
-        if not may.any():
+        is_allowed = np.zeros(len(logits), dtype=bool)
+        is_allowed[: len(bits)] = bits[: len(logits)]
+        is_allowed[self._eos_ids] &= self._matcher.is_accepting()
+        if not is_allowed.any():
             raise RequestError("the form cannot go on with any of the model's tokens; ask for another one")
-        found: np.ndarray = np.where(may, logits, -np.inf).astype(logits.dtype)
-        return found
+        masked: np.ndarray = np.where(is_allowed, logits, -np.inf).astype(logits.dtype)
+        return masked
 
-    def ends_with(self, token: int) -> bool:
-        """Take a token that is allowed -> whether nothing can follow it. Raises RequestError where the form is too large."""
+    def accept(self, token: int) -> bool:
+        """Append an allowed token. Return whether no token can follow it. Raise RequestError if the grammar is too large."""
         if not self._matcher.consume_token(token):
             raise RequestError(f"the form is too large to be held to ({_first_line(self._matcher)}); ask for a simpler one")
         return bool(self._matcher.is_stopped())
 
 
 def _first_line(matcher: Any) -> str:
-    """Return the first line of the error, because a dump of the matcher's states follows it."""
-    said: str = matcher.get_error()
-    return said.partition("\n")[0]
+    """Return the first line of the matcher's error. A dump of the matcher's states follows it."""
+    message: str = matcher.get_error()
+    return message.partition("\n")[0]

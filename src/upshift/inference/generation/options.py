@@ -1,5 +1,5 @@
-"""Read how text is chosen, by transformers' own names: the user's options, and else those of the model's
-generation_config.json."""
+"""Define the options of generation by transformers' names, and read them: the user's options first, then those of the
+model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -13,70 +13,75 @@ from upshift.models.generation_config import merge_options, unused_options
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
-ONLY_ASKED = ("prompt_lookup_num_tokens",)  # changes speed alone, and one engine has it
-LEAST = 1e-6  # of what logits are divided by, which files of models say for 0: less gives numbers that fp32 does not have
-TOKENS = ("bad_words_ids", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id")
-Words = Annotated[tuple[int, ...], Field(min_length=1)]
-Bias = tuple[Words, float]
+USER_ONLY = ("prompt_lookup_num_tokens",)  # only from the user: it changes nothing but speed, and not every engine has it
+MIN_DIVISOR = 1e-6  # logits divided by a smaller number exceed fp32; files of models write it for 0
+TOKEN_OPTIONS = ("bad_words_ids", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id")
+TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
+Bias = tuple[TokenSequence, float]
 
 
 class GenerationOptions(Value):
-    """The options of generation. The text of a prompt depends on ``seed`` and on the prompt's place alone, however
-    prompts are batched."""
+    """The options of generation.
+
+    The sampled text of a prompt depends only on ``seed`` and on the prompt's position in the input, not on how prompts
+    are batched."""
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
-    min_length: int = Field(0, ge=0)  # with the prompt, or with the token that a decoder beside an encoder starts with
+    min_length: int = Field(0, ge=0)  # of prompt and answer; of a decoder beside an encoder, its first token counts as the prompt
     do_sample: bool = False
-    temperature: float = Field(1.0, ge=LEAST)
-    top_k: int = Field(50, ge=0)  # transformers' own default of sampling; 0: all
+    temperature: float = Field(1.0, ge=MIN_DIVISOR)
+    top_k: int = Field(50, ge=0)  # transformers' default for sampling; 0: all tokens
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float = Field(1.0, gt=0, le=1)
     epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
     eta_cutoff: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, ge=LEAST)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # OpenAI's, as the next one
+    repetition_penalty: float = Field(1.0, ge=MIN_DIVISOR)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # OpenAI's, like presence_penalty
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    sequence_bias: tuple[Bias, ...] = ()  # of tokens, or of the last one of several, behind the others
+    sequence_bias: tuple[Bias, ...] = ()  # for a token, or for the last token of a sequence after the others
     no_repeat_ngram_size: int = Field(0, ge=0)
-    bad_words_ids: tuple[Words, ...] = ()
+    bad_words_ids: tuple[TokenSequence, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
-    stop_strings: tuple[str, ...] = ()  # the text ends with the one that was met
+    stop_strings: tuple[str, ...] = ()  # the text ends with the stop string that was found
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
-    prompt_lookup_num_tokens: int | None = Field(None, gt=0)  # most that are guessed at once (lookup.py)
+    prompt_lookup_num_tokens: int | None = Field(None, gt=0)  # maximum tokens of a guess
 
 
-def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
-    """Return the options. Raise RequestError for a name or a value that is not possible, with what is possible."""
-    return merge_options(GenerationOptions, source, given, only_asked=ONLY_ASKED)
+def read_options(source: ModelSource, arguments: Mapping[str, Any]) -> GenerationOptions:
+    """Return the options. Raise RequestError for a name or a value that is not possible, and name what is possible."""
+    return merge_options(GenerationOptions, source, arguments, user_only=USER_ONLY)
 
 
-def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabulary: int) -> None:
-    """Raise RequestError for tokens that the model does not have. Files of models may name such ends. ``given`` are
-    the user's options."""
-    biased = tuple(words for words, _ in options.sequence_bias)
-    for name, said in (("sequence_bias", biased), *((name, getattr(options, name)) for name in TOKENS)):
-        wrong = [token for token in _tokens(said) if not 0 <= token < vocabulary]
-        if wrong and (name in given or name != "eos_token_id"):
-            raise RequestError(f"{name} has {wrong[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
-    if options.bad_words_ids and {*options.bad_words_ids} <= {(end,) for end in options.eos_token_id}:
+def check_tokens(options: GenerationOptions, arguments: Mapping[str, Any], vocabulary: int) -> None:
+    """Raise RequestError for token ids that are not below ``vocabulary``.
+
+    ``arguments`` are the user's options. The eos_token_id of a model's file may have such ids."""
+    token_options = {name: getattr(options, name) for name in TOKEN_OPTIONS}
+    biased = tuple(ids for ids, _ in options.sequence_bias)
+    for name, value in {"sequence_bias": biased, **token_options}.items():
+        unknown = [token for token in _flatten(value) if not 0 <= token < vocabulary]
+        if unknown and (name in arguments or name != "eos_token_id"):
+            raise RequestError(f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
+    if options.bad_words_ids and {*options.bad_words_ids} <= {(token,) for token in options.eos_token_id}:
         raise RequestError("bad_words_ids has nothing but the token that ends a text; ask for min_new_tokens, or for other words")
 
 
-def _tokens(said: Any) -> Iterator[int]:
-    """Yield the tokens of one, of several, or of several words."""
-    if isinstance(said, tuple):
-        for part in said:
-            yield from _tokens(part)
-    elif said is not None:
-        yield said
+def _flatten(value: Any) -> Iterator[int]:
+    """Yield the token ids of an option: one id, a tuple of ids, or a tuple of such tuples."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _flatten(item)
+    elif value is not None:
+        yield value
 
 
-def unused(source: ModelSource, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of generation_config.json that Upshift does not apply: beams, other processors. ``given``
-    are the user's options."""
-    return unused_options(GenerationOptions, source, given)
+def unused_settings(source: ModelSource, arguments: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of generation_config.json that Upshift does not apply, such as beams or other processors.
+
+    ``arguments`` are the user's options, which replace settings of the file."""
+    return unused_options(GenerationOptions, source, arguments)

@@ -1,10 +1,10 @@
-"""Decode with prompt lookup: guess that what followed the same words before follows them again, and check the guess
-in one pass.
+"""Decode with prompt lookup: guess that the tokens that followed the same words before follow them again, and check the
+guess in one pass.
 
-Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is
-``prompt_lookup_num_tokens``. A token is chosen from the logits that a step of its own would give, so the text is the
-same, sampled or not. One sequence runs at once: the rows of several would be of different lengths after each pass.
-Whether guessing pays is measured while it runs."""
+Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is ``prompt_lookup_num_tokens``. Each
+token is chosen from the logits that a step of its own would give, so the text is the same, sampled or not. Only one
+sequence runs at once: several rows would have different lengths after each pass. Whether guessing pays is measured while it
+runs."""
 
 from __future__ import annotations
 
@@ -12,37 +12,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
-LONGEST_MATCH = 3  # tokens that must have been there before; of fewer, down to one, where no longer ones were
-TRIALS = 8  # passes with a guess, before it is judged
-AGAIN = 64  # passes without guesses, after which they are tried again: texts change
+MAX_MATCH = 3  # last tokens that are searched in the text; if they do not occur, fewer, down to one
+TRIAL_PASSES = 8  # passes with a guess before guessing is judged
+PAUSE_PASSES = 64  # passes without guesses before they are tried again, because texts change
 
 
 class Lookup:
-    """The guesses of one sequence. ``count`` is the most tokens of a guess."""
+    """The guesses for one sequence. ``max_guess`` is the maximum number of tokens of a guess."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._step, self._guessed = Rate(), Rate()
-        self._resting = 0
+    def __init__(self, max_guess: int) -> None:
+        self._max_guess = max_guess
+        self._step_rate = Rate()
+        self._guess_rate = Rate()
+        self._pause = 0  # passes that are left without guesses
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that may follow, or nothing if nothing is known or guessing does not pay."""
-        if self._resting or not self._step.passes:  # a pass without one comes first, to compare with
-            self._resting = max(self._resting - 1, 0)
+    def guess(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the tokens that may follow, or nothing if there is no match or if guessing does not pay."""
+        if self._pause or not self._step_rate.passes:  # the first pass has no guess, to compare with
+            self._pause = max(self._pause - 1, 0)
             return []
-        if self._guessed.passes >= TRIALS and self._guessed.per_second < self._step.per_second:
-            self._guessed, self._resting = Rate(), AGAIN
+        if self._guess_rate.passes >= TRIAL_PASSES and self._guess_rate.per_second < self._step_rate.per_second:
+            self._guess_rate = Rate()
+            self._pause = PAUSE_PASSES
             return []
-        return continuation(tokens, min(self._count, most))
+        return find_continuation(tokens, min(self._max_guess, max_tokens))
 
     def add(self, tokens: int, seconds: float, *, guessed: bool) -> None:
         """Record a pass that gave ``tokens`` tokens."""
-        (self._guessed if guessed else self._step).add(tokens, seconds)
+        rate = self._guess_rate if guessed else self._step_rate
+        rate.add(tokens, seconds)
 
 
 class Rate:
+    """The tokens per second of passes of one kind."""
+
     def __init__(self) -> None:
-        self.passes, self._tokens, self._seconds = 0, 0, 0.0
+        self.passes = 0
+        self._tokens = 0
+        self._seconds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.passes += 1
@@ -54,13 +61,15 @@ class Rate:
         return self._tokens / max(self._seconds, 1e-9)
 
 
-def continuation(tokens: Sequence[int], most: int) -> list[int]:
-    """Return what followed the last tokens at their previous place. The longest match comes first."""
+def find_continuation(tokens: Sequence[int], max_tokens: int) -> list[int]:
+    """Return at most ``max_tokens`` tokens that followed the last tokens where they occurred before.
+
+    The longest match counts, and of several such matches the latest one. Without a match, return nothing."""
     text = np.asarray(tokens)
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+    for length in range(min(MAX_MATCH, len(text) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)
-        places = np.flatnonzero((windows == text[-length:]).all(1))
-        if len(places) and most > 0:
-            start = int(places[-1]) + length
-            return [int(token) for token in text[start : start + most]]
+        matches = np.flatnonzero((windows == text[-length:]).all(1))
+        if len(matches) and max_tokens > 0:
+            start = int(matches[-1]) + length
+            return [int(token) for token in text[start : start + max_tokens]]
     return []

@@ -1,10 +1,8 @@
-"""Turn prompts into token ids, by the model's own tokenizer and chat template, and tokens back into text.
+"""Turn prompts into token ids by the model's tokenizer and chat template, tokens back into text, and read prompts from
+files.
 
-A prompt is used whole or refused: a chat's tools and the fields of its messages must change what the chat template
-writes.
-
-Read prompts from a file, block by block.
-"""
+A prompt is used completely or rejected: tools of a chat and fields of its messages must change the text that the chat
+template writes."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PROMPT_FORM = 'a text of Unicode characters, or the messages of a chat: [{"role"
 
 
 class Prompts:
-    """The prompts of a model. ``chat``: a plain text is also read as a user's message."""
+    """The tokenizer and chat template of a model. With ``chat``, a text is the message of a user."""
 
     def __init__(self, source: ModelSource, *, chat: bool = False) -> None:
         self.tokenizer = load_tokenizer(source)
@@ -36,56 +34,57 @@ class Prompts:
         if chat:
             self._check_template()
 
-    def of(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
-        """Return token ids. Raise RequestError for a prompt that is none, has no tokens, or is not what the chat
-        template takes."""
-        found = []
+    def tokenize(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
+        """Return the token ids of prompts. ``first`` is the index of the first prompt among all, for messages.
+
+        Raise RequestError for a prompt that is of another type, has no tokens, or does not suit the chat template."""
+        prompt_ids = []
         for number, prompt in enumerate(prompts, start=first + 1):
             if not _is_prompt(prompt):
                 raise RequestError(f"prompt {number} is {prompt!r:.80}; give {PROMPT_FORM}")
-            ids = self._ids(prompt, f"prompt {number}")
+            ids = self._tokenize_one(prompt, f"prompt {number}")
             if not ids:
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
-            found.append(ids)
-        return found
+            prompt_ids.append(ids)
+        return prompt_ids
 
-    def text(self, tokens: Sequence[int]) -> str:
-        found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return found
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
-    def _ids(self, prompt: Prompt, name: str) -> list[int]:
+    def _tokenize_one(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str) and not self.chat:
-            found: list[int] = self.tokenizer(prompt).input_ids
-            return found
-        chat = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else chat_of(prompt, name)
+            text_ids: list[int] = self.tokenizer(prompt).input_ids
+            return text_ids
+        chat = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else normalize_chat(prompt, name)
         self._check_template()
         self._check_used(chat, name)
-        ids: list[int] = self._applied(chat, name, tokenize=True)
+        ids: list[int] = self._apply_template(chat, name, tokenize=True)
         return ids
 
-    def _applied(self, chat: Mapping[str, Any], name: str, *, tokenize: bool) -> Any:
-        messages, tools = chat["messages"], chat.get("tools")
+    def _apply_template(self, chat: Mapping[str, Any], name: str, *, tokenize: bool) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+                chat["messages"], tools=chat.get("tools"), add_generation_prompt=True, tokenize=tokenize, return_dict=False
             )
-        except (TemplateError, TypeError, ValueError) as error:  # its own raise_exception, or what it does to a message
+        except (TemplateError, TypeError, ValueError) as error:  # of the template
             raise RequestError(
                 f"{name} is not what the chat template of {self._reference!r} takes ({error}); give messages that it takes"
             ) from None
 
     def _check_used(self, chat: Mapping[str, Any], name: str) -> None:
-        """Raise RequestError over tools, or a field of messages, without which the template writes the same."""
+        """Raise RequestError if the template writes the same text without the tools, or without a field of the messages."""
         fields = sorted({field for message in chat["messages"] for field in message} - {"role", "content"})
         if not fields and not chat.get("tools"):
             return
-        written = self._applied(chat, name, tokenize=False)
-        without = {field: _without(chat, field) for field in fields}
+        full_text = self._apply_template(chat, name, tokenize=False)
+        reduced_chats = {field: _remove_field(chat, field) for field in fields}
         if chat.get("tools"):
-            without["tools"] = {"messages": chat["messages"]}
-        for field, less in without.items():
+            reduced_chats["tools"] = {"messages": chat["messages"]}
+        for field, reduced_chat in reduced_chats.items():
             try:
-                is_used = self._applied(less, name, tokenize=False) != written
+                is_used = self._apply_template(reduced_chat, name, tokenize=False) != full_text
             except RequestError:  # the template needs it
                 is_used = True
             if not is_used:
@@ -98,39 +97,42 @@ class Prompts:
             raise RequestError(f"{self._reference!r} has no chat template; give texts instead of messages, without --chat")
 
 
-def chat_of(prompt: Messages | Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return messages whose contents are texts, and tools. Raise RequestError over parts of a content that are no text."""
+def normalize_chat(prompt: Messages | Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a chat with "messages", whose contents are texts, and perhaps "tools".
+
+    Raise RequestError for a part of a content that is not text. ``name`` names the prompt in the message."""
     chat: dict[str, Any] = dict(prompt) if isinstance(prompt, Mapping) else {"messages": prompt}
-    return {**chat, "messages": [_plain(message, where) for message in chat["messages"]]}
+    return {**chat, "messages": [_join_content(message, name) for message in chat["messages"]]}
 
 
-def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _join_content(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the message with its content as one text."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
-    for part in content:
+    for item in content:
         if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or set(part) != {"type", "text"}
-            or not is_text(part["text"])
+            not isinstance(item, Mapping)
+            or item.get("type") != "text"
+            or set(item) != {"type", "text"}
+            or not is_text(item["text"])
         ):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            named = f"of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
+            kind = item.get("type") if isinstance(item, Mapping) else None
+            description = f"of type {kind!r}" if kind not in (None, "text") else f"{item!r:.60}"
             raise RequestError(
-                f"{where} is no prompt: its content has a part {named}, and answers are made from text alone; "
+                f"{name} is no prompt: its content has a part {description}, and answers are made from text alone; "
                 'write parts as {"type": "text", "text": "..."}'
             )
-    return {**message, "content": "".join(part["text"] for part in content)}
+    return {**message, "content": "".join(item["text"] for item in content)}
 
 
-def _without(chat: Mapping[str, Any], field: str) -> dict[str, Any]:
+def _remove_field(chat: Mapping[str, Any], field: str) -> dict[str, Any]:
     messages = [{name: value for name, value in message.items() if name != field} for message in chat["messages"]]
     return {**chat, "messages": messages}
 
 
 def _is_prompt(prompt: object) -> bool:
-    """Return whether the value has the form of a prompt. The chat template itself checks what a message holds."""
+    """Return whether the value has the form of a prompt. The chat template checks the content of messages."""
     if isinstance(prompt, Mapping):
         return "messages" in prompt and not set(prompt) - {*CHAT_KEYS} and _is_prompt(prompt["messages"])
     if isinstance(prompt, list | tuple):
@@ -138,8 +140,8 @@ def _is_prompt(prompt: object) -> bool:
     return is_text(prompt)
 
 
-def line_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as a line of JSON gives it."""
+def prompt_record(prompt: Prompt) -> dict[str, Any]:
+    """Return the prompt as a JSON object, in the form that prompt files have."""
     if isinstance(prompt, Mapping):
         return dict(prompt)
     return {"prompt" if isinstance(prompt, str) else "messages": prompt}
@@ -150,6 +152,7 @@ LINE_FORM = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "...
 
 
 def check_prompts(prompts: Path, option: str) -> None:
+    """Raise RequestError if the file does not exist, is empty, or has another suffix."""
     if not prompts.is_file() or prompts.suffix not in (".txt", ".jsonl"):
         raise RequestError(
             f"{option} {prompts} must be a file: .txt with a prompt a line, or .jsonl with {LINE_FORM} on every line"
@@ -164,38 +167,39 @@ def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Yield the prompts of a file. Raise RequestError with the number of the line that is no prompt."""
-    return read_lines(path, _prompt)
+    """Yield the prompts of a file. Raise RequestError with the number of a line that is no prompt."""
+    return read_lines(path, _parse_line)
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _parse_line(line: str, name: str) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise RequestError(f"{where} is no prompt; write {LINE_FORM}")
-    _check_keys(record, where)
+        raise RequestError(f"{name} is no prompt; write {LINE_FORM}")
+    _check_keys(record, name)
     if "prompt" in record:
         if not is_text(record["prompt"]):
-            raise RequestError(f"{where} is no prompt; write {LINE_FORM}, of Unicode characters")
+            raise RequestError(f"{name} is no prompt; write {LINE_FORM}, of Unicode characters")
         return str(record["prompt"])
     messages = record["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise RequestError(f"{where} is no prompt; write {LINE_FORM}, of Unicode characters")
-    chat_of(messages, where)
+        raise RequestError(f"{name} is no prompt; write {LINE_FORM}, of Unicode characters")
+    normalize_chat(messages, name)
     return record if record.get("tools") else messages
 
 
-def _check_keys(record: dict[str, Any], where: str) -> None:
-    taken = CHAT_KEYS if "messages" in record else ("prompt",)
-    unknown = next((key for key in record if key not in taken), None)
+def _check_keys(record: dict[str, Any], name: str) -> None:
+    """Raise RequestError for an unknown key, or for tools of another type."""
+    used_keys = CHAT_KEYS if "messages" in record else ("prompt",)
+    unknown = next((key for key in record if key not in used_keys), None)
     if unknown is not None:
-        raise RequestError(f"{where} has a key {unknown!r}, which is not used; leave it out, and write {LINE_FORM}")
+        raise RequestError(f"{name} has a key {unknown!r}, which is not used; leave it out, and write {LINE_FORM}")
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RequestError(
-            f"{where} has tools that are no list of JSON objects; write them as transformers' chat templates take them"
+            f"{name} has tools that are no list of JSON objects; write them as transformers' chat templates take them"
         )
 
 

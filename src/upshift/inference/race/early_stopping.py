@@ -1,5 +1,4 @@
-"""Decide which contestants can still win a race. Others are not converted, or not timed further, and the reason is
-recorded."""
+"""Decide which setups can still win a race. Skip or stop the others, and record why."""
 
 from __future__ import annotations
 
@@ -8,12 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from upshift.inference.race.types import Entrants, LeftOut, Quality, Run, Runs, Stopped
+from upshift.inference.race.types import Quality, RaceRequest, RaceResult, Run, Skipped, Stopped
 from upshift.inference.registry import EngineSetup, Precision
 
-BEHIND = 1.5  # of a first step, or a second pass, which no later one makes up: a step's slowest warm-up was 1.2
-ALONE = 0.75  # of its threads' time: with less something else ran beside it, and being slow says nothing
-COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # of one engine: what rounds all that this one does, at least as far
+# A first step or a second pass that is slower than the best by this factor cannot win: a step's slowest warm-up was 1.2.
+HOPELESS_RATIO = 1.5
+# Share of its threads' time that a run must have computed: with less, something else ran beside it, and it may be slow for that.
+MIN_CPU_SHARE = 0.75
+COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # precisions of the same engine that round everything at least as far
     "fp16": ("int8", "int4"),
     "fp16-weights": ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4"),
     "mixed-weights": ("mixed", "int8-weights", "int8", "int4-weights", "int4"),
@@ -24,75 +25,90 @@ COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # of one engine: what ro
 }
 EIGHT_BITS: tuple[Precision, ...] = ("int8", "int8-weights")
 FOUR_BITS: tuple[Precision, ...] = ("int4", "int4-weights")
-FOUR_OF_EIGHT = 16.0  # loss of cosine with 4 bits over that with 8, at least: steps are 16 times as wide; 67, 73 in docs/log.md
+# The loss of cosine with 4 bits is at least this times the loss with 8 bits: the steps are 16 times as wide. Measured: 67 and 73
+# (docs/log.md).
+FOUR_BIT_LOSS_RATIO = 16.0
 
 
-class Standing:
-    """The position of one engine's setups in a race, by their runs and those of the engines before."""
+class EarlyStopping:
+    """The decisions about one engine's setups in a race, from their runs and those of the engines before."""
 
-    def __init__(self, entrants: Entrants) -> None:
-        self._entrants, self._runs = entrants, list[Run]()
-        self._end = time.perf_counter() + entrants.seconds
+    def __init__(self, request: RaceRequest) -> None:
+        self._request = request
+        self._runs: list[Run] = []
+        self._end = time.perf_counter() + request.seconds
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
+        """Return whether the time of the race is over."""
         return time.perf_counter() > self._end
 
     def add(self, runs: Iterable[Run]) -> None:
         self._runs += runs
 
-    def left_out(self, setup: EngineSetup) -> LeftOut | None:
-        """Return why a setup need not even be converted, or None."""
-        if self.late and self._entrants.before:  # the reference runs in any case
-            return LeftOut(setup=setup, reason="time")
-        return implied(setup, self._runs, self._entrants.quality)
+    def skip(self, setup: EngineSetup) -> Skipped | None:
+        """Return why a setup need not even be converted, or None if it may win."""
+        if self.is_late and self._request.before:  # the reference runs in any case
+            return Skipped(setup=setup, reason="time")
+        return implied_skip(setup, self._runs, self._request.quality)
 
-    def stopped(self, run: Run, share: float) -> Stopped | None:
-        """Return why a contestant is timed no further, by its run so far, or None. ``share`` is the share of its
-        threads' time that it computed."""
-        if not run.within(self._entrants.quality):
+    def stop(self, run: Run, cpu_share: float) -> Stopped | None:
+        """Return why a setup is not timed further after its run so far, or None if it may win.
+
+        ``cpu_share`` is the share of its threads' time that the run computed."""
+        if not run.meets(self._request.quality):
             return "quality"
-        known = (*self._entrants.before, *self._runs)
-        if not self._entrants.limited and share >= ALONE and behind(run, known, self._entrants.quality):
+        other_runs = (*self._request.before, *self._runs)
+        is_comparable = not self._request.limited and cpu_share >= MIN_CPU_SHARE
+        if is_comparable and is_dominated(run, other_runs, self._request.quality):
             return "behind"
-        return "time" if self.late else None
+        return "time" if self.is_late else None
 
 
-def behind(run: Run, others: Iterable[Run], quality: Quality) -> bool:
-    """Return whether a run is too slow to win. Only batches of one size are compared, because the gain of a larger
-    one differs between engines."""
-    alike = (one for one in others if one.setup.batch == run.setup.batch and one.within(quality))
-    return (run.per_second or 0.0) * BEHIND < max((one.per_second or 0.0 for one in alike), default=0.0)
+def is_dominated(run: Run, others: Iterable[Run], quality: Quality) -> bool:
+    """Return whether a run is too slow to win. Only batches of the same size are compared, because engines gain
+    differently from larger batches."""
+    rivals = (other for other in others if other.setup.batch == run.setup.batch and other.meets(quality))
+    best_rate = max((rival.per_second or 0.0 for rival in rivals), default=0.0)
+    return (run.per_second or 0.0) * HOPELESS_RATIO < best_rate
 
 
-def implied(setup: EngineSetup, runs: Sequence[Run], quality: Quality) -> LeftOut | None:
-    """Return why a setup cannot win: one of the same engine that rounds less missed the quality, or came so near that
-    half its bits must miss it. Otherwise return None."""
+def implied_skip(setup: EngineSetup, runs: Sequence[Run], quality: Quality) -> Skipped | None:
+    """Return why a setup cannot reach the quality, or None if it may.
+
+    It cannot if a setup of the same engine that rounds less missed the quality. It also cannot if a setup with 8 bits came
+    so near to the bound that 4 bits must miss it."""
+    if quality == "exact":
+        return None
     for run in runs:
-        known = run.setup.precision
-        if quality == "exact" or run.worst_cosine is None or setup.precision not in COARSER.get(known, ()):
+        finer = run.setup.precision
+        if run.worst_cosine is None or setup.precision not in COARSER.get(finer, ()):
             continue
-        halved = known in EIGHT_BITS and setup.precision in FOUR_BITS
-        most = 1.0 - (1.0 - run.worst_cosine) * (FOUR_OF_EIGHT if halved else 1.0)
-        if run.setup.engine == setup.engine and most < quality:
-            return LeftOut(setup=setup, reason="quality", cosine=most, by=run.setup)
+        is_halved = finer in EIGHT_BITS and setup.precision in FOUR_BITS
+        max_cosine = 1.0 - (1.0 - run.worst_cosine) * (FOUR_BIT_LOSS_RATIO if is_halved else 1.0)
+        if run.setup.engine == setup.engine and max_cosine < quality:
+            return Skipped(setup=setup, reason="quality", cosine=max_cosine, by=run.setup)
     return None
 
 
-def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup, Standing], list[Run]]) -> None:
-    """Run an engine's process: answer for each setup of the Entrants in ``path``. An error is that setup's failure
-    alone."""
-    entrants = Entrants.from_file(path)
-    standing = Standing(entrants)
-    for setup in entrants.setups:
-        out = standing.left_out(setup)
-        if out is not None:
-            answer(Runs(left_out=out))
+def serve_race(
+    path: Path, answer: Callable[[RaceResult], None], run_setup: Callable[[RaceRequest, EngineSetup, EarlyStopping], list[Run]]
+) -> None:
+    """Answer the RaceRequest in the file ``path``, one setup after the other, in an engine's process.
+
+    An error of a setup is the failure of that setup alone."""
+    request = RaceRequest.from_file(path)
+    early_stopping = EarlyStopping(request)
+    for setup in request.setups:
+        skipped = early_stopping.skip(setup)
+        if skipped is not None:
+            answer(RaceResult(skipped=skipped))
             continue
         try:
-            found = run(entrants, setup, standing)
-        except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
-            found = [Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")]
-        standing.add(found)
-        answer(Runs(runs=tuple(found)))
-        gc.collect()  # before the next one is loaded
+            runs = run_setup(request, setup, early_stopping)
+        except Exception as error:  # of any library: the user is told why this setup did not run
+            message = " ".join(str(error).split())[:400]
+            runs = [Run(setup=setup, failure=f"{type(error).__name__}: {message}")]
+        early_stopping.add(runs)
+        answer(RaceResult(runs=tuple(runs)))
+        gc.collect()  # free the engine before the next one is loaded

@@ -1,5 +1,5 @@
-"""Predict a setup's speed by the planner's formulas before it is measured: a roofline of the model's products on this
-CPU."""
+"""Predict the speed of setups by the planner's formulas before they are measured: a roofline of the model's matrix
+products on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.encoding.engines.base import by_length
+from upshift.inference.encoding.engines.base import batch_by_length
 from upshift.inference.registry import ENGINES, ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
@@ -17,7 +17,7 @@ from upshift.planning.inference.plan import CachePrecision, Execution, Inference
 from upshift.planning.inference.planner import PROFILE_LENGTH
 from upshift.planning.inference.time import Engine, build_engine
 
-Forecast = Callable[[EngineSetup], float | None]  # texts, or generated tokens, a second; None: no formula for it
+Forecast = Callable[[EngineSetup], float | None]  # texts or generated tokens per second; None: no formula
 FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
     "fp32": ("fp32", "fp32"),
     "tf32": ("fp32", "fp32"),
@@ -33,70 +33,77 @@ FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
 
 
 def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -> Forecast:
-    """Return the forecast of encoding. ``lengths`` are the tokens of each text."""
-    workload = InferenceWorkload(task="encode", prompt_length=_mean(lengths))
-    engine_of = _engines(source, host, workload)
+    """Return the forecast of encoding. ``lengths`` holds the number of tokens of each text."""
+    workload = InferenceWorkload(task="encode", prompt_length=_mean_length(lengths))
+    model_engine = _engine_models(source, host, workload)
 
-    def found(setup: EngineSetup) -> float | None:
-        engine = engine_of(setup)
-        batches = [len(places) * lengths[places[0]] for places in by_length(lengths, setup.batch)]
-        steps = [engine.step(float(tokens), 0.0, logits=0.0) for tokens in batches] if engine else []
+    def texts_per_second(setup: EngineSetup) -> float | None:
+        engine = model_engine(setup)
+        if engine is None:
+            return None
+        batch_tokens = [len(indices) * lengths[indices[0]] for indices in batch_by_length(lengths, setup.batch)]
+        steps = [engine.step(float(tokens), 0.0, logits=0.0) for tokens in batch_tokens]
         seconds = sum(step.total for step in steps if step is not None)
         return len(lengths) / seconds if seconds else None
 
-    return found
+    return texts_per_second
 
 
 def forecast_generation(source: ModelSource, host: Host, lengths: Sequence[int], new_tokens: int) -> Forecast:
-    """Return the forecast of generation. ``lengths`` are the tokens of each prompt."""
-    workload = InferenceWorkload(task="generate", prompt_length=_mean(lengths), output_length=new_tokens)
-    engine_of = _engines(source, host, workload)
+    """Return the forecast of generation. ``lengths`` holds the number of tokens of each prompt."""
+    workload = InferenceWorkload(task="generate", prompt_length=_mean_length(lengths), output_length=new_tokens)
+    model_engine = _engine_models(source, host, workload)
 
-    def found(setup: EngineSetup) -> float | None:
-        engine, rows = engine_of(setup), float(setup.batch)
-        first = engine.step(rows * workload.prompt_length, 0.0, logits=rows) if engine else None
-        step = engine.step(0.0, rows) if engine else None
-        if first is None or step is None:
+    def tokens_per_second(setup: EngineSetup) -> float | None:
+        engine = model_engine(setup)
+        if engine is None:
             return None
-        return rows * new_tokens / (first.total + step.total * workload.decode_steps)
+        rows = float(setup.batch)
+        prompt_step = engine.step(rows * workload.prompt_length, 0.0, logits=rows)
+        decode_step = engine.step(0.0, rows)
+        if prompt_step is None or decode_step is None:
+            return None
+        return rows * new_tokens / (prompt_step.total + decode_step.total * workload.decode_steps)
 
-    return found
+    return tokens_per_second
 
 
-def _mean(lengths: Sequence[int]) -> int:
+def _mean_length(lengths: Sequence[int]) -> int:
     return max(round(sum(lengths) / max(len(lengths), 1)), 1)
 
 
-def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
-    """Return the function that predicts a setup's engine.
+def _engine_models(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
+    """Return a function that returns the planner's model of a setup's engine, or None without one.
 
-    A host that is not measured is measured now, so call this while nothing else runs. The model is traced for the
-    first setup. A model that cannot be traced has no forecast."""
+    If the host is not measured yet, it is measured now, so call this while nothing else runs. The model is traced for
+    the first setup. A model that cannot be traced has no forecast."""
     from upshift.hardware.probe_cache import measure
 
-    measured = host if host.measured is not None else measure(host)
-    traced = cache(partial(_profile, source))
+    measured_host = host if host.measured is not None else measure(host)
+    traced_profile = cache(partial(_trace, source))
 
-    def found(setup: EngineSetup) -> Engine | None:
-        if setup.precision not in FORMATS:  # quantized by others: in a form that is not known
+    def model_engine(setup: EngineSetup) -> Engine | None:
+        if setup.precision not in FORMATS:  # weights that were quantized before, in an unknown format
             return None
-        if ENGINES[setup.engine].uncompiled and not (measured.measured and measured.measured.compiler):
+        if ENGINES[setup.engine].uncompiled and not (measured_host.measured and measured_host.measured.compiler):
             return None
-        weights, cached = FORMATS[setup.precision]
-        if setup.precision in ROUNDED and (setup.device == "cuda" or (cached == "fp32" and host.supports("bf16"))):
-            cached = "bf16"  # beside any rounded weights
+        weight_precision, cache_precision = FORMATS[setup.precision]
+        caches_bf16 = setup.device == "cuda" or (cache_precision == "fp32" and host.supports("bf16"))
+        if setup.precision in ROUNDED and caches_bf16:
+            cache_precision = "bf16"
         execution: Execution = "eager" if setup.engine == "torch" else "graphs"
-        profile = traced()
+        profile = traced_profile()
         if profile is None:
             return None
-        return build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))
+        return build_engine(measured_host, profile, workload, ReplicaShape(weight_precision, cache_precision, 1, 1, execution))
 
-    return found
+    return model_engine
 
 
-def _profile(source: ModelSource) -> ModelProfile | None:
+def _trace(source: ModelSource) -> ModelProfile | None:
+    """Return the traced profile of a model, or None if it cannot be traced or has no formulas."""
     try:
         profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=())
     except RequestError:
         return None
-    return None if profile.objective == "seq2seq-lm" else profile  # two stacks: not planned yet
+    return None if profile.objective == "seq2seq-lm" else profile  # the formulas do not cover two stacks

@@ -1,7 +1,7 @@
-"""Define RacePolicy: the bounds of a race, and what follows from them: who runs, for how long, and who runs again.
+"""Define RacePolicy: the user's bounds of a race, and what follows from them.
 
-Compare the seconds that compiling takes with those that it could save on the user's own texts.
-"""
+The policy admits setups, limits the time of a race, selects finalists, and decides whether an earlier race still answers. The
+functions after it compare the time that compiling takes with the time that it saves, and run the final."""
 
 from __future__ import annotations
 
@@ -12,151 +12,183 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from upshift.inference.race.early_stopping import behind
+from upshift.inference.race.early_stopping import is_dominated
 from upshift.inference.race.forecast import Forecast
-from upshift.inference.race.types import Entrants, LeftOut, Limits, Quality, Reason, Run, Stopped
+from upshift.inference.race.types import Limits, Quality, RaceRequest, Reason, Run, Skipped, Stopped
 from upshift.inference.registry import ENGINES, EngineName, EngineSetup
 
-COMPILE_SECONDS = 40.0  # in the race, and before the run once more, from torch's own files; measured (docs/log.md)
-FEW = 1000.0  # texts or tokens: compiling would have to save 40 ms of each, and no forecast is worth its time
+RACE_SECONDS = 90.0  # of a race
+RACE_SHARE = 0.1  # of the time of the user's run, if that is longer than RACE_SECONDS
+LONGER_RATIO = 1.5  # a race with this times the time may run the setups that an earlier race had no time for
+COMPILE_SECONDS = 40.0  # in the race, and once more before the run, from torch's own files; measured (docs/log.md)
+MIN_AMOUNT = 1000.0  # texts or tokens: with fewer, compiling would have to save 40 ms of each, and no forecast is worth its time
 
 
-def pays(rate: float | None, best: float | None, amount: float) -> bool:
-    """Return whether compiling saves more time than it takes. ``rate`` and ``best`` are texts or tokens a second,
-    compiled and of the fastest without. None: not known."""
-    if not rate or not best:
-        return False
-    return amount / best - amount / rate > COMPILE_SECONDS
+class Admission(NamedTuple):
+    """The setups of one engine that run, and those that are skipped."""
 
-
-def fastest(runs: Sequence[Run], quality: Quality) -> float | None:
-    return max((run.per_second or 0.0 for run in runs if run.within(quality)), default=None)
-
-
-def compiled_rate(setup: EngineSetup, runs: Sequence[Run], says: Forecast, quality: Quality) -> float | None:
-    """Return the rate of the uncompiled run, times the gain that the planner's formulas expect of compiling. Return
-    None if the run was not within the quality, or if there is no forecast."""
-    uncompiled = ENGINES[setup.engine].uncompiled
-    same = [run for run in runs if (run.setup.engine, run.setup.precision) == (uncompiled, setup.precision)]
-    best = max((run for run in same if run.within(quality)), key=lambda run: run.per_second or 0.0, default=None)
-    if best is None:
-        return None
-    before, after = says(best.setup), says(setup.changed(batch=best.setup.batch))
-    return best.per_second * after / before if best.per_second and before and after else None
-
-
-RACE_SECONDS, RACE_SHARE = 90.0, 0.1  # of a race, or of the run where that is longer
-LONGER = 1.5  # times as much time as a race had: what it left out for want of time may race
-
-
-class Entering(NamedTuple):
     setups: tuple[EngineSetup, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
 
 @dataclass(frozen=True)
 class RacePolicy:
+    """The bounds of a race.
+
+    ``amount``: texts to encode, or tokens to generate, for which compiling must pay off.
+    ``engine``: the only engine that runs beside the reference. None: all engines.
+    ``seconds``: the time of the race. None: it follows from the amount."""
+
     quality: Quality
     limits: Limits
-    amount: float  # texts, or tokens to generate, for which compiling must pay
-    engine: EngineName | None = None  # only this one beside the reference
-    seconds: float | None = None  # of the race; None: by the amount
+    amount: float
+    engine: EngineName | None = None
+    seconds: float | None = None
 
     @property
     def is_limited(self) -> bool:
+        """Return whether the user limits latencies."""
         return bool(self.limits)
 
-    def admit(self, setups: tuple[EngineSetup, ...], runs: Sequence[Run], says: Forecast) -> Entering:
-        """Return which of one engine's setups run.
+    def admit(self, setups: tuple[EngineSetup, ...], runs: Sequence[Run], forecast: Forecast) -> Admission:
+        """Return which of one engine's setups run after ``runs``.
 
-        Of an engine that compiles, only the setup with the fastest forecast runs, if compiling pays beside ``runs``. If the
-        user asked for the engine, all of its setups run, whether they pay or not."""
+        Of an engine that compiles, only the setup with the fastest forecast runs, and only if compiling pays off. If the
+        user asks for the engine, all of its setups run."""
         if self.engine is not None or ENGINES[setups[0].engine].uncompiled is None:
-            return Entering(setups)
-        rates = {setup: compiled_rate(setup, runs, says, self.quality) for setup in setups}
-        likely = max(setups, key=lambda setup: rates[setup] or 0.0)
-        if pays(rates[likely], fastest(runs, self.quality), self.amount):
-            return Entering((likely,))
-        return Entering((), (LeftOut(setup=likely, reason="compiling", rate=rates[likely]),))
+            return Admission(setups)
+        rates = {setup: predict_compiled_rate(setup, runs, forecast, self.quality) for setup in setups}
+        fastest = max(setups, key=lambda setup: rates[setup] or 0.0)
+        if pays_off(rates[fastest], best_rate(runs, self.quality), self.amount):
+            return Admission((fastest,))
+        return Admission((), (Skipped(setup=fastest, reason="compiling", rate=rates[fastest]),))
 
-    def budget(self, runs: Sequence[Run]) -> float:
-        """Return the seconds of a race: those that the user asks for, or a share of how long the run would take with the
-        fastest so far."""
-        return self.seconds or max(RACE_SECONDS, RACE_SHARE * self.amount / (fastest(runs, self.quality) or math.inf))
+    def time_budget(self, runs: Sequence[Run]) -> float:
+        """Return the seconds of a race: the user's, or a share of the time that the fastest setup so far needs for the
+        user's run."""
+        if self.seconds:
+            return self.seconds
+        run_seconds = self.amount / (best_rate(runs, self.quality) or math.inf)
+        return max(RACE_SECONDS, RACE_SHARE * run_seconds)
 
-    def run_again(self, runs: Sequence[Run]) -> Sequence[Run]:
-        """Return who runs in a final.
+    def select_finalists(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """Return the runs whose setups run again in a final.
 
-        A final is about the time of many texts; under limits who is chosen may be far from the fastest."""
-        return finalists(runs, self.quality) if self.amount >= FEW and not self.limits else ()
+        There is a final only for many texts without limits. Under limits the choice may be far from the fastest setup."""
+        if self.amount < MIN_AMOUNT or self.limits:
+            return ()
+        return finalists(runs, self.quality)
 
-    def is_settled(self, runs: Sequence[Run], left_out: Sequence[LeftOut], budget: float) -> bool:
-        """Return whether no setup that was left out or stopped could win under these bounds.
+    def is_final(self, runs: Sequence[Run], skipped: Sequence[Skipped], time_budget: float) -> bool:
+        """Return whether no skipped or stopped setup of an earlier race could win under these bounds.
 
-        The bounds of the race that ``runs`` are of may have been others. ``budget``: the seconds that it might take."""
-        longer = self.budget(runs) > LONGER * budget
-        best = fastest(runs, self.quality)
-        left_out_rules: dict[Reason, Callable[[LeftOut], bool]] = {
-            "compiling": lambda out: not pays(out.rate, best, self.amount),
-            "quality": lambda out: self.quality != "exact" and (out.cosine or 0.0) < self.quality,
-            "time": lambda out: not longer,
+        The bounds of that race may have been others. ``time_budget`` is the time that it had, in seconds."""
+        has_more_time = self.time_budget(runs) > LONGER_RATIO * time_budget
+        rate = best_rate(runs, self.quality)
+        skip_rules: dict[Reason, Callable[[Skipped], bool]] = {
+            "compiling": lambda skip: not pays_off(skip.rate, rate, self.amount),
+            "quality": lambda skip: self.quality != "exact" and (skip.cosine or 0.0) < self.quality,
+            "time": lambda skip: not has_more_time,
         }
         stop_rules: dict[Stopped | None, Callable[[Run], bool]] = {
-            "quality": lambda run: not run.within(self.quality),
-            "behind": lambda run: not self.limits and (not run.within(self.quality) or behind(run, runs, self.quality)),
-            "time": lambda run: not longer,
+            "quality": lambda run: not run.meets(self.quality),
+            "behind": lambda run: (
+                not self.limits and (not run.meets(self.quality) or is_dominated(run, runs, self.quality))
+            ),
+            "time": lambda run: not has_more_time,
             None: lambda run: True,
-        }
-        return all(left_out_rules[out.reason](out) for out in left_out) and all(stop_rules[run.stopped](run) for run in runs)
+        }  # fmt: skip
+        skips_stay = all(skip_rules[skip.reason](skip) for skip in skipped)
+        return skips_stay and all(stop_rules[run.stopped](run) for run in runs)
 
 
-NEAR = 0.93  # of the fastest: rates wander by 3 to 5 % within the minute of a race (docs/log.md)
+def best_rate(runs: Sequence[Run], quality: Quality) -> float | None:
+    """Return the texts or tokens per second of the fastest run within the quality, or None without such a run."""
+    return max((run.per_second or 0.0 for run in runs if run.meets(quality)), default=None)
 
 
+def pays_off(compiled_rate: float | None, best: float | None, amount: float) -> bool:
+    """Return whether compiling saves more time than it takes.
+
+    ``compiled_rate`` and ``best`` are texts or tokens per second, of the compiled engine and of the fastest other one. If
+    one of them is unknown, return False."""
+    if not compiled_rate or not best:
+        return False
+    return amount / best - amount / compiled_rate > COMPILE_SECONDS
+
+
+def predict_compiled_rate(setup: EngineSetup, runs: Sequence[Run], forecast: Forecast, quality: Quality) -> float | None:
+    """Return the rate of the uncompiled run, times the gain that the planner's formulas predict for compiling.
+
+    Return None if there is no uncompiled run within the quality, or no forecast."""
+    uncompiled = ENGINES[setup.engine].uncompiled
+    uncompiled_runs = [
+        run for run in runs if (run.setup.engine, run.setup.precision) == (uncompiled, setup.precision) and run.meets(quality)
+    ]
+    best = max(uncompiled_runs, key=lambda run: run.per_second or 0.0, default=None)
+    if best is None:
+        return None
+    uncompiled_forecast = forecast(best.setup)
+    compiled_forecast = forecast(setup.changed(batch=best.setup.batch))
+    if not (best.per_second and uncompiled_forecast and compiled_forecast):
+        return None
+    return best.per_second * compiled_forecast / uncompiled_forecast
+
+
+NEAR_RATIO = 0.93  # of the best rate: rates change by 3 to 5 % within the minute of a race (docs/log.md)
 MAX_FINALISTS = 3
 FINAL_TURNS = 3
 FINAL_SECONDS = 30.0
-
-
-Ran = Callable[[Entrants], Iterator[Run | LeftOut]]
+RunRequest = Callable[[RaceRequest], Iterator[Run | Skipped]]
 
 
 def finalists(runs: Sequence[Run], quality: Quality) -> list[Run]:
-    """Return each finalist with its best batch, the fastest first, or none if nobody comes near. An engine that
-    compiles is left out, because it would do so in each turn."""
-    best: dict[str, Run] = {}
-    able = [run for run in runs if run.within(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled]
-    for run in sorted(able, key=lambda run: -(run.per_second or 0.0)):
-        best.setdefault(run.setup.label(), run)
-    least = NEAR * (fastest(runs, quality) or 0.0)
-    near = [run for run in best.values() if (run.per_second or 0.0) >= least][:MAX_FINALISTS]
+    """Return the runs that are near to the fastest, each setup with its best batch, the fastest first.
+
+    Return nothing if no other setup comes near. An engine that compiles is left out, because it would compile in each
+    turn."""
+    candidates = [
+        run for run in runs if run.meets(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled
+    ]  # fmt: skip
+    best_by_label: dict[str, Run] = {}
+    for run in sorted(candidates, key=lambda run: -(run.per_second or 0.0)):
+        best_by_label.setdefault(run.setup.label(), run)
+    min_rate = NEAR_RATIO * (best_rate(runs, quality) or 0.0)
+    near = [run for run in best_by_label.values() if (run.per_second or 0.0) >= min_rate][:MAX_FINALISTS]
     return near if len(near) > 1 else []
 
 
-def run_final(near: Sequence[Run], entrants: Entrants, ran: Ran, *, seconds: float) -> list[Run]:
-    """Return each finalist with the rate of its middle turn, or with its failure. ``entrants`` has no setups.
-    ``seconds`` limits the final. Without time for a whole turn of all, return nothing."""
+def run_final(contenders: Sequence[Run], request: RaceRequest, run_request: RunRequest, *, seconds: float) -> list[Run]:
+    """Run the finalists again, in turns. Return each with the rate of its middle turn, or with its failure.
+
+    ``request`` is the request of the race, without setups. ``seconds`` limits the time of the final. If that is too short
+    for a turn of all finalists, return nothing."""
     end = time.perf_counter() + min(seconds, FINAL_SECONDS)
     turns: list[list[Run]] = []
-    longest = sum((run.load_seconds or 0.0) + 3.0 * (run.seconds.p50 if run.seconds else 0.0) for run in near)
+    turn_seconds = sum((run.load_seconds or 0.0) + 3.0 * (run.seconds.p50 if run.seconds else 0.0) for run in contenders)
     for _ in range(FINAL_TURNS):
         start = time.perf_counter()
-        if start + longest > end:
+        if start + turn_seconds > end:
             break
         turn: list[Run] = []
-        for run in near:
-            contest = entrants.contest.changed(batches=(run.setup.batch,))
-            asked = entrants.changed(contest=contest, setups=(run.setup,), before=tuple(near), seconds=end - time.perf_counter())
-            turn += [said for said in ran(asked) if isinstance(said, Run)]
-        if len(turn) < len(near) or any(run.stopped == "time" for run in turn):
+        for run in contenders:
+            contest = request.contest.changed(batches=(run.setup.batch,))
+            seconds_left = end - time.perf_counter()
+            turn_request = request.changed(contest=contest, setups=(run.setup,), before=tuple(contenders), seconds=seconds_left)
+            turn += [result for result in run_request(turn_request) if isinstance(result, Run)]
+        if len(turn) < len(contenders) or any(run.stopped == "time" for run in turn):
             break
         turns.append(turn)
-        longest = max(longest, time.perf_counter() - start)
-    return [_middle(run, again) for run, again in zip(near, zip(*turns, strict=True), strict=True)] if turns else []
+        turn_seconds = max(turn_seconds, time.perf_counter() - start)
+    if not turns:
+        return []
+    return [_middle_turn(run, runs) for run, runs in zip(contenders, zip(*turns, strict=True), strict=True)]
 
 
-def _middle(run: Run, again: Sequence[Run]) -> Run:
-    failed = next((one for one in again if one.failure), None)
-    rate = median_low(one.per_second or 0.0 for one in again)
-    middle = failed or next(one for one in again if (one.per_second or 0.0) == rate)
-    return middle.changed(forecast_per_second=run.forecast_per_second)
+def _middle_turn(first: Run, turns: Sequence[Run]) -> Run:
+    """Return the first failure among the turns, or the turn with the median rate, with the forecast of the race's run."""
+    result = next((run for run in turns if run.failure), None)
+    if result is None:
+        rate = median_low(run.per_second or 0.0 for run in turns)
+        result = next(run for run in turns if (run.per_second or 0.0) == rate)
+    return result.changed(forecast_per_second=first.forecast_per_second)

@@ -1,8 +1,8 @@
-"""Find the setup that runs the user's own texts fastest within the user's quality bound. Each engine runs in a
-process of its own.
+"""Find the setup that runs the user's own texts fastest within the user's bounds. Each engine runs in a process of its
+own.
 
-The reference is transformers in fp32. Quality is measured on the user's texts: the largest difference of any number,
-and the cosine to the reference's vector (of a text, or of the logits of a token) that agrees least."""
+The reference is transformers in fp32. Quality is measured on the user's texts: the largest difference of any number, and
+the lowest cosine to the reference's vectors (of a text, or of the logits of a token)."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.race.forecast import Forecast
-from upshift.inference.race.policy import FEW, RacePolicy, pays, run_final
-from upshift.inference.race.types import Contest, Entrants, LeftOut, Run, Runs
+from upshift.inference.race.policy import MIN_AMOUNT, RacePolicy, pays_off, run_final
+from upshift.inference.race.types import Contest, RaceRequest, RaceResult, Run, Skipped
 from upshift.inference.registry import ENGINES, PACKAGES, EngineName, EngineSetup, contestants, is_installed
 from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
 from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.versions import installed_versions
 
-LIBRARIES = (  # that decide what wins
+LIBRARIES = (  # whose versions are part of a race's key
     "torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2", "llama-cpp-python",
 )  # fmt: skip
-TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
+TIMEOUT_SECONDS = 300.0  # of one setup, with conversion and loading
 
 
 class Race(Value):
-    """All runs, in their order, and the chosen setup."""
+    """The result of a race: all runs, in their order, and the chosen setup."""
 
     runs: tuple[Run, ...]
     chosen: EngineSetup
-    file: Path | None  # where it is remembered: other bounds choose among the same runs; None: there was one setup alone
+    file: Path | None  # the result on disk, for races with other bounds; None: nothing was raced
     recalled: bool = False
     expected: dict[EngineName, float | None] = Field(
-        {}, description="of what is not installed and has such models: the forecast of its fastest setup"
+        {}, description="forecast of the fastest setup of each engine that supports the model and is not installed"
     )
-    divided: str | None = Field(None, description="why nothing was raced: the model has no room, and runs partly from the disk")
-    final: tuple[EngineSetup, ...] = Field((), description="who ran again, and has that rate")
-    left_out: tuple[LeftOut, ...] = Field((), description="what could not win, would not pay, or came after the race's time")
-    seconds: float = Field(0.0, description="that the race took")
-    allowed: float = Field(0.0, description="seconds that it might take; the reference runs to its end")
-    ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
+    divided: str | None = Field(None, description="why nothing was raced: the model is too large, and runs partly from the disk")
+    final: tuple[EngineSetup, ...] = Field((), description="setups that ran again in the final; their runs have its rates")
+    left_out: tuple[Skipped, ...] = Field((), description="setups that could not win, did not pay off, or came too late")
+    seconds: float = Field(0.0, description="duration of the race")
+    allowed: float = Field(0.0, description="time budget in seconds; the reference may take longer")
+    ceiling: float | None = Field(None, description="texts or tokens per second if nothing is computed: no engine can do more")
 
     def best(self) -> list[Run]:
-        """Return, for each contestant that ran, its fastest batch, or the chosen one, or the one in the final. The
-        fastest comes first."""
-        found: dict[str, Run] = {}
-        ran = [run for run in self.runs if not run.failure]
-        known = (self.chosen, *self.final)
-        for run in sorted(ran, key=lambda run: (run.setup not in known, run.setup != self.chosen, -(run.per_second or 0.0))):
-            found.setdefault(run.setup.label(), run)
-        return sorted(found.values(), key=lambda run: -(run.per_second or 0.0))
+        """Return one run of each setup that did not fail, the fastest first: the chosen batch, or the batch of the final,
+        or the fastest batch."""
+        preferred = (self.chosen, *self.final)
+
+        def preference(run: Run) -> tuple[bool, bool, float]:
+            return run.setup not in preferred, run.setup != self.chosen, -(run.per_second or 0.0)
+
+        best_by_label: dict[str, Run] = {}
+        for run in sorted((run for run in self.runs if not run.failure), key=preference):
+            best_by_label.setdefault(run.setup.label(), run)
+        return sorted(best_by_label.values(), key=lambda run: -(run.per_second or 0.0))
 
 
 def race(
@@ -75,180 +78,203 @@ def race(
     no_room: Callable[[], Race] | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
-    """Run a race, or recall its result by contest, weights, hardware, versions and lengths.
+    """Run a race, or recall the result of the same race: contest, weights, hardware, versions and lengths.
 
     Args:
         contest: the model and the work.
         host: the machine.
         sample: token ids of some of the texts.
         policy: the bounds.
-        forecast: returns the forecast of setups. It is called if a race needs it.
-        no_room: called if no race is remembered and the reference does not fit.
+        forecast: returns the forecast of setups. It is called only if a race needs it.
+        no_room: called instead of a race if no result is recalled and the reference does not fit into memory.
         on_run: called after each run.
     """
-    stored, batch = stored_for(contest.source), contest.batches[0]
     reference = reference_precision(contest.source, host)
-    able = contestants(
-        contest.task, contest.source, host, exact=policy.quality == "exact", batch=batch, hint=contest.hint, stored=stored,
-        reference=reference,
+    candidates = contestants(
+        contest.task, contest.source, host, exact=policy.quality == "exact", batch=contest.batches[0], hint=contest.hint,
+        stored=stored_for(contest.source), reference=reference,
     )  # fmt: skip
-    setups = [setup for setup in able if is_installed(setup.engine)]
-    asked = [setup for place, setup in enumerate(setups) if not place or policy.engine in (None, setup.engine)]
-    kept = _kept(contest, host, sample, asked)
-    found = _recalled(kept, policy)
-    if found is not None:
-        return found.changed(chosen=_choose(found, policy), recalled=True)
+    installed = [setup for setup in candidates if is_installed(setup.engine)]
+    missing = [setup for setup in candidates if setup not in installed]
+    requested = [
+        setup for index, setup in enumerate(installed) if index == 0 or policy.engine in (None, setup.engine)
+    ]  # fmt: skip
+    folder = _race_folder(contest, host, sample, requested)
+    recalled = _recall(folder, policy)
+    if recalled is not None:
+        return recalled.changed(chosen=_choose(recalled, policy), recalled=True)
     if no_room is not None:
         return no_room()
     check_room(contest.source, host, reference)
-    absent = [setup for setup in able if setup not in setups]
-    if not policy.is_limited and (alone := _alone(asked, absent, contest.batches[-1], forecast, policy)):
-        return alone
-    file = kept / f"{policy.quality}.json"
-    run_all = _run_all(contest, policy, sample, asked, absent, forecast, on_run).changed(file=file)
-    keep("the race's result is", file, run_all.to_json())
-    return run_all.changed(chosen=_choose(run_all, policy))
+    if not policy.is_limited:
+        unraced = _reference_alone(requested, missing, contest.batches[-1], forecast, policy)
+        if unraced is not None:
+            return unraced
+    file = folder / f"{policy.quality}.json"
+    result = _run_all(contest, policy, sample, requested, missing, forecast, on_run).changed(file=file)
+    write_cache_file("the race's result is", file, result.to_json())
+    return result.changed(chosen=_choose(result, policy))
 
 
-def _alone(
-    asked: list[EngineSetup],
-    absent: list[EngineSetup],
+def _reference_alone(
+    requested: list[EngineSetup],
+    missing: list[EngineSetup],
     batch: int,
     forecast: Callable[[], Forecast],
     policy: RacePolicy,
 ) -> Race | None:
-    """Return the reference if no other setup can race with it, or only one that compiles and does not pay."""
-    named = policy.engine is not None
-    if len([setup for setup in asked if named or not ENGINES[setup.engine].uncompiled]) > 1:
+    """Return the reference as the result if no other setup can race with it, or only one that compiles and does not pay
+    off. Return None if there is a race."""
+    is_requested = policy.engine is not None
+    if len([setup for setup in requested if is_requested or not ENGINES[setup.engine].uncompiled]) > 1:
         return None
-    unknown = dict.fromkeys(setup.engine for setup in absent)
-    alone = Race(runs=(), chosen=asked[0].changed(batch=batch), file=None, expected=unknown)
-    if len(asked) == 1 or policy.amount < FEW:
-        return alone
-    best, *rates = map(forecast(), asked)
-    if any(pays(rate, best, policy.amount) for rate in rates):
+    expected = dict.fromkeys(setup.engine for setup in missing)
+    result = Race(runs=(), chosen=requested[0].changed(batch=batch), file=None, expected=expected)
+    if len(requested) == 1 or policy.amount < MIN_AMOUNT:
+        return result
+    reference_rate, *rates = map(forecast(), requested)
+    if any(pays_off(rate, reference_rate, policy.amount) for rate in rates):
         return None
-    out = (LeftOut(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(asked[1:], rates, strict=True))
-    return alone.changed(left_out=tuple(out))
+    skipped = [
+        Skipped(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(requested[1:], rates, strict=True)
+    ]  # fmt: skip
+    return result.changed(left_out=tuple(skipped))
 
 
-def _recalled(kept: Path, policy: RacePolicy) -> Race | None:
-    """Return the same race under this bound, or under another bound if nothing that was left out could win under this
-    one."""
-    for file in (kept / f"{policy.quality}.json", *sorted(kept.glob("*.json"))):
-        race = Race.from_file(file) if file.is_file() else None
-        if race and policy.is_settled(race.runs, race.left_out, race.allowed):
-            return race
+def _recall(folder: Path, policy: RacePolicy) -> Race | None:
+    """Return the result of the same race under this quality, or under another one if nothing that it skipped could win
+    under this one. Return None without such a result."""
+    for file in (folder / f"{policy.quality}.json", *sorted(folder.glob("*.json"))):
+        result = Race.from_file(file) if file.is_file() else None
+        if result and policy.is_final(result.runs, result.left_out, result.allowed):
+            return result
     return None
 
 
 def _run_all(
-    contest: Contest, policy: RacePolicy, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
-    forecast: Callable[[], Forecast], on_run: Callable[[Run], None],
+    contest: Contest, policy: RacePolicy, sample: list[list[int]], requested: list[EngineSetup], missing: list[EngineSetup],
+    make_forecast: Callable[[], Forecast], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
-    """Run all contestants.
+    """Run all requested setups, engine after engine, then the final.
 
-    ``absent``: setups of engines that are not installed. The engine that computes nothing runs beside the reference."""
+    ``missing`` are setups of engines that are not installed: they get a forecast. The engine that computes nothing runs
+    beside the reference, for the ceiling."""
     start = time.perf_counter()
-    runs, left_out, ceiling = list[Run](), list[LeftOut](), 0.0
-    says = forecast()
+    runs: list[Run] = []
+    skipped: list[Skipped] = []
+    ceiling = 0.0
+    forecast = make_forecast()
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
-        says(asked[0])  # the model is traced while the engines' process imports
-        entrants = Entrants(
+        forecast(requested[0])  # trace the model while the engines' process imports
+        request = RaceRequest(
             contest=contest, setups=(), sample=Path(name) / "sample.json", reference=Path(name) / "reference.npy",
             quality=policy.quality, limited=policy.is_limited,
         )  # fmt: skip
-        entrants.sample.write_text(json.dumps(sample))
-        for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: (setup == asked[0], setup.engine))):
-            chosen = policy.admit(setups, runs, says)
-            left_out += chosen.left_out
-            beside = () if runs else (asked[0].changed(engine="nothing", precision="fp32"),)
-            left = policy.budget(runs) - (time.perf_counter() - start)
-            group = entrants.changed(setups=(*chosen.setups, *beside), before=tuple(runs), seconds=left)
-            for said in runs_of(server, group) if group.setups else ():
-                if isinstance(said, LeftOut):
-                    left_out.append(said)
-                elif said.setup.engine == "nothing":
-                    ceiling = max(ceiling, said.per_second or 0.0)
+        request.sample.write_text(json.dumps(sample))
+        for _, group in groupby(requested, key=lambda setup: (setup == requested[0], setup.engine)):
+            admission = policy.admit(tuple(group), runs, forecast)
+            skipped += admission.skipped
+            null_setups = () if runs else (requested[0].changed(engine="nothing", precision="fp32"),)
+            setups = (*admission.setups, *null_setups)
+            seconds_left = policy.time_budget(runs) - (time.perf_counter() - start)
+            engine_request = request.changed(setups=setups, before=tuple(runs), seconds=seconds_left)
+            for result in stream_runs(server, engine_request) if setups else ():
+                if isinstance(result, Skipped):
+                    skipped.append(result)
+                elif result.setup.engine == "nothing":
+                    ceiling = max(ceiling, result.per_second or 0.0)
                 else:
-                    runs.append(said if said.failure else said.changed(forecast_per_second=says(said.setup)))
+                    runs.append(result if result.failure else result.changed(forecast_per_second=forecast(result.setup)))
                     on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-        left = policy.budget(runs) - (time.perf_counter() - start)
-        again = run_final(policy.run_again(runs), entrants, partial(runs_of, server), seconds=left)
-        final = {run.setup: run for run in again}
+        seconds_left = policy.time_budget(runs) - (time.perf_counter() - start)
+        final_runs = run_final(policy.select_finalists(runs), request, partial(stream_runs, server), seconds=seconds_left)
+        final = {run.setup: run for run in final_runs}
         for run in final.values():
             on_run(run)
-        runs = [final.get(run.setup, run) for run in runs]
-    expected = dict[EngineName, float | None]()
-    for setup in absent:
-        expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine) or 0.0) or None
+    runs = [final.get(run.setup, run) for run in runs]
     return Race(
-        runs=tuple(runs), chosen=runs[0].setup, file=None, final=tuple(final), expected=expected,
-        left_out=tuple(left_out), ceiling=ceiling or None, seconds=time.perf_counter() - start, allowed=policy.budget(runs),
+        runs=tuple(runs), chosen=runs[0].setup, file=None, final=tuple(final), expected=_best_forecasts(missing, forecast),
+        left_out=tuple(skipped), ceiling=ceiling or None, seconds=time.perf_counter() - start,
+        allowed=policy.time_budget(runs),
     )  # fmt: skip
 
 
+def _best_forecasts(setups: list[EngineSetup], forecast: Forecast) -> dict[EngineName, float | None]:
+    """Return the highest forecast of each engine, or None for an engine without a forecast."""
+    best: dict[EngineName, float | None] = {}
+    for setup in setups:
+        best[setup.engine] = max(forecast(setup) or 0.0, best.get(setup.engine) or 0.0) or None
+    return best
+
+
 def _choose(race: Race, policy: RacePolicy) -> EngineSetup:
-    """Return the fastest setup within all bounds. Raise RequestError with the result of each requested one, or
-    NothingFits with the one that came nearest to the limits."""
-    quality, limits, engine = policy.quality, policy.limits, policy.engine
-    asked = [run for run in race.runs if engine in (None, run.setup.engine)]
-    able = [run for run in asked if run.within(quality)]
-    if not able:
-        said = "; ".join(f"{run.setup.precision} {run.failure or run.agreement()}" for run in asked)
+    """Return the fastest setup within all bounds.
+
+    Raise RequestError with the result of each requested setup if none is within the quality. Raise NothingFits with the
+    nearest setup if none keeps the limits."""
+    requested = [run for run in race.runs if policy.engine in (None, run.setup.engine)]
+    good = [run for run in requested if run.meets(policy.quality)]
+    if not good:
+        results = "; ".join(f"{run.setup.precision} {run.failure or run.format_agreement()}" for run in requested)
         raise RequestError(
-            f"no setup of --engine {engine} is within --quality {quality} ({said}); allow less, or delete {race.file} to race "
-            f"again"
+            f"no setup of --engine {policy.engine} is within --quality {policy.quality} ({results}); allow less, or delete "
+            f"{race.file} to race again"
         )
-    in_final = {} if limits else {setup.label(): setup for setup in race.final}  # their other batches have the race's rates
-    able = [run for run in able if in_final.get(run.setup.label(), run.setup) == run.setup]
-    quick = [run for run in able if run.beyond(limits) <= 1.0]
+    if not policy.limits:  # a finalist's other batches have the rates of the race, which are not comparable
+        final_setups = {setup.label(): setup for setup in race.final}
+        good = [run for run in good if final_setups.get(run.setup.label(), run.setup) == run.setup]
+    quick = [run for run in good if run.limit_ratio(policy.limits) <= 1.0]
     if not quick:
-        nearest = min(able, key=lambda run: run.beyond(limits))
+        nearest = min(good, key=lambda run: run.limit_ratio(policy.limits))
         raise NothingFits(
-            f"no setup within --quality {quality} is as quick as asked; the nearest is {nearest.setup.label()} with a batch of "
-            f"{nearest.setup.batch:,}: {nearest.times()}; allow more time or less quality, or delete {race.file} to race again"
+            f"no setup within --quality {policy.quality} is as quick as asked; the nearest is {nearest.setup.label()} with a "
+            f"batch of {nearest.setup.batch:,}: {nearest.format_times()}; allow more time or less quality, or delete "
+            f"{race.file} to race again"
         )
     return min(quick, key=lambda run: run.seconds_for(policy.amount)).setup
 
 
-def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
-    """Yield the runs of each setup and batch, as they come. If the process ends or takes too long, the setups that
-    did not run have failed. The end of the race's time is no failure."""
-    waiting = list(entrants.setups)
-    limit = TIMEOUT_SECONDS * len(waiting)
-    if entrants.before:  # the reference runs to its end
-        limit = min(limit, entrants.seconds)
-    if limit <= 0.0:
-        yield from (LeftOut(setup=setup, reason="time") for setup in waiting)
+def stream_runs(server: ForkServer, request: RaceRequest) -> Iterator[Run | Skipped]:
+    """Yield the runs of each setup and batch as they come.
+
+    If the process ends or takes too long, yield a failure for each setup that did not run. The end of the race's time is
+    no failure."""
+    waiting = list(request.setups)
+    time_limit = TIMEOUT_SECONDS * len(waiting)
+    if request.before:  # the reference runs to its end
+        time_limit = min(time_limit, request.seconds)
+    if time_limit <= 0.0:
+        yield from (Skipped(setup=setup, reason="time") for setup in waiting)
         return
-    for said in server.ask(entrants, Runs, limit_seconds=limit):
-        if isinstance(said, Runs):
+    for answer in server.ask(request, RaceResult, limit_seconds=time_limit):
+        if isinstance(answer, RaceResult):
             waiting.pop(0)
-            yield from said.runs
-            if said.left_out is not None:
-                yield said.left_out
+            yield from answer.runs
+            if answer.skipped is not None:
+                yield answer.skipped
             continue
         for setup in waiting:
-            if said.timed_out and limit == entrants.seconds:
-                yield LeftOut(setup=setup, reason="time")
+            if answer.timed_out and time_limit == request.seconds:
+                yield Skipped(setup=setup, reason="time")
                 continue
-            last = said.last_words or f"its process ended with exit {said.exit}, signal {said.signal}"
-            yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if said.timed_out else last)
+            failure = answer.last_words or f"its process ended with exit {answer.exit}, signal {answer.signal}"
+            if answer.timed_out:
+                failure = f"took longer than {time_limit:.0f} s"
+            yield Run(setup=setup, failure=failure)
 
 
-def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
-    """Return the folder of a race's files. A race leaves out what cannot win under its bound, so each bound has a
-    file.
+def _race_folder(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
+    """Return the folder of the results of the same race. It has a file for each quality, because a race skips setups
+    that cannot reach its quality.
 
-    The key has the quantiles of the lengths to an eighth of a power of two, and their number to a power of two: other
-    texts of such lengths are the same race."""
+    The key contains the quantiles of the lengths, rounded to an eighth of a power of two, and the number of texts, rounded
+    to a power of two. Other texts with such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths] + [len(sample).bit_length()]
     labels = [setup.label() for setup in setups]
     weights = weights_identity(contest.source)
-    said = (contest.to_json(), host.fingerprint, shape, labels, weights, installed_versions(LIBRARIES))
-    key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    identity = (contest.to_json(), host.fingerprint, shape, labels, weights, installed_versions(LIBRARIES))
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     return read_settings().cache_dir / "races" / f"{contest.source.model_hash}-{key}"

@@ -1,11 +1,6 @@
-"""Define the messages to and from the process of an engine that takes part in a race.
+"""Define the values of a race: the user's bounds, the messages to and from the engines' processes, and their results.
 
-Define the bounds that a user sets: how near to the reference an answer must be, and how long it may take.
-
-Compare an engine's numbers with the reference's.
-
-Pick the user's own texts that a race runs on.
-"""
+Compare an engine's numbers with the reference's, and pick the user's own texts that a race runs on."""
 
 from __future__ import annotations
 
@@ -27,8 +22,10 @@ Quality = float | Literal["exact"]
 
 
 class Limits(Value):
-    """The longest times that the user can wait. ``ttft_ms``: until the first token of prompts that are admitted
-    together, or until the rows of a batch of texts. ``tpot_ms``: for one more token of each sequence, in the mean."""
+    """The longest times that the user accepts, in milliseconds. None sets no limit.
+
+    ``ttft_ms`` limits the time until the first tokens of a batch of prompts, or until the results of a batch of texts.
+    ``tpot_ms`` limits the mean time of one more token of each sequence."""
 
     ttft_ms: float | None = Field(None, gt=0)
     tpot_ms: float | None = Field(None, gt=0)
@@ -38,7 +35,7 @@ class Limits(Value):
 
 
 def read_quality(text: str) -> Quality:
-    """Return ``exact``, or the lowest cosine that is allowed."""
+    """Return ``exact``, or the lowest cosine that is allowed. Raise RequestError for any other text."""
     if text == "exact":
         return "exact"
     try:
@@ -51,22 +48,23 @@ def read_quality(text: str) -> Quality:
 
 
 def read_limit(name: str, milliseconds: float | None) -> float | None:
+    """Return the limit of the option ``name``. Raise RequestError if it is not a positive number."""
     if milliseconds is not None and not 0.0 < milliseconds < math.inf:
         raise RequestError(f"--{name} {milliseconds:g} is not possible; give milliseconds above 0")
     return milliseconds
 
 
 def read_seconds(seconds: float | None) -> float | None:
-    """Return the seconds of a race."""
+    """Return the time limit of a race. Raise RequestError if it is not a positive number."""
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise RequestError(f"--race-seconds {seconds:g} is not possible; give seconds above 0")
     return seconds
 
 
-EXACT_DIFFERENCE = 1e-4
+EXACT_DIFFERENCE = 1e-4  # largest difference to the reference under the quality "exact"
 Stopped = Literal["quality", "behind", "time"]
 Reason = Literal["compiling", "quality", "time"]
-UNBOUNDED = 1e9  # seconds
+UNBOUNDED = 1e9  # seconds: no time limit
 
 
 class Contest(Value):
@@ -74,19 +72,21 @@ class Contest(Value):
 
     task: Task
     source: ModelSource
-    asked: str  # the task's own value, as JSON
+    asked: str  # the options of the task, as JSON
     pad: int
-    batches: tuple[int, ...]  # every contestant tries each
+    batches: tuple[int, ...]  # that every setup tries
     hint: Hint
 
 
 class Run(Value):
-    """The results of one contestant with one batch. Differences to the reference are absolute for embeddings and
-    scores. Those of logits are divided by the largest logit."""
+    """The results of one setup with one batch.
+
+    Differences to the reference are absolute for embeddings and scores. Differences of logits are divided by the largest
+    logit."""
 
     setup: EngineSetup
     failure: str | None = None
-    stopped: Stopped | None = Field(None, description="why nothing more of it was timed, larger batches included")
+    stopped: Stopped | None = Field(None, description="why the setup was not timed further, also not with larger batches")
     load_seconds: float | None = None
     seconds: Spread | None = None  # of the whole sample
     per_second: float | None = None  # texts, or generated tokens
@@ -99,33 +99,41 @@ class Run(Value):
     worst_cosine: float | None = None
     median_cosine: float | None = None
 
-    def agreement(self) -> str:
+    def format_agreement(self) -> str:
         return f"differs by {self.largest_difference:.1e}, cosine {self.worst_cosine:.5f}"
 
-    def within(self, quality: Quality) -> bool:
+    def meets(self, quality: Quality) -> bool:
+        """Return whether the run was timed and its results agree with the reference as well as ``quality`` demands."""
         if self.seconds is None or self.largest_difference is None or self.worst_cosine is None:
             return False
-        return self.largest_difference <= EXACT_DIFFERENCE if quality == "exact" else self.worst_cosine >= quality
+        if quality == "exact":
+            return self.largest_difference <= EXACT_DIFFERENCE
+        return self.worst_cosine >= quality
 
-    def beyond(self, limits: Limits) -> float:
-        """Return the largest ratio of a measured time to its limit. Up to 1.0 the run keeps all limits."""
-        first, step = self.first_seconds or 0.0, self.step_seconds or 0.0
-        return 1e3 * max(first / (limits.ttft_ms or math.inf), step / (limits.tpot_ms or math.inf))
+    def limit_ratio(self, limits: Limits) -> float:
+        """Return the largest ratio of a measured time to its limit. The run keeps all limits if it is at most 1."""
+        first_ratio = (self.first_seconds or 0.0) / (limits.ttft_ms or math.inf)
+        step_ratio = (self.step_seconds or 0.0) / (limits.tpot_ms or math.inf)
+        return 1e3 * max(first_ratio, step_ratio)
 
     def seconds_for(self, amount: float) -> float:
-        """Return the seconds for ``amount`` texts or tokens. An engine that compiles at each load does so before the
-        first."""
-        compiling = (self.load_seconds or 0.0) if ENGINES[self.setup.engine].uncompiled else 0.0
-        return compiling + amount / (self.per_second or math.inf)
+        """Return the seconds for ``amount`` texts or tokens, with the time to compile of an engine that compiles at each
+        load."""
+        compile_seconds = 0.0
+        if ENGINES[self.setup.engine].uncompiled:
+            compile_seconds = self.load_seconds or 0.0
+        return compile_seconds + amount / (self.per_second or math.inf)
 
-    def times(self) -> str:
+    def format_times(self) -> str:
         step = "" if self.step_seconds is None else f", then {1e3 * self.step_seconds:.1f} ms a token"
         return f"{1e3 * (self.first_seconds or 0.0):.1f} ms{step}"
 
 
-class LeftOut(Value):
-    """A contestant that did not race, and why. ``rate`` is the texts or tokens a second that are expected of an
-    engine that compiles. ``cosine`` is the highest that rounding can still reach, as the run of ``by`` showed."""
+class Skipped(Value):
+    """A setup that did not race, and why.
+
+    ``rate`` is the predicted texts or tokens per second of an engine that compiles. ``cosine`` is the highest cosine
+    that the setup can reach, as the run of the setup ``by`` showed."""
 
     setup: EngineSetup
     reason: Reason
@@ -134,42 +142,45 @@ class LeftOut(Value):
     by: EngineSetup | None = None
 
 
-class Entrants(Value):
-    """The message to the process of one engine: its setups, to run one after the other."""
+class RaceRequest(Value):
+    """The message to the process of one engine, which runs its setups one after the other.
+
+    ``sample`` is a JSON list of lists of token ids. ``reference`` is the file of the reference's results: the first
+    setup of a race writes it, and the others read it."""
 
     contest: Contest
     setups: tuple[EngineSetup, ...]
-    sample: Path  # JSON list of lists of token ids
-    reference: Path  # what the reference gave: written by the first setup of all, read by the others
-    quality: Quality = Field(0.0, description="what does not reach it cannot win; 0: all can")
-    limited: bool = Field(False, description="what is slower can win where it makes nobody wait as long")
-    before: tuple[Run, ...] = Field((), description="of other engines")
-    seconds: float = Field(UNBOUNDED, description="that are left of the race; what has not begun then does not")
+    sample: Path
+    reference: Path
+    quality: Quality = Field(0.0, description="a setup that does not reach it cannot win; 0: every setup can win")
+    limited: bool = Field(False, description="a slower setup can win, if it keeps the user's time limits")
+    before: tuple[Run, ...] = Field((), description="runs of other engines")
+    seconds: float = Field(UNBOUNDED, description="that are left of the race; no setup begins after them")
 
 
-class Runs(Value):
-    """The runs of one contestant, one for each batch."""
+class RaceResult(Value):
+    """The answer for one setup: its runs, one for each batch, or why it was skipped."""
 
     runs: tuple[Run, ...] = ()
-    left_out: LeftOut | None = None
+    skipped: Skipped | None = None
 
 
-def cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row of ``one`` with the same row of ``other``, [N]."""
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    found: np.ndarray = (one * other).sum(1) / np.maximum(norms, 1e-12)
-    return found
+def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the cosine of each row of ``left`` [N, D] with the same row of ``right``, [N]."""
+    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    cosine: np.ndarray = (left * right).sum(1) / np.maximum(norms, 1e-12)
+    return cosine
 
 
 T = TypeVar("T")
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return ``count`` of the items, evenly from first to last."""
-    return spread_over(items, len(items), count)
+def pick_evenly(items: Sequence[T], count: int) -> list[T]:
+    """Return ``count`` of the items, evenly spread from the first to the last. Return all if there are fewer."""
+    return pick_evenly_from_stream(items, len(items), count)
 
 
-def spread_over(items: Iterable[T], total: int, count: int) -> list[T]:
-    """Return the same as ``spread`` for items that are read once, one after the other, as those of a file are."""
-    places = {place * total // count for place in range(count)} if count < total else range(total)
-    return [item for place, item in enumerate(items) if place in places]
+def pick_evenly_from_stream(items: Iterable[T], total: int, count: int) -> list[T]:
+    """Return the items that ``pick_evenly`` returns, from ``total`` items that can be read only once, such as a file's."""
+    picked = {number * total // count for number in range(count)} if count < total else range(total)
+    return [item for index, item in enumerate(items) if index in picked]

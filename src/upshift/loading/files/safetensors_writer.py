@@ -1,7 +1,7 @@
-"""Write a safetensors file piece by piece. Its header is known before and comes first, so no tensor is held whole.
+"""Write a safetensors file in chunks, so that no tensor is in memory as a whole. The header is known in advance.
 
-The file equals, to the byte, what the safetensors library writes, which must hold all tensors at once. The order is by dtype,
-the widest first, then by name.
+The file equals, to the byte, the file that the safetensors library writes, which needs all tensors in memory. Tensors are
+ordered by dtype, the widest first, then by name.
 """
 
 from __future__ import annotations
@@ -17,58 +17,60 @@ from math import prod
 from pathlib import Path
 
 from upshift.errors import JobFailed
-from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, METADATA, StoredTensor, read_header, shown
+from upshift.loading.files.safetensors_header import BITS, LENGTH_BYTES, METADATA, StoredTensor, quote, read_header
 from upshift.units import MIB
 
-PIECE_BYTES = 16 * MIB
-ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # the library's own; BITS goes from narrow to wide
+CHUNK_BYTES = 16 * MIB
+ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # as in the library; BITS goes from narrow to wide
 
-Told = Callable[[int], None]  # of bytes that were written, or read again
+OnBytes = Callable[[int], None]  # is called with the number of bytes that were written, or read again
 
 
 @dataclass(frozen=True)
 class NewTensor:
+    """A tensor to write."""
+
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
+    chunks: Callable[[], Iterable[memoryview]]  # its bytes in order; the next chunk may overwrite the one before
 
     @property
     def nbytes(self) -> int:
         return BITS[self.dtype] * prod(self.shape) // 8
 
 
-def copy_of(stored: StoredTensor) -> NewTensor:
-    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored_pieces(stored))
+def copy_tensor(stored: StoredTensor) -> NewTensor:
+    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: read_chunks(stored))
 
 
-def stored_pieces(stored: StoredTensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, all in the same buffer. Raise JobFailed if the file cannot be read, or has become shorter."""
-    left = stored.nbytes
-    buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
+def read_chunks(stored: StoredTensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, each chunk in the same buffer. Raise JobFailed if the file cannot be read or is too short."""
+    remaining = stored.nbytes
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, remaining)))
     try:
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.offset)
-            while left:
-                piece = buffer[: min(PIECE_BYTES, left)]
-                _fill(file, piece)
-                yield piece
-                left -= len(piece)
+            while remaining:
+                chunk = buffer[: min(CHUNK_BYTES, remaining)]
+                _read_fully(file, chunk)
+                yield chunk
+                remaining -= len(chunk)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise JobFailed(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy the file again") from error
+        raise JobFailed(f"cannot read tensor {quote(stored.name)} of {stored.file}: {reason}; copy the file again") from error
 
 
-def _fill(file: FileIO, piece: memoryview) -> None:
-    while piece:
-        count = file.readinto(piece)
+def _read_fully(file: FileIO, chunk: memoryview) -> None:
+    while chunk:
+        count = file.readinto(chunk)
         if not count:
             raise EOFError("the file is shorter than its header says")
-        piece = piece[count:]
+        chunk = chunk[count:]
 
 
-def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file with the tensors in this order, with the length before it."""
+def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file with the tensors in this order, including the length before it."""
     entries: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for tensor in tensors:
@@ -79,48 +81,49 @@ def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> byte
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def in_order(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+def sort_tensors(tensors: Iterable[NewTensor]) -> list[NewTensor]:
     return sorted(tensors, key=lambda tensor: (ORDER[tensor.dtype], tensor.name))
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: Told) -> dict[str, str]:
-    """Return the SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
+def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], on_bytes: OnBytes) -> dict[str, str]:
+    """Write a file, wait until it is on the disk, and return the SHA-256 of each tensor's bytes by its name."""
     hashes = {}
     with path.open("wb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
+        write_all(file.fileno(), memoryview(encode_header(tensors, metadata)))
         for tensor in tensors:
-            digest, start = hashlib.sha256(), file.tell()
-            for piece in tensor.pieces():
-                digest.update(piece)
-                write_all(file.fileno(), piece)
-                _let_go(file.fileno())
-                told(len(piece))
+            digest = hashlib.sha256()
+            start = file.tell()
+            for chunk in tensor.chunks():
+                digest.update(chunk)
+                write_all(file.fileno(), chunk)
+                _drop_from_page_cache(file.fileno())
+                on_bytes(len(chunk))
             assert file.tell() - start == tensor.nbytes, f"{tensor.name}: {file.tell() - start} bytes of {tensor.nbytes}"
             hashes[tensor.name] = digest.hexdigest()
         os.fsync(file.fileno())
-        _let_go(file.fileno())
+        _drop_from_page_cache(file.fileno())
     return hashes
 
 
-def _let_go(descriptor: int) -> None:
-    """Make the system write what it holds of the file now, rather than at the end, and forget it: reading again asks the disk."""
-    with suppress(AttributeError, OSError):  # not every system, and not every file system, can
+def _drop_from_page_cache(descriptor: int) -> None:
+    """Make the system write the file's cached pages and drop them, so that a later read comes from the disk."""
+    with suppress(AttributeError, OSError):  # some systems and file systems cannot
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
-    """Read the whole file again. Raise JobFailed if a tensor is not what was written."""
+def check_file(path: Path, hashes: Mapping[str, str], on_bytes: OnBytes) -> None:
+    """Read the whole file again. Raise JobFailed if a tensor differs from what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     if stored.keys() != hashes.keys():
         raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")
     for tensor in stored.values():
         digest = hashlib.sha256()
-        for piece in stored_pieces(tensor):
-            digest.update(piece)
-            told(len(piece))
+        for chunk in read_chunks(tensor):
+            digest.update(chunk)
+            on_bytes(len(chunk))
         if digest.hexdigest() != hashes[tensor.name]:
             raise JobFailed(
-                f"{path} was read again and tensor {shown(tensor.name)} is not what was written; check the disk and the memory"
+                f"{path} was read again and tensor {quote(tensor.name)} is not what was written; check the disk and the memory"
             )
 
 

@@ -1,7 +1,7 @@
-"""Hold a piece of the weights while a module needs it: in a buffer that it is read into, or in the file's own pages.
+"""Hold a chunk of the weights while a module needs it, in a buffer or in the file's own pages.
 
-Pages are used if the system can bring them in ahead: nothing is copied, and content of the page cache is there at once.
-Buffers hold tensors that cannot be used where they lie (they are not aligned) and, pinned, tensors that are sent to a GPU.
+Pages are used if the system can populate them ahead. Nothing is copied then, and cached content is available at once. Buffers
+hold tensors that are not aligned in the file. Pinned buffers hold tensors that are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -18,74 +18,82 @@ import torch
 from torch import Tensor
 
 from upshift.errors import JobFailed
-from upshift.loading.files.mapped_file import Mapped, can_populate, forget, populate, shorter
+from upshift.loading.files.mapped_file import MappedFiles, can_populate, drop_pages, populate, truncated_error
 from upshift.loading.files.safetensors_header import StoredTensor
 from upshift.loading.files.tensors import dtype_of
 
-MAX_VIEWS = 1024  # of one preadv: IOV_MAX of Linux and macOS
+MAX_VIEWS = 1024  # in one preadv: IOV_MAX of Linux and macOS
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
+    """Tensors of one group that are read together into one buffer."""
+
     tensors: tuple[StoredTensor, ...]  # of one file, by offset
-    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
     nbytes: int
     group: int = 0
-    number: int = 0  # in its group
+    number: int = 0  # within its group
 
 
-class Slot(Protocol):
-    """Memory for a piece.
+class Buffer(Protocol):
+    """Memory for a chunk.
 
-    It may be used again after ``is_free`` returned True. False: somebody keeps a view, and keeps the memory."""
+    It may be filled again after ``is_free`` returned True. False means that a view of it is still held elsewhere."""
 
     capacity: int
 
-    def fill(self, piece: Piece) -> None: ...
+    def fill(self, chunk: Chunk) -> None: ...
 
     def use(self) -> Tensor:
-        """Return its bytes, for computations that start from now on."""
+        """Return the bytes, for computations that start from now on."""
 
-    def used(self) -> None:
-        """Note that the computations that use the bytes were given to their device."""
+    def mark_used(self) -> None:
+        """Record that all computations that use the bytes were submitted to their device."""
 
     def is_free(self) -> bool: ...
 
 
-class Slots(Protocol):
-    def new(self, capacity: int) -> Slot: ...
+class BufferPool(Protocol):
+    """A source of buffers."""
+
+    def allocate(self, capacity: int) -> Buffer: ...
 
     def close(self) -> None: ...
 
 
-def can_be_pages(tensors: Sequence[StoredTensor]) -> bool:
-    """Return whether torch can view all of the tensors where they lie."""
+def can_map_in_place(tensors: Sequence[StoredTensor]) -> bool:
+    """Return whether torch can use all of the tensors as pages of their files."""
     return can_populate() and all(tensor.nbytes and tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
 
 
-class PageSlots:
-    """Slots that are pages of files. ``keep``: leave pages in the page cache after their use, as there is room for all."""
+class PagePool:
+    """A pool of buffers that are pages of files. ``keep``: leave pages in the page cache after their use."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
-        self._mapped, self._files = Mapped(), None if keep else _open(files)
+        self._mapped = MappedFiles()
+        self._files = None if keep else _open_files(files)
         for file in files:
             self._mapped.open(file)
 
-    def new(self, capacity: int) -> Slot:
-        return _Pages(capacity, self._mapped, self._files)
+    def allocate(self, capacity: int) -> Buffer:
+        return _PageBuffer(capacity, self._mapped, self._files)
 
     def close(self) -> None:
-        _close(self._files or {})
+        _close_files(self._files or {})
 
 
-class _Pages:
-    def __init__(self, capacity: int, mapped: Mapped, files: dict[Path, int] | None) -> None:
-        self.capacity, self._mapped, self._files = capacity, mapped, files
+class _PageBuffer:
+    def __init__(self, capacity: int, mapped: MappedFiles, files: dict[Path, int] | None) -> None:
+        self.capacity = capacity
+        self._mapped = mapped
+        self._files = files
         self._content: Tensor | None = None
 
-    def fill(self, piece: Piece) -> None:
-        self._file, self._offset = piece.tensors[0].file, piece.tensors[0].offset
-        content = self._mapped.content(self._file, self._offset, piece.nbytes)
+    def fill(self, chunk: Chunk) -> None:
+        self._file = chunk.tensors[0].file
+        self._offset = chunk.tensors[0].offset
+        content = self._mapped.content(self._file, self._offset, chunk.nbytes)
         populate(content, self._file)
         self._content = content
 
@@ -93,48 +101,53 @@ class _Pages:
         assert self._content is not None
         return self._content
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         pass
 
     def is_free(self) -> bool:
-        """Release the pages and return True. A view that somebody keeps still shows the file's pages."""
+        """Drop the pages and return True. A view that is still held reads the file's pages again."""
         if self._content is not None:
-            forget(self._content)
+            drop_pages(self._content)
             if self._files is not None:
                 os.posix_fadvise(self._files[self._file], self._offset, self._content.nbytes, os.POSIX_FADV_DONTNEED)
         self._content = None
         return True
 
 
-class BufferSlots:
-    """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
+class HostBufferPool:
+    """A pool of buffers in the host's memory. ``pin``: allocates memory that a GPU can read directly."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
-        self._files, self._keep, self._pin = _open(files), keep, pin
+        self._files = _open_files(files)
+        self._keep = keep
+        self._pin = pin
 
-    def new(self, capacity: int) -> Slot:
-        return _Buffer(capacity, self._files, keep=self._keep, pin=self._pin)
+    def allocate(self, capacity: int) -> Buffer:
+        return _HostBuffer(capacity, self._files, keep=self._keep, pin=self._pin)
 
     def close(self) -> None:
-        _close(self._files)
+        _close_files(self._files)
 
 
-class _Buffer:
-    """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so no view of it is kept."""
+class _HostBuffer:
+    """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so nothing holds a view of it."""
 
     def __init__(self, capacity: int, files: dict[Path, int], *, keep: bool, pin: Callable[[int], Tensor] | None) -> None:
-        self.capacity, self._files, self._keep = capacity, files, keep
-        self._pinned = None if pin is None else pin(capacity)
-        self._memory = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.capacity = capacity
+        self._files = files
+        self._keep = keep
+        self._pinned_memory = None if pin is None else pin(capacity)
+        self._pages = None if pin is not None else mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._content: Tensor | None = None
 
-    def fill(self, piece: Piece) -> None:
-        self._content = torch.frombuffer(self._memory, dtype=torch.uint8) if self._pinned is None else self._pinned
+    def fill(self, chunk: Chunk) -> None:
+        self._content = torch.frombuffer(self._pages, dtype=torch.uint8) if self._pinned_memory is None else self._pinned_memory
         view = self._content.numpy().data
-        for run in _runs(piece):
-            stored, last = piece.tensors[run.start], piece.tensors[run.stop - 1]
-            views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]
-            _read(self._files[stored.file], views, stored)
+        for run in _contiguous_ranges(chunk):
+            stored = chunk.tensors[run.start]
+            last = chunk.tensors[run.stop - 1]
+            views = [view[chunk.offsets[i] : chunk.offsets[i] + chunk.tensors[i].nbytes] for i in run]
+            _read_views(self._files[stored.file], views, stored)
             if not self._keep:
                 length = last.offset + last.nbytes - stored.offset
                 os.posix_fadvise(self._files[stored.file], stored.offset, length, os.POSIX_FADV_DONTNEED)
@@ -143,34 +156,36 @@ class _Buffer:
         assert self._content is not None
         return self._content
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         pass
 
     def is_free(self) -> bool:
         self._content = None
-        return self._pinned is not None or sys.getrefcount(self._memory) <= 2  # this object's own, and the argument's
+        return (
+            self._pinned_memory is not None or sys.getrefcount(self._pages) <= 2
+        )  # the attribute and the argument of getrefcount
 
 
-def _open(files: Sequence[Path]) -> dict[Path, int]:
+def _open_files(files: Sequence[Path]) -> dict[Path, int]:
     return {file: os.open(file, os.O_RDONLY) for file in set(files)}
 
 
-def _close(files: dict[Path, int]) -> None:
+def _close_files(files: dict[Path, int]) -> None:
     while files:
         os.close(files.popitem()[1])
 
 
-def _runs(piece: Piece) -> Iterator[range]:
-    """Yield the ranges of tensors that lie behind each other in the file."""
+def _contiguous_ranges(chunk: Chunk) -> Iterator[range]:
+    """Yield the ranges of the chunk's tensors that are contiguous in the file, of at most MAX_VIEWS tensors."""
     first = 0
-    for number, tensor in enumerate(piece.tensors):
-        last = number + 1 == len(piece.tensors)
-        if last or piece.tensors[number + 1].offset != tensor.offset + tensor.nbytes or number + 1 - first == MAX_VIEWS:
+    for number, tensor in enumerate(chunk.tensors):
+        is_last = number + 1 == len(chunk.tensors)
+        if is_last or chunk.tensors[number + 1].offset != tensor.offset + tensor.nbytes or number + 1 - first == MAX_VIEWS:
             yield range(first, number + 1)
             first = number + 1
 
 
-def _read(descriptor: int, views: list[memoryview], stored: StoredTensor) -> None:
+def _read_views(descriptor: int, views: list[memoryview], stored: StoredTensor) -> None:
     offset = stored.offset
     views = [view for view in views if view]
     while views:
@@ -179,7 +194,7 @@ def _read(descriptor: int, views: list[memoryview], stored: StoredTensor) -> Non
         except OSError as error:
             raise JobFailed(f"cannot read the weights of {stored.file}: {error.strerror}; check the disk") from None
         if count == 0:
-            raise shorter(stored.file)
+            raise truncated_error(stored.file)
         offset += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))

@@ -1,8 +1,7 @@
-"""Copy weights from the host to a GPU on a stream of its own, while another stream computes.
+"""Copy weights from the host to a GPU on a separate stream, while another stream computes.
 
-A copy begins when the computation that used its memory before has ended. A computation that uses the memory waits for the copy.
-Both waits are on the GPU alone (events), so the processor goes on. Host memory is pinned: only then does a copy not stop the
-processor.
+A copy starts after the computation that used its memory before. A computation that uses the memory waits for the copy. Both
+waits are events on the GPU and do not block the processor. The host memory is pinned, because other copies would block it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from upshift.errors import JobFailed
 from upshift.internals.torch_names import STORAGE, STORAGE_HOLDERS
-from upshift.loading.offload.buffers import Piece, Slot
-from upshift.loading.offload.prefetch import Reader
+from upshift.loading.offload.buffers import Buffer, Chunk
+from upshift.loading.offload.prefetch import PrefetchReader
 from upshift.units import format_bytes
 
 
-class Lanes(Protocol):
-    """A stream that copies, beside the caller's stream that computes. Events order the two."""
+class CopyStream(Protocol):
+    """A stream that copies while the caller's stream computes. Events order the two."""
 
     device: torch.device
 
@@ -31,26 +30,29 @@ class Lanes(Protocol):
     def empty(self, nbytes: int) -> Tensor: ...
 
     def copy(self, content: Tensor, memory: Tensor, after: Any) -> Any:
-        """Copy after the event ``after``, if there is one, and return the event of the copy's end."""
+        """Copy after the event ``after``, if it is given, and return the event of the copy's end."""
 
     def wait(self, event: Any, memory: Tensor) -> None:
-        """Make the computations that are started from now on, which use the memory, wait for the event."""
+        """Make computations that start from now on, which use ``memory``, wait for the event."""
 
     def mark(self) -> Any:
-        """Return the event of the end of all computations started so far."""
+        """Return the event of the end of all computations that started so far."""
 
     def finish(self, event: Any) -> None:
         """Block the processor until the event."""
 
 
-class CudaLanes:
+class CudaCopyStream:
+    """A CUDA stream that copies to one GPU."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, nbytes: int) -> Tensor:
-        """Return pinned memory of exactly this size: torch's own pinned memory is rounded up to a power of two."""
-        content, runtime = torch.empty(nbytes, dtype=torch.uint8), torch.cuda.cudart()
+        """Return pinned memory of exactly this size. torch would round the size up to a power of two."""
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
         if int(error):
@@ -67,87 +69,99 @@ class CudaLanes:
             if after is not None:
                 self._stream.wait_event(after)
             memory.copy_(content, non_blocking=True)
-            return self._recorded(self._stream)
+            return self._record_event(self._stream)
 
     def wait(self, event: torch.cuda.Event, memory: Tensor) -> None:
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        memory.record_stream(computing)  # if the memory is freed early, it is not used again before this stream is done
+        memory.record_stream(computing)  # memory that is freed early is not reused before this stream has finished
 
     def mark(self) -> torch.cuda.Event:
-        return self._recorded(torch.cuda.current_stream(self.device))
+        return self._record_event(torch.cuda.current_stream(self.device))
 
     def finish(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
 
-class DeviceSlots:
-    """The pieces of memory on the GPU that weights are copied to.
+class DeviceBufferPool:
+    """A pool of buffers on the GPU.
 
-    ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
+    ``pinned_groups``: the groups in pinned memory, laid out as their chunks are. ``disk_reader`` reads the other groups.
+    ``disk_numbers``: the number of each of these in that reader."""
 
-    def __init__(self, lanes: Lanes, held: Mapping[int, Tensor], disk: Reader | None, numbers: Mapping[int, int]) -> None:
-        self._lanes, self._held, self._disk, self._numbers = lanes, held, disk, numbers
-        self._read: tuple[int, list[Tensor]] | None = None  # the group that is being taken from the disk's buffers
+    def __init__(
+        self,
+        copy_stream: CopyStream,
+        pinned_groups: Mapping[int, Tensor],
+        disk_reader: PrefetchReader | None,
+        disk_numbers: Mapping[int, int],
+    ) -> None:
+        self._copy_stream = copy_stream
+        self._pinned_groups = pinned_groups
+        self._disk_reader = disk_reader
+        self._disk_numbers = disk_numbers
+        self._acquired: tuple[int, list[Tensor]] | None = None  # the group that is being copied from the disk reader's buffers
 
-    def new(self, capacity: int) -> Slot:
-        return _OnDevice(capacity, self._lanes, self._send)
+    def allocate(self, capacity: int) -> Buffer:
+        return _DeviceBuffer(capacity, self._copy_stream, self._send)
 
     def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
+        if self._disk_reader is not None:
+            self._disk_reader.close()
 
-    def _send(self, piece: Piece, memory: Tensor, after: Any) -> Any:
-        if piece.group in self._held:
-            start = piece.tensors[0].offset
-            return self._lanes.copy(self._held[piece.group][start : start + piece.nbytes], memory, after)
-        pieces = self._from_disk(piece.group)
-        sent = self._lanes.copy(pieces[piece.number][: piece.nbytes], memory, after)
-        self._lanes.finish(sent)  # before the buffer is read into again
-        if piece.number + 1 == len(pieces):
-            self._let_go()
-        return sent
+    def _send(self, chunk: Chunk, memory: Tensor, after: Any) -> Any:
+        if chunk.group in self._pinned_groups:
+            start = chunk.tensors[0].offset
+            return self._copy_stream.copy(self._pinned_groups[chunk.group][start : start + chunk.nbytes], memory, after)
+        buffers = self._acquire_from_disk(chunk.group)
+        copied = self._copy_stream.copy(buffers[chunk.number][: chunk.nbytes], memory, after)
+        self._copy_stream.finish(copied)  # before the disk reader fills the buffer again
+        if chunk.number + 1 == len(buffers):
+            self._release_acquired()
+        return copied
 
-    def _from_disk(self, group: int) -> list[Tensor]:
-        """Return the buffers of a group. The group is kept from its first piece to its last, or until another group is needed."""
-        assert self._disk is not None
-        if self._read is None or self._read[0] != group:
-            self._let_go()
-            self._read = group, self._disk.acquire(self._numbers[group])
-        return self._read[1]
+    def _acquire_from_disk(self, group: int) -> list[Tensor]:
+        """Return the buffers of a group. They stay acquired until its last chunk is copied, or another group is needed."""
+        assert self._disk_reader is not None
+        if self._acquired is None or self._acquired[0] != group:
+            self._release_acquired()
+            self._acquired = group, self._disk_reader.acquire(self._disk_numbers[group])
+        return self._acquired[1]
 
-    def _let_go(self) -> None:
-        if self._disk is not None and self._read is not None:
-            self._disk.release(self._numbers[self._read[0]])
-        self._read = None
+    def _release_acquired(self) -> None:
+        if self._disk_reader is not None and self._acquired is not None:
+            self._disk_reader.release(self._disk_numbers[self._acquired[0]])
+        self._acquired = None
 
 
-class _OnDevice:
-    def __init__(self, capacity: int, lanes: Lanes, send: Callable[[Piece, Tensor, Any], Any]) -> None:
-        self.capacity, self._lanes, self._send = capacity, lanes, send
-        self._memory = lanes.empty(capacity)
+class _DeviceBuffer:
+    def __init__(self, capacity: int, copy_stream: CopyStream, send: Callable[[Chunk, Tensor, Any], Any]) -> None:
+        self.capacity = capacity
+        self._copy_stream = copy_stream
+        self._send = send
+        self._memory = copy_stream.empty(capacity)
         self._storage = self._memory.untyped_storage()
-        self._alone = self._users()
+        self._initial_users = self._num_users()
         self._last_use: Any = None
 
-    def fill(self, piece: Piece) -> None:
-        self._ready = self._send(piece, self._memory[: piece.nbytes], self._last_use)
+    def fill(self, chunk: Chunk) -> None:
+        self._copied = self._send(chunk, self._memory[: chunk.nbytes], self._last_use)
 
     def use(self) -> Tensor:
-        self._lanes.wait(self._ready, self._memory)
+        self._copy_stream.wait(self._copied, self._memory)
         return self._memory
 
-    def used(self) -> None:
-        self._last_use = self._lanes.mark()
+    def mark_used(self) -> None:
+        self._last_use = self._copy_stream.mark()
 
     def is_free(self) -> bool:
-        return self._users() <= self._alone
+        return self._num_users() <= self._initial_users
 
-    def _users(self) -> int:
-        """Return how many objects hold the memory: tensors, and what autograd saved."""
+    def _num_users(self) -> int:
+        """Return how many objects hold the memory: tensors, and views that autograd saved."""
         return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))

@@ -1,8 +1,7 @@
-"""Find the weights that are kept on another device than the one that computes them, how they are kept, and which go together.
+"""Find the offloaded weights of a model, group them into units that are loaded together, and make the reader that loads them.
 
-Bring weights to the device that computes them: from the disk to the CPU, and from the disk and the host to a GPU.
-
-Recognize modules that need only a part of their weights: embeddings read some rows, and experts are chosen by a router.
+Offloaded weights are on another device than the one that computes them: on the disk, or on the host of a GPU. Two kinds of
+modules need only a part of their weights: embeddings read single rows, and a router chooses experts.
 """
 
 from __future__ import annotations
@@ -15,175 +14,199 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
-from upshift.loading.files.mapped_file import Mapped
+from upshift.loading.files.mapped_file import MappedFiles
 from upshift.loading.files.safetensors_header import StoredTensor
-from upshift.loading.files.tensors import NAMES
-from upshift.loading.offload.buffers import BufferSlots, PageSlots, can_be_pages
-from upshift.loading.offload.gpu_copy import DeviceSlots, Lanes
-from upshift.loading.offload.prefetch import ALIGNMENT, Group, Reader, make_groups
+from upshift.loading.files.tensors import DTYPE_NAMES
+from upshift.loading.offload.buffers import HostBufferPool, PagePool, can_map_in_place
+from upshift.loading.offload.gpu_copy import CopyStream, DeviceBufferPool
+from upshift.loading.offload.prefetch import ALIGNMENT, PrefetchReader, ReadGroup, make_groups
 from upshift.loading.placement.place import CPU, DISK, Placement
 
-CHOICE = "top_k_index"  # of the interface of transformers.integrations.moe
+ROUTING_ARGUMENT = "top_k_index"  # of experts' forward, by the interface of transformers.integrations.moe
 
 
-def is_looked_up(module: nn.Module) -> bool:
-    """Return whether a module only reads rows of its weight. With ``max_norm`` set, its forward also writes to them."""
+def reads_rows_only(module: nn.Module) -> bool:
+    """Return whether a module only reads rows of its weight. An embedding with ``max_norm`` also writes to them."""
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
-def is_routed(module: nn.Module) -> bool:
-    """Return whether a module's weights are experts stacked in the first dimension, and its forward takes their choice."""
-    number = getattr(module, "num_experts", None)
-    own = list(module.parameters())
-    if not isinstance(number, int) or not own or any(weight.shape[:1] != (number,) for weight in own):
+def has_routed_experts(module: nn.Module) -> bool:
+    """Return whether a module's weights are experts stacked in the first dimension, and its forward takes the routing."""
+    num_experts = getattr(module, "num_experts", None)
+    weights = list(module.parameters())
+    if not isinstance(num_experts, int) or not weights or any(weight.shape[:1] != (num_experts,) for weight in weights):
         return False
-    return CHOICE in inspect.signature(type(module).forward).parameters
+    return ROUTING_ARGUMENT in inspect.signature(type(module).forward).parameters
 
 
-def experts_in(module: nn.Module) -> Iterator[nn.Module]:
+def routed_experts_in(module: nn.Module) -> Iterator[nn.Module]:
     for inner in module.modules():
-        if is_routed(inner):
+        if has_routed_experts(inner):
             yield inner
 
 
 @dataclass(frozen=True)
-class Weight:
+class OffloadedWeight:
+    """A parameter that is loaded only while its module runs."""
+
     parameter: nn.Parameter
-    resting: Tensor  # the file's own pages, or pinned memory of the host
-    stored: StoredTensor  # where the same bytes lie: in a file, or in ``held``
-    held: Tensor | None = None  # pinned, of all weights that are needed with this one
+    offloaded: Tensor  # the file's pages, or a view of the host's pinned memory
+    stored: StoredTensor  # the position of the same bytes in the file, or in ``pinned_memory``
+    pinned_memory: Tensor | None = None  # of all weights of the unit
 
 
-def weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, Weight]:
-    """Return the weights on the disk by the parameter's id, tied ones once. Each parameter becomes its mapping."""
-    lookups = {id(weight) for module in model.modules() if is_looked_up(module) for weight in module.parameters(recurse=False)}
+def map_weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, OffloadedWeight]:
+    """Replace each parameter on the disk by a mapping of its file, and return the weights by the parameter's former id.
+
+    Tied parameters become one weight."""
+    read_by_rows = {
+        id(weight) for module in model.modules() if reads_rows_only(module) for weight in module.parameters(recurse=False)
+    }
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if placement.device_of(name) == DISK:
             names.setdefault(id(parameter), []).append(name)
-    mapped = Mapped()
-    found = {}
-    for key, tied in names.items():
-        parameter = model.get_parameter(tied[0])
-        tensor = next((stored[name] for name in tied if name in stored), None)
+    mapped_files = MappedFiles()
+    weights = {}
+    for key, tied_names in names.items():
+        parameter = model.get_parameter(tied_names[0])
+        tensor = next((stored[name] for name in tied_names if name in stored), None)
         if tensor is None:
-            raise RequestError(f"no file has {tied[0]!r} as the model needs it; give an offload_folder to convert it in")
-        resting = mapped.tensor(tensor, looked_up=key in lookups)
-        if (resting.dtype, resting.shape) != (parameter.dtype, parameter.shape):
-            raise RequestError(f"{tensor.file}: {tensor.name} is {tensor.dtype} {tensor.shape}, not as {tied[0]!r} of the model")
-        found[key] = Weight(_at_rest(model, tied, parameter, resting), resting, tensor)
-    return found
+            raise RequestError(f"no file has {tied_names[0]!r} as the model needs it; give an offload_folder to convert it in")
+        view = mapped_files.tensor(tensor, by_rows=key in read_by_rows)
+        if (view.dtype, view.shape) != (parameter.dtype, parameter.shape):
+            raise RequestError(
+                f"{tensor.file}: {tensor.name} is {tensor.dtype} {tensor.shape}, not as {tied_names[0]!r} of the model"
+            )
+        weights[key] = OffloadedWeight(_replace_parameter(model, tied_names, parameter, view), view, tensor)
+    return weights
 
 
-def _at_rest(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, resting: Tensor) -> nn.Parameter:
+def _replace_parameter(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
     parameter.requires_grad_(False)
     if not parameter.is_meta:
-        parameter.data = resting
+        parameter.data = view
         return parameter
-    kept = nn.Parameter(resting, requires_grad=False)
+    replacement = nn.Parameter(view, requires_grad=False)
     for name in names:
-        path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, kept)
-    return kept
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, replacement)
+    return replacement
 
 
-def units_of(
-    model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None, *, apart: Set[int]
-) -> tuple[list[list[Weight]], list[tuple[nn.Module, int]]]:
-    """Return the units of weights that are read together, and the unit of each module.
+def streaming_units(
+    model: nn.Module,
+    placement: Placement,
+    on_disk: Mapping[int, OffloadedWeight],
+    copy_stream: CopyStream | None,
+    *,
+    excluded: Set[int],
+) -> tuple[list[list[OffloadedWeight]], list[tuple[nn.Module, int]]]:
+    """Return the units of weights that are loaded together, and the modules with the number of their unit.
 
-    One unit serves a module of the placement and the modules that are tied to it. With ``lanes`` to a GPU, weights on the host
-    are units, too. ``apart``: parameters that are read in another way."""
-    units: list[list[Weight]] = []
-    hooked: list[tuple[nn.Module, int]] = []
-    of: dict[int, int] = {}  # unit by parameter
+    One unit serves a module of the placement and the modules that are tied to it. With a ``copy_stream`` to a GPU, weights on
+    the host form units, too. ``excluded``: ids of parameters that are loaded in another way."""
+    units: list[list[OffloadedWeight]] = []
+    hooked_modules: list[tuple[nn.Module, int]] = []
+    unit_of_weight: dict[int, int] = {}  # by the parameter's id
     by_parameter = {id(weight.parameter): weight for weight in on_disk.values()}
     modules = dict(model.named_modules())
-    for place in placement.modules:
-        module = modules.get(place.name)
-        waits = place.device == DISK or (place.device == CPU and lanes is not None)
-        if not waits or not place.streams or module is None or is_looked_up(module):
+    for placed_module in placement.modules:
+        module = modules.get(placed_module.name)
+        is_offloaded = placed_module.device == DISK or (placed_module.device == CPU and copy_stream is not None)
+        if not is_offloaded or not placed_module.streams or module is None or reads_rows_only(module):
             continue
-        own = list({id(weight): weight for weight in module.parameters() if id(weight) not in apart}.values())
-        if not own:
+        weights = list(dict.fromkeys(weight for weight in module.parameters() if id(weight) not in excluded))
+        if not weights:
             continue
-        number = next((of[id(weight)] for weight in own if id(weight) in of), len(units))
+        number = next((unit_of_weight[id(weight)] for weight in weights if id(weight) in unit_of_weight), len(units))
         if number == len(units):
             units.append([])
-        new = [weight for weight in own if id(weight) not in of]
-        if place.device == DISK:
-            units[number] += [by_parameter[id(weight)] for weight in new if id(weight) in by_parameter]
-        elif lanes is not None and new:
-            units[number] += _held(new, lanes, len(hooked))
-        of |= dict.fromkeys(map(id, own), number)
-        hooked.append((module, number))
-    return units, hooked
+        new_weights = [weight for weight in weights if id(weight) not in unit_of_weight]
+        if placed_module.device == DISK:
+            units[number] += [by_parameter[id(weight)] for weight in new_weights if id(weight) in by_parameter]
+        elif copy_stream is not None and new_weights:
+            units[number] += _pin_parameters(new_weights, copy_stream, len(hooked_modules))
+        unit_of_weight |= dict.fromkeys(map(id, weights), number)
+        hooked_modules.append((module, number))
+    return units, hooked_modules
 
 
-def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list[Weight]:
-    """Move parameters into pinned memory, packed as the pieces that are sent."""
-    starts, end = [], 0
+def _pin_parameters(parameters: Sequence[nn.Parameter], copy_stream: CopyStream, number: int) -> list[OffloadedWeight]:
+    """Move parameters into one block of pinned memory, aligned as the tensors of a chunk are."""
+    offsets = []
+    end = 0
     for parameter in parameters:
-        starts.append(end)
+        offsets.append(end)
         end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    memory = lanes.pin(end)
-    found = []
-    for parameter, start in zip(parameters, starts, strict=True):
-        resting = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        resting.copy_(parameter.detach())
+    memory = copy_stream.pin(end)
+    weights = []
+    for parameter, start in zip(parameters, offsets, strict=True):
+        view = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        view.copy_(parameter.detach())
         parameter.requires_grad_(False)
-        parameter.data = resting
-        shape, place = tuple(parameter.shape), Path(f"host {number}")
-        stored = StoredTensor(f"{start}", NAMES[parameter.dtype], shape, place, start, parameter.nbytes)
-        found.append(Weight(parameter, resting, stored, memory))
-    return found
+        parameter.data = view
+        shape = tuple(parameter.shape)
+        pseudo_file = Path(f"host {number}")  # a name that is unique for this unit
+        stored = StoredTensor(f"{start}", DTYPE_NAMES[parameter.dtype], shape, pseudo_file, start, parameter.nbytes)
+        weights.append(OffloadedWeight(parameter, view, stored, memory))
+    return weights
 
 
-Units = Sequence[Sequence[Weight]]
-Starts = list[list[tuple[int, int]]]  # for each unit, for each weight: its piece, and where it starts in the piece
+Units = Sequence[Sequence[OffloadedWeight]]
+ChunkOffsets = list[list[tuple[int, int]]]  # for each unit and weight: its chunk, and its offset in the chunk
 
 
 @dataclass(frozen=True)
-class Feed:
-    reader: Reader
-    starts: Starts
+class WeightReader:
+    """A reader of units, and the position of each weight in its chunks."""
+
+    reader: PrefetchReader
+    offsets: ChunkOffsets
 
 
-def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, lanes: Lanes | None) -> Feed:
-    """Make the reader that brings the weights of all units, in their order.
+def make_weight_reader(
+    units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, copy_stream: CopyStream | None
+) -> WeightReader:
+    """Return a reader that loads the weights of all units in their order.
 
-    ``budgets``: bytes that may be on their way, on the host (cpu) and on the main device. ``keep``: the page cache has room."""
-    if lanes is None:
-        return _to_cpu(units, budgets.get(CPU, 0), keep=keep)
-    waiting = [[weight.stored for weight in unit] for unit in units]
-    in_memory = {number: unit[0].held for number, unit in enumerate(units) if unit[0].held is not None}
-    on_disk = [number for number in range(len(units)) if number not in in_memory]
-    size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # both need the same pieces
-    groups, disk = make_groups(waiting, size), None
+    ``budgets``: bytes of buffers on the host (cpu) and on the main device. ``keep``: leave pages in the page cache."""
+    if copy_stream is None:
+        return _make_cpu_reader(units, budgets.get(CPU, 0), keep=keep)
+    units_of_tensors = [[weight.stored for weight in unit] for unit in units]
+    pinned_groups = {number: unit[0].pinned_memory for number, unit in enumerate(units) if unit[0].pinned_memory is not None}
+    on_disk = [number for number in range(len(units)) if number not in pinned_groups]
+    buffer_bytes = budgets.get(main, 0)
+    if on_disk:  # the host's and the device's buffers need the same chunks
+        buffer_bytes = min(buffer_bytes, budgets.get(CPU, 0))
+    groups = make_groups(units_of_tensors, buffer_bytes)
+    disk_reader = None
     if on_disk:
-        wanted = [waiting[number] for number in on_disk]
-        slots = BufferSlots([stored.file for unit in wanted for stored in unit], keep=keep, pin=lanes.pin)
-        disk = Reader(make_groups(wanted, size), slots, budget=budgets.get(CPU, 0))
-    sending = DeviceSlots(lanes, in_memory, disk, {group: number for number, group in enumerate(on_disk)})
-    return Feed(Reader(groups, sending, budget=budgets.get(main, 0)), _starts(groups, units))
+        disk_units = [units_of_tensors[number] for number in on_disk]
+        pool = HostBufferPool([stored.file for unit in disk_units for stored in unit], keep=keep, pin=copy_stream.pin)
+        disk_reader = PrefetchReader(make_groups(disk_units, buffer_bytes), pool, budget=budgets.get(CPU, 0))
+    disk_numbers = {group: number for number, group in enumerate(on_disk)}
+    device_pool = DeviceBufferPool(copy_stream, pinned_groups, disk_reader, disk_numbers)
+    return WeightReader(PrefetchReader(groups, device_pool, budget=budgets.get(main, 0)), _chunk_offsets(groups, units))
 
 
-def _to_cpu(units: Units, budget: int, *, keep: bool) -> Feed:
-    wanted = [[weight.stored for weight in unit] for unit in units]
-    tensors = [stored for unit in wanted for stored in unit]
-    files, in_place = [stored.file for stored in tensors], can_be_pages(tensors)
-    groups = make_groups(wanted, budget, in_place=in_place)
-    slots = PageSlots(files, keep=keep) if in_place else BufferSlots(files, keep=keep)
-    return Feed(Reader(groups, slots, budget=budget), _starts(groups, units))
+def _make_cpu_reader(units: Units, budget: int, *, keep: bool) -> WeightReader:
+    units_of_tensors = [[weight.stored for weight in unit] for unit in units]
+    tensors = [stored for unit in units_of_tensors for stored in unit]
+    files = [stored.file for stored in tensors]
+    can_map = can_map_in_place(tensors)
+    groups = make_groups(units_of_tensors, budget, in_place=can_map)
+    pool = PagePool(files, keep=keep) if can_map else HostBufferPool(files, keep=keep)
+    return WeightReader(PrefetchReader(groups, pool, budget=budget), _chunk_offsets(groups, units))
 
 
-def _starts(groups: Sequence[Group], units: Units) -> Starts:
-    starts = []
+def _chunk_offsets(groups: Sequence[ReadGroup], units: Units) -> ChunkOffsets:
+    offsets = []
     for group, unit in zip(groups, units, strict=True):
-        found = {
+        positions = {
             stored: (number, start)
-            for number, piece in enumerate(group.pieces)
-            for stored, start in zip(piece.tensors, piece.starts, strict=True)
+            for number, chunk in enumerate(group.chunks)
+            for stored, start in zip(chunk.tensors, chunk.offsets, strict=True)
         }
-        starts.append([found[weight.stored] for weight in unit])
-    return starts
+        offsets.append([positions[weight.stored] for weight in unit])
+    return offsets

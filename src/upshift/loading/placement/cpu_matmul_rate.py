@@ -1,6 +1,7 @@
-"""Measure how fast this CPU multiplies weights with one token in their dtype.
+"""Measure how fast this CPU multiplies weights by one token in a given dtype.
 
-In bf16 without instructions for it, products are slower than memory."""
+In bf16 on a CPU without bf16 instructions, products are slower than memory.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ import torch
 
 from upshift.units import MIB
 
-COLUMNS, BYTES, TIMES = 2048, 64 * MIB, 5  # more than a cache; a tenth of a second
+COLUMNS = 2048
+WEIGHT_BYTES = 64 * MIB  # more than a cache holds
+REPETITIONS = 5  # a tenth of a second in all
 
 
-def product_rate(dtype: torch.dtype) -> float:
-    """Return the bytes of weights that the CPU multiplies in a second."""
-    weight = torch.zeros(BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
+def matmul_rate(dtype: torch.dtype) -> float:
+    """Return the bytes of weights that the CPU multiplies by one token in a second."""
+    weight = torch.zeros(WEIGHT_BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
     token = torch.zeros(1, COLUMNS, dtype=dtype)
-    return BYTES / statistics.median(_seconds(weight, token) for _ in range(TIMES + 1))
+    return WEIGHT_BYTES / statistics.median(_seconds(weight, token) for _ in range(REPETITIONS + 1))
 
 
 def _seconds(weight: torch.Tensor, token: torch.Tensor) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     with torch.inference_mode():
         torch.nn.functional.linear(token, weight)
-    return time.perf_counter() - began
+    return time.perf_counter() - start

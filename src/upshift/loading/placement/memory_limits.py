@@ -1,4 +1,4 @@
-"""Decide how much memory a placement may take on each device: what the user says, else what is free on the host."""
+"""Decide how much memory a placement may use on each device: the user's limit, else a share of the free memory."""
 
 from __future__ import annotations
 
@@ -11,74 +11,80 @@ from upshift.units import GIB, KIB, MIB, format_bytes
 
 UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-USABLE_SHARE = 0.9  # of what is free: other processes and the allocator's own blocks take some
+USABLE_SHARE = 0.9  # of the free memory; other processes and the allocator's blocks take the rest
 
 
 def read_size(size: str | int) -> int:
-    """Return the bytes of 123, "8GiB" or "20GB". Raise RequestError for anything else."""
+    """Return the bytes of a size such as 123, "8GiB" or "20GB". Raise RequestError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = SIZE.fullmatch(size) if isinstance(size, str) else None
-    if found is None or found[2].lower() not in UNITS:
+    match = SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in UNITS:
         raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB: 8GiB")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def read_device(device: str | int, host: Host) -> str:
-    """Return "cpu", "disk", or a GPU as "cuda:0", from an entry of device_map or max_memory. Raise RequestError otherwise."""
+    """Return "cpu", "disk", or a GPU as "cuda:0", for a device in device_map or max_memory.
+
+    Raise RequestError if the host does not have it."""
     text = str(device).strip().lower()
     if text in ("cpu", "disk"):
         return text
     kind, _, number = text.rpartition(":")
     kind = kind or ("cuda" if host.device == "cpu" else host.device)
     if text == host.device != "cpu":
-        kind, number = text, "0"
+        kind = text
+        number = "0"
     if number.isdigit() and int(number) < host.gpus_per_node and kind == host.device:
         return f"{kind}:{int(number)}"
-    known = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]
-    raise RequestError(f"device {device!r} is not here; the devices are {', '.join(known)}")
+    devices = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]
+    raise RequestError(f"device {device!r} is not here; the devices are {', '.join(devices)}")
 
 
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
-    """Return the bytes by device, fastest first.
+    """Return the limit of each device in bytes, fastest device first.
 
-    A device that ``max_memory`` leaves out is not used. The CPU alone is then used with its free memory."""
-    said: dict[str, int] = {}
+    A GPU that ``max_memory`` leaves out is not used. The CPU is always used, by default with its free memory."""
+    stated: dict[str, int] = {}
     for device, size in (max_memory or {}).items():
         name = read_device(device, host)
-        if said.setdefault(name, read_size(size)) != read_size(size):
-            raise RequestError(f"max_memory gives {name} {format_bytes(said[name])} and {size}; give it one of them")
-    if "disk" in said:
+        if stated.setdefault(name, read_size(size)) != read_size(size):
+            raise RequestError(f"max_memory gives {name} {format_bytes(stated[name])} and {size}; give it one of them")
+    if "disk" in stated:
         raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
-    free = _free(host)
-    used = {device: said.get(device, free[device]) for device in free if max_memory is None or device in said or device == "cpu"}
-    unknown = next((device for device, num_bytes in used.items() if num_bytes is None), None)
+    free = _free_memory(host)
+    limits: dict[str, int | None] = {}
+    for device, free_bytes in free.items():
+        if max_memory is None or device in stated or device == "cpu":
+            limits[device] = stated.get(device, free_bytes)
+    unknown = next((device for device, num_bytes in limits.items() if num_bytes is None), None)
     if unknown is not None:
         raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")
-    return {device: num_bytes for device, num_bytes in used.items() if num_bytes is not None}
+    return {device: num_bytes for device, num_bytes in limits.items() if num_bytes is not None}
 
 
-def _free(host: Host) -> dict[str, int | None]:
+def _free_memory(host: Host) -> dict[str, int | None]:
     gpus: list[Gpu | None] = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
-    found = {f"{host.device}:{number}": _usable(gpu) for number, gpu in enumerate(gpus)}
-    return found | {"cpu": _usable(host.cpu)}
+    free = {f"{host.device}:{number}": _usable_memory(gpu) for number, gpu in enumerate(gpus)}
+    return free | {"cpu": _usable_memory(host.cpu)}
 
 
-def _usable(part: Gpu | Cpu | None) -> int | None:
-    num_bytes = stated_memory(part)
+def _usable_memory(device: Gpu | Cpu | None) -> int | None:
+    num_bytes = stated_memory(device)
     return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 
 def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | None:
-    """Return the limits of the command line's DEVICE=SIZE options. Raise RequestError for another form."""
+    """Return the limits from the command line's DEVICE=SIZE options. Raise RequestError for another form."""
     if not options:
         return None
     pairs = [option.partition("=") for option in options]
-    wrong = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
-    if wrong is not None:
-        raise RequestError(f"--max-memory {wrong!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
-    found: dict[str | int, str | int] = {}
+    invalid = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
+    if invalid is not None:
+        raise RequestError(f"--max-memory {invalid!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
+    limits: dict[str | int, str | int] = {}
     for device, _, size in pairs:
-        if read_size(found.setdefault(device, size)) != read_size(size):
-            raise RequestError(f"--max-memory gives {device} {found[device]} and {size}; give it one of them")
-    return found
+        if read_size(limits.setdefault(device, size)) != read_size(size):
+            raise RequestError(f"--max-memory gives {device} {limits[device]} and {size}; give it one of them")
+    return limits

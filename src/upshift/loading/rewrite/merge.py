@@ -1,9 +1,8 @@
-"""``upshift merge``: write the base model's weights with an adapter's changes, as peft's ``merge_and_unload`` gives them.
+"""Write a base model's weights with an adapter merged into them (``upshift merge``), as peft's ``merge_and_unload`` does.
 
-Merge into weights that transformers makes of several stored tensors, as experts of a layer, or that are parts of one.
-
-A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. Memory
-holds the weights of one group, twice.
+A group of stored tensors that transformers fuses on loading (as the experts of a layer), or splits, is converted to weights as
+loading does. peft's arithmetic changes the weights, and they are converted back as transformers' saving does. Memory holds the
+weights of one group, twice.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from upshift.errors import MissingExtra, RequestError
 from upshift.internals.transformers_names import MODEL_MAPPING, REVERT, WEIGHT_CONVERSIONS
 from upshift.loading.files.checkpoint import CONFIG, METADATA, Checkpoint, find_checkpoint, find_model_folder, small_files
-from upshift.loading.files.safetensors_header import StoredTensor, read_header, shown
-from upshift.loading.files.safetensors_writer import NewTensor, copy_of, stored_pieces
-from upshift.loading.files.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into, read_tensor, shape_of
-from upshift.loading.key_mapping import Group, Names, convert, filled, map_names
-from upshift.loading.load import build_empty, class_of
-from upshift.loading.lora import Part, merged_rows
+from upshift.loading.files.safetensors_header import StoredTensor, quote, read_header
+from upshift.loading.files.safetensors_writer import NewTensor, copy_tensor, read_chunks
+from upshift.loading.files.tensors import DTYPE_NAMES, DTYPES, bytes_of, dtype_of, read_into, read_tensor, shape_of
+from upshift.loading.key_mapping import Group, NameMapping, convert_group, filled_shapes, map_names
+from upshift.loading.load import build_empty, resolve_class
 from upshift.loading.rewrite.rewrite import Progress, Rewrite, Rewritten, rewrite
 from upshift.models.config import config_text
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
@@ -37,17 +35,19 @@ from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, fi
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from upshift.loading.lora import Part
+    from upshift.loading.lora import MergedWeight
 
-
-TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece")
-CLASSES = {  # as peft's AutoPeftModel classes choose
+# Prefixes of the tokenizer's files.
+TOKENIZER_PREFIXES = (
+    "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece",
+)  # fmt: skip
+AUTO_CLASSES = {  # by peft's task type, as peft's AutoPeftModel classes choose
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
-PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
-UNMERGEABLE = {  # fields of peft's LoraConfig
+SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
+UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
     "alora_invocation_tokens": "acts from some tokens on only",
     "arrow_config": "is chosen token by token",
     "layer_replication": "makes layers that the base model has not",
@@ -56,34 +56,36 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
 
 
 @dataclass(frozen=True)
-class Merged:
-    tensors: list[NewTensor]  # under the names that they are stored by
+class MergedTensors:
+    """The tensors of the merged model."""
+
+    tensors: list[NewTensor]  # under their stored names
     is_untied: bool  # weights that were tied are now separate
-    lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
+    lost: dict[str, int]  # sizes of the weights that neither the base model nor the adapter has, by name
 
 
 def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     """Write the merged model.
 
-    Its weights equal peft's to the bit in fp32, and in bf16 and fp16, too, where peft merges on a CPU."""
+    Its weights equal peft's to the bit in fp32. In bf16 and fp16 they equal those that peft merges on a CPU."""
     folder = Path(adapter)
     lora = _read_adapter(folder)
     source, base = find_model_folder(str(lora.base_model_name_or_path))
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {source.reference!r} are quantized; name what they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
-    model = _build(source, lora, checkpoint)
-    merged = _merged(model, lora, folder, checkpoint)
-    copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER)}
+    model = _build_empty(source, lora, checkpoint)
+    merged = _merge_tensors(model, lora, folder, checkpoint)
+    copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER_PREFIXES)}
     config = copies.pop(CONFIG)
     job = Rewrite(
-        words=f"merge {adapter}",
+        description=f"merge {adapter}",
         folder=base,
         tensors=merged.tensors,
         sources=(*checkpoint.files, config, folder / ADAPTER_WEIGHTS, folder / ADAPTER_FILE),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
-        documents={CONFIG: _config(source.config, model, merged.is_untied)},
+        documents={CONFIG: _merged_config(source.config, model, merged.is_untied)},
         noted=merged.lost,
     )
     return rewrite(job, output, progress)
@@ -92,13 +94,13 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
 def _read_adapter(folder: Path) -> LoraConfig:
     if not (folder / ADAPTER_FILE).is_file():
         raise RequestError(f"{str(folder)!r} has no {ADAPTER_FILE}; give a directory that peft's save_pretrained wrote")
-    said = find_model(str(folder)).adapter or {}
+    settings = find_model(str(folder)).adapter or {}
     try:
         from peft import LoraConfig
     except ImportError:
         raise MissingExtra(library="peft", extra="peft", purpose="upshift merge") from None
-    if said.get("peft_type") != "LORA":
-        raise RequestError(f"{folder} is an adapter of the kind {said.get('peft_type')!r}; upshift merge takes LORA")
+    if settings.get("peft_type") != "LORA":
+        raise RequestError(f"{folder} is an adapter of the kind {settings.get('peft_type')!r}; upshift merge takes LORA")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise RequestError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter again with peft, as safetensors")
     read_header(folder / ADAPTER_WEIGHTS)
@@ -109,178 +111,201 @@ def _read_adapter(folder: Path) -> LoraConfig:
     for name, reason in UNMERGEABLE.items():
         if getattr(config, name, None):
             raise RequestError(f"{folder} cannot be merged: {name} {reason}")
-    if config.init_lora_weights not in PLAIN_STARTS:
+    if config.init_lora_weights not in SUPPORTED_INITIALIZATIONS:
         raise RequestError(
             f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
             "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
-    config.init_lora_weights, config.inference_mode = False, True  # weights that are read need no random values first
+    config.init_lora_weights = False  # the weights are read, so they need no random values
+    config.inference_mode = True
     return config
 
 
-def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
+def _build_empty(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
     """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes."""
     config = source.hf_config
-    named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
-    asked = getattr(transformers, named, None) if named else None
-    mapping = MODEL_MAPPING.read(asked)
-    if mapping is not None and (type(config) not in mapping or _is_named(config, source, asked)):
-        asked = None
+    class_name = (lora.auto_mapping or {}).get("base_model_class") or AUTO_CLASSES.get(str(lora.task_type))
+    auto_class = getattr(transformers, class_name, None) if class_name else None
+    mapping = MODEL_MAPPING.read(auto_class)
+    if mapping is not None and (type(config) not in mapping or _config_names_generator(config, source, auto_class)):
+        auto_class = None
     sizes: Counter[torch.dtype] = Counter()
     for tensor in checkpoint.tensors.values():
         sizes[dtype_of(tensor)] += tensor.nbytes * dtype_of(tensor).is_floating_point
     (dtype, _), *_ = sizes.most_common(1)
-    return build_empty(class_of(config, source, asked), config, dtype)
+    return build_empty(resolve_class(config, source, auto_class), config, dtype)
 
 
-def _is_named(config: PretrainedConfig, source: ModelSource, asked: Any) -> bool:
-    """Return whether the config names another class that does what the adapter was trained for: both generate text."""
+def _config_names_generator(config: PretrainedConfig, source: ModelSource, auto_class: Any) -> bool:
+    """Return whether the config names a class that generates text, as the adapter's Auto class does."""
     generating = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
-    return asked in generating and bool(config.architectures) and class_of(config, source).can_generate()
+    return auto_class in generating and bool(config.architectures) and resolve_class(config, source).can_generate()
 
 
-def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> Merged:
-    from upshift.loading.lora import Adapted
+def _merge_tensors(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> MergedTensors:
+    from upshift.loading.lora import AdaptedModel
 
     names = map_names(model, checkpoint.tensors)
     targets = {group.sources[0][1]: group.target for group in names.groups if group.converter is None}
     parameters = {name for name, _ in model.named_parameters()}
-    _tie(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
-    parts = Adapted(model, lora, folder).parts
-    together = fused(model, names, checkpoint.tensors, parts)
-    found: list[NewTensor] = []
+    _tie_weights(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
+    merged_weights = AdaptedModel(model, lora, folder).weights
+    fused_weights = find_fused_weights(model, names, checkpoint.tensors, merged_weights)
+    tensors: list[NewTensor] = []
     written: set[int] = set()
     origins: dict[int, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
-        part = parts.get(targets.get(name, ""))
-        if name in together.tensors:
-            found.append(together.tensors[name])
+        merged_weight = merged_weights.get(targets.get(name, ""))
+        if name in fused_weights.tensors:
+            tensors.append(fused_weights.tensors[name])
+        elif merged_weight is None or merged_weight.is_base:
+            tensors.append(copy_tensor(stored))
         else:
-            found.append(copy_of(stored) if part is None or part.is_base else _changed(name, stored, part))
-        if part is not None:
-            written.add(part.key)
-            origins[part.origin] = stored
+            tensors.append(_to_new_tensor(name, stored, merged_weight))
+        if merged_weight is not None:
+            written.add(merged_weight.key)
+            origins[merged_weight.origin] = stored
     lost = {}
-    for name, part in parts.items():
-        if name in targets.values() or name in together.names:
+    for name, merged_weight in merged_weights.items():
+        if name in targets.values() or name in fused_weights.names:
             continue
-        if part.key not in written and (part.given is not None or part.origin in origins):  # the adapter's, or untied
-            found.append(_changed(name, origins.get(part.origin), part))
-            written.add(part.key)
-        elif part.key not in written and name in parameters:
-            lost[name] = prod(part.shape)
-    tied = Counter(origin for origin, _ in {(part.origin, part.key) for part in parts.values()})
-    return Merged(found, max(tied.values()) > 1, lost)
+        if merged_weight.key in written:
+            continue
+        if merged_weight.replacement is not None or merged_weight.origin in origins:  # the adapter has it, or it is now untied
+            tensors.append(_to_new_tensor(name, origins.get(merged_weight.origin), merged_weight))
+            written.add(merged_weight.key)
+        elif name in parameters:
+            lost[name] = prod(merged_weight.shape)
+    keys_by_origin = {(merged_weight.origin, merged_weight.key) for merged_weight in merged_weights.values()}
+    tied = Counter(origin for origin, _ in keys_by_origin)
+    return MergedTensors(tensors, max(tied.values()) > 1, lost)
 
 
-def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Tie weights as from_pretrained does: two stored weights become one if they are the same.
+def _tie_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Tie weights as from_pretrained does: two weights that are both stored become one if their bytes are equal.
 
-    ``stored``: by the weight's name."""
+    ``stored``: the stored tensors by the weight's name."""
     missing = set(model.state_dict()) - stored.keys()
-    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if one in stored and other in stored and _are_same(stored[one], stored[other]):
-            missing.add(one)
+    for name, tied_name in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name in stored and tied_name in stored and _have_equal_bytes(stored[name], stored[tied_name]):
+            missing.add(name)
     model.tie_weights(missing_keys=missing)
 
 
-def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _have_equal_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return all(first == second for first, second in zip(stored_pieces(one), stored_pieces(other), strict=True))
+    return all(chunk == other_chunk for chunk, other_chunk in zip(read_chunks(first), read_chunks(second), strict=True))
 
 
-def _changed(name: str, stored: StoredTensor | None, part: Part) -> NewTensor:
-    if part.given is not None:
-        return NewTensor(name, NAMES[part.given.dtype], part.shape, partial(_pieces, part, None))
-    assert stored is not None
-    if stored.shape != part.shape:
-        raise RequestError(
-            f"{stored.file}: tensor {shown(stored.name)} is {list(stored.shape)} where config.json says {list(part.shape)}; "
-            "take both from one model"
+def _to_new_tensor(name: str, stored: StoredTensor | None, merged_weight: MergedWeight) -> NewTensor:
+    if merged_weight.replacement is not None:
+        return NewTensor(
+            name, DTYPE_NAMES[merged_weight.replacement.dtype], merged_weight.shape, partial(_merged_bytes, merged_weight, None)
         )
-    return NewTensor(name, stored.dtype, part.shape, partial(_pieces, part, stored))
+    assert stored is not None
+    if stored.shape != merged_weight.shape:
+        raise RequestError(
+            f"{stored.file}: tensor {quote(stored.name)} is {list(stored.shape)} where config.json says "
+            f"{list(merged_weight.shape)}; take both from one model"
+        )
+    return NewTensor(name, stored.dtype, merged_weight.shape, partial(_merged_bytes, merged_weight, stored))
 
 
-def _pieces(part: Part, stored: StoredTensor | None) -> Iterator[memoryview]:
+def _merged_bytes(merged_weight: MergedWeight, stored: StoredTensor | None) -> Iterator[memoryview]:
     from upshift.loading.lora import merged_rows
 
     def rows(start: int, stop: int) -> Tensor:
         assert stored is not None
-        row = stored.nbytes // stored.shape[0]
-        shape, offset, nbytes = (stop - start, *stored.shape[1:]), stored.offset + start * row, (stop - start) * row
+        row_bytes = stored.nbytes // stored.shape[0]
+        shape = (stop - start, *stored.shape[1:])
+        offset = stored.offset + start * row_bytes
+        nbytes = (stop - start) * row_bytes
         weight = torch.empty(shape, dtype=DTYPES[stored.dtype])
         read_into(replace(stored, shape=shape, offset=offset, nbytes=nbytes), weight)
         return weight
 
-    for weight in merged_rows(part, rows):
+    for weight in merged_rows(merged_weight, rows):
         yield bytes_of(weight)
 
 
-def _config(config: Mapping[str, Any], model: PreTrainedModel, untied: bool) -> bytes:
-    said = {**config, "architectures": [type(model).__name__]}
+def _merged_config(config: Mapping[str, Any], model: PreTrainedModel, untied: bool) -> bytes:
+    new_config = {**config, "architectures": [type(model).__name__]}
     if untied:
-        said["tie_word_embeddings"] = False
-        for key, value in said.items():
+        new_config["tie_word_embeddings"] = False
+        for key, value in new_config.items():
             if isinstance(value, dict) and "tie_word_embeddings" in value:
-                said[key] = {**value, "tie_word_embeddings": False}
-    return config_text(said).encode()
+                new_config[key] = {**value, "tie_word_embeddings": False}
+    return config_text(new_config).encode()
 
 
-def fused(model: PreTrainedModel, names: Names, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> FusedWeights:
-    """Return the names of the weights that are stored as several tensors, or as parts of one, and their changed tensors."""
+def find_fused_weights(
+    model: PreTrainedModel, names: NameMapping, tensors: Mapping[str, StoredTensor], merged_weights: Mapping[str, MergedWeight]
+) -> FusedWeights:
+    """Return the names of the weights that are fused or split on loading, and the stored tensors that the adapter changes."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
-    WEIGHT_CONVERSIONS.put(model, list(names.used))
-    found = FusedWeights()
+    WEIGHT_CONVERSIONS.put(model, list(names.used_transforms))
+    fused_weights = FusedWeights()
     for group in names.groups:
         if group.converter is not None:
-            targets = list(filled(group, shapes, model))
-            found.names |= set(targets)
-            if any(not parts[target].is_base for target in targets if target in parts):
-                merging = _Merging(model, group, tensors, parts)
-                found.tensors |= {name: merging.tensor(tensors[name]) for _, name in group.sources}
-    return found
+            targets = list(filled_shapes(group, shapes, model))
+            fused_weights.names |= set(targets)
+            if any(not merged_weights[target].is_base for target in targets if target in merged_weights):
+                merging = _GroupMerge(model, group, tensors, merged_weights)
+                fused_weights.tensors |= {name: merging.tensor(tensors[name]) for _, name in group.sources}
+    return fused_weights
 
 
 class FusedWeights:
+    """The weights that are fused or split on loading."""
+
     def __init__(self) -> None:
-        self.names: set[str] = set()  # in the model
-        self.tensors: dict[str, NewTensor] = {}  # changed, by the names that they are stored by
+        self.names: set[str] = set()  # of all such weights of the model
+        self.tensors: dict[str, NewTensor] = {}  # the tensors that the adapter changes, by their stored names
 
 
-class _Merging:
-    """The merging of one group. It runs when the first of its tensors is written. Each tensor is let go when it is written."""
+class _GroupMerge:
+    """The merging of one group. It runs when its first tensor is written. Each tensor is freed when it is written."""
 
     def __init__(
-        self, model: PreTrainedModel, group: Group, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]
+        self,
+        model: PreTrainedModel,
+        group: Group,
+        tensors: Mapping[str, StoredTensor],
+        merged_weights: Mapping[str, MergedWeight],
     ) -> None:
-        self._model, self._group, self._tensors, self._parts = model, group, tensors, parts
-        self._made: dict[str, Tensor] = {}
+        self._model = model
+        self._group = group
+        self._tensors = tensors
+        self._merged_weights = merged_weights
+        self._split_tensors: dict[str, Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> NewTensor:
-        return NewTensor(stored.name, NAMES[dtype_of(stored)], shape_of(stored), partial(self._pieces, stored.name))
+        return NewTensor(stored.name, DTYPE_NAMES[dtype_of(stored)], shape_of(stored), partial(self._tensor_bytes, stored.name))
 
-    def _pieces(self, name: str) -> Iterator[memoryview]:
-        if name not in self._made:
-            self._made = self._merged()
-        yield bytes_of(self._made.pop(name))
+    def _tensor_bytes(self, name: str) -> Iterator[memoryview]:
+        if name not in self._split_tensors:
+            self._split_tensors = self._merge()
+        yield bytes_of(self._split_tensors.pop(name))
 
-    def _merged(self) -> dict[str, Tensor]:
+    def _merge(self) -> dict[str, Tensor]:
         stored = {name: self._tensors[name] for _, name in self._group.sources}
-        together = convert(self._group, {name: read_tensor(tensor) for name, tensor in stored.items()}, self._model)
-        changed = {target: self._changed(target, together.pop(target)) for target in list(together)}
-        apart = REVERT.get()(self._model, changed)
+        weights = convert_group(self._group, {name: read_tensor(tensor) for name, tensor in stored.items()}, self._model)
+        changed = {target: self._merge_weight(target, weights.pop(target)) for target in list(weights)}
+        split = REVERT.get()(self._model, changed)
         for name, tensor in stored.items():
-            if name not in apart or tuple(apart[name].shape) != shape_of(tensor):
+            if name not in split or tuple(split[name].shape) != shape_of(tensor):
                 raise RequestError(
                     f"{self._group.target} is made of {len(stored)} stored tensors, and transformers does not give {name} back "
                     "of it; merge this adapter with peft's merge_and_unload"
                 )
-        return {name: apart[name].to(dtype_of(tensor)) for name, tensor in stored.items()}
+        return {name: split[name].to(dtype_of(tensor)) for name, tensor in stored.items()}
 
-    def _changed(self, target: str, weight: Tensor) -> Tensor:
-        part = self._parts.get(target)
-        if part is None or part.is_base:
+    def _merge_weight(self, target: str, weight: Tensor) -> Tensor:
+        from upshift.loading.lora import merged_rows
+
+        merged_weight = self._merged_weights.get(target)
+        if merged_weight is None or merged_weight.is_base:
             return weight
-        found = list(merged_rows(part, lambda start, stop: weight[start:stop].clone()))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        blocks = list(merged_rows(merged_weight, lambda start, stop: weight[start:stop].clone()))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)

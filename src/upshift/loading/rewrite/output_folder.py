@@ -1,7 +1,7 @@
-"""Manage the folder that a checkpoint is rewritten into: which request owns it, which files are whole, what a failure leaves.
+"""Manage the output folder of a rewritten checkpoint: its owner, its complete files, and its state after a failure.
 
-A file has its final name only when it is whole and on the disk. The manifest lists the whole shards, so that the same request
-goes on where it was stopped, and another one is refused.
+A file gets its final name only when it is complete and on the disk. The manifest lists the complete shards, so that the same
+request continues where it was stopped, and another request is rejected.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from upshift.units import MIB, format_bytes
 from upshift.value import Value
 
 MANIFEST = "upshift_manifest.json"
-PARTIAL = ".partial"  # behind a file's name until it is whole
-SPARE_BYTES = MIB  # of the disk: for index and manifest, and what a file system takes for itself
-FULL = (errno.ENOSPC, errno.EDQUOT)
+PARTIAL = ".partial"  # suffix of a file's name until the file is complete
+SPARE_BYTES = MIB  # of the disk, for the index, the manifest and the file system
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Manifest(Value):
-    """The file beside the shards that names the request and lists the whole shards."""
+    """The file next to the shards that names the request and lists the complete shards."""
 
     request: str
-    made_of: str  # the same for the same request on the same files
-    shards: dict[str, dict[str, str]]  # of those that are whole: the SHA-256 of each tensor's bytes
+    made_of: str  # a hash of the request and its input files
+    shards: dict[str, dict[str, str]]  # for each complete shard, the SHA-256 of each tensor's bytes
     noted: dict[str, int]  # numbers to report to the user, by tensor
 
 
 class OutputFolder:
-    """The output folder of one request. While it is open it belongs to one process."""
+    """The output folder of one request. While it is claimed it belongs to one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,10 +43,10 @@ class OutputFolder:
 
     @contextmanager
     def claimed(self, *, request: str, made_of: str) -> Iterator[None]:
-        """Read the manifest, or begin one, and hold the folder's lock.
+        """Hold the folder's lock while the context is open, and read the manifest or begin a new one.
 
         Raise RequestError if the folder belongs to another request."""
-        self._make()
+        self._create()
         with locked(self.path, self.path.resolve() / LOCK_NAME):
             self._read(request, made_of)
             yield
@@ -59,7 +59,7 @@ class OutputFolder:
         finally:
             os.close(descriptor)
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         if not self.path.absolute().parent.is_dir():
             raise RequestError(f"--output {self.path}: the folder {self.path.parent} does not exist; make it first")
         if self.path.exists() and not self.path.is_dir():
@@ -73,10 +73,10 @@ class OutputFolder:
 
     def _read(self, request: str, made_of: str) -> None:
         file = self.path / MANIFEST
-        inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL and entry.name != LOCK_NAME)
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL and entry.name != LOCK_NAME)
         if not file.is_file():
-            if inside:
-                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give an empty folder, or one to be made")
+            if names:
+                raise RequestError(f"--output {self.path} is not empty ({names[0]}); give an empty folder, or one to be made")
             self.manifest = Manifest(request=request, made_of=made_of, shards={}, noted={})
         else:
             self.manifest = Manifest.from_file(file)
@@ -85,37 +85,37 @@ class OutputFolder:
                     f"--output {self.path} holds what another request made ({self.manifest.request}), or its input has changed "
                     "since; give another folder, or remove this one"
                 )
-        for entry in self.path.rglob(f"*{PARTIAL}"):  # of a run that was killed
+        for entry in self.path.rglob(f"*{PARTIAL}"):  # left by a run that was killed
             entry.unlink()
 
-    def drop(self, name: str) -> None:
-        """Forget a shard whose file is not as the manifest says."""
+    def drop_shard(self, name: str) -> None:
+        """Remove a shard whose file differs from the manifest, in memory only."""
         shards = {shard: hashes for shard, hashes in self.manifest.shards.items() if shard != name}
         self.manifest = self.manifest.changed(shards=shards)
 
-    def add(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
-        """Record that a shard is whole, so that a later run keeps it."""
+    def add_shard(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
+        """Record that a shard is complete, so that a later run keeps it."""
         shards = {**self.manifest.shards, name: hashes}
         self._save(self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted}))
 
-    def begin(self) -> None:
+    def write_manifest(self) -> None:
         self._save(self.manifest)
 
     def _save(self, manifest: Manifest) -> None:
         self.write(MANIFEST, manifest.to_json(indent=1).encode())
         self.manifest = manifest
 
-    def check_room(self, need: int) -> None:
+    def check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
-        if need and free < need + SPARE_BYTES:
+        if num_bytes and free < num_bytes + SPARE_BYTES:
             raise RequestError(
-                f"--output {self.path} needs {format_bytes(need + SPARE_BYTES)} more and its disk has {format_bytes(free)} free; "
-                "free some, or give a folder on another disk"
+                f"--output {self.path} needs {format_bytes(num_bytes + SPARE_BYTES)} more and its disk has {format_bytes(free)} "
+                "free; free some, or give a folder on another disk"
             )
 
     @contextmanager
-    def new(self, name: str) -> Iterator[Path]:
-        """Yield a path to write a file to. It gets its final name when the block ends. It must be on the disk by then."""
+    def new_file(self, name: str) -> Iterator[Path]:
+        """Yield a path to write a file to. The file must be on the disk when the block ends, and then gets its final name."""
         (self.path / name).parent.mkdir(exist_ok=True)
         partial = self.path / f"{name}{PARTIAL}"
         try:
@@ -126,27 +126,27 @@ class OutputFolder:
             raise
 
     def write(self, name: str, content: bytes) -> None:
-        with self.new(name) as partial, partial.open("wb", buffering=0) as file:
+        with self.new_file(name) as partial, partial.open("wb", buffering=0) as file:
             write_all(file.fileno(), memoryview(content))
             os.fsync(file.fileno())
 
     def copy(self, name: str, source: Path) -> None:
-        with self.new(name) as partial:
+        with self.new_file(name) as partial:
             shutil.copyfile(source, partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
 
     @contextmanager
-    def stoppable(self, num_shards: int) -> Iterator[None]:
-        """Turn a failed write, or an interrupt by a person, into an error that says which files are safe."""
+    def report_interruption(self, num_shards: int) -> Iterator[None]:
+        """Turn a failed write, or an interrupt by the user, into an error that says which files are complete."""
         try:
             yield
         except OSError as error:
-            reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
-            raise JobFailed(f"{self.path} could not be written: {reason}; {self._safe(num_shards)}") from error
+            reason = "the disk is full" if error.errno in DISK_FULL_ERRORS else error.strerror or str(error)
+            raise JobFailed(f"{self.path} could not be written: {reason}; {self._progress_note(num_shards)}") from error
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {self._safe(num_shards)}") from None
+            raise Interrupted(f"interrupted; {self._progress_note(num_shards)}") from None
 
-    def _safe(self, num_shards: int) -> str:
-        whole = len(self.manifest.shards)
-        return f"{whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"
+    def _progress_note(self, num_shards: int) -> str:
+        num_whole = len(self.manifest.shards)
+        return f"{num_whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"

@@ -1,5 +1,4 @@
-"""Switch activation checkpointing of transformers models per layer: recompute a layer whole, or all of it but (some of) its
-products."""
+"""Switch activation checkpointing of transformers models for each layer, with full or selective recomputation."""
 
 from __future__ import annotations
 
@@ -28,29 +27,33 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.o
 def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Granularity = "full") -> None:
     """Recompute the first ``num_layers`` layers in the backward pass (None: all; 0: none).
 
-    The first ones, because theirs is the last backward, when most memory has been freed. ``selective``: results of matrix
-    products and of attention are kept, cheap operations run again (Korthikanti et al. 2022, section 5, for any operator).
-    ``alternate``: of products the first, third and so on of a layer are kept, as torchtitan's selective_ac_option = "op" does.
-    Kept results are found again by their number and must not be written over. A layer that writes over them, or whose weights
-    serve several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError
-    in its backward pass.
+    The first layers are chosen because their backward pass comes last, when most memory has been freed.
+
+    - ``full`` recomputes the whole layer.
+    - ``selective`` saves the results of matrix products and of attention, and recomputes the rest (Korthikanti et al. 2022,
+      section 5, for any operator).
+    - ``alternate`` saves attention and every second matrix product of a layer, as torchtitan's selective_ac_option = "op".
+
+    Saved results are matched by their order and must not change. The backward pass raises RuntimeError for a layer that writes
+    over them, and for weights that several layers share: autocast casts them once in the forward pass, but once for each layer
+    in recomputation.
     """
     base = base_of(model)
-    _leave_inputs(base)
+    _remove_input_gradient_hooks(base)
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_products)
     elif granularity == "alternate":
-        options["context_fn"] = _keep_every_second
+        options["context_fn"] = _save_every_second_product
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23; 5.17 knows the old name only
+        warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23; 5.17 has the old name only
         if num_layers != 0:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         elif base.is_gradient_checkpointing:
             base.gradient_checkpointing_disable()
-    _leave_inputs(base)
+    _remove_input_gradient_hooks(base)
     if num_layers:
-        layers = [layer for _, stack in find_stacks(model) for layer in stack]
+        layers = [layer for _, layers_of_stack in find_stacks(model) for layer in layers_of_stack]
         for number, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = number < num_layers
@@ -62,41 +65,42 @@ def _attention_operators() -> tuple[Any, ...]:
     return FLASH_FOR_CPU.get(), torch.ops.upshift.block_attention
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return whether to keep an operator's result.
+def _save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether to save an operator's result.
 
-    Attention with dropout inside runs again: if it were skipped, it would not draw its random numbers, and later operators
-    would draw other numbers than in the forward pass."""
+    Attention with dropout is recomputed. If it were skipped, it would not draw its random numbers, and later operators would
+    draw other numbers than in the forward pass."""
     packet = OPERATOR.of(operator)
-    product = packet in flop_registry or packet in _attention_operators()
-    if product and not argument_of(operator, "dropout_p", args, kwargs):
+    is_product = packet in flop_registry or packet in _attention_operators()
+    if is_product and not argument_of(operator, "dropout_p", args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_every_second() -> Any:
-    """Return the contexts for one pass through one layer.
+def _save_every_second_product() -> Any:
+    """Return the contexts of forward and recomputation for one pass through one layer.
 
-    Products of the forward pass and of recomputation are counted separately."""
-    seen: Counter[bool] = Counter()
+    The products of forward and recomputation are counted separately."""
+    num_products: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if OPERATOR.of(operator) in PRODUCTS:
-            seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % 2 == 0:
+            num_products[context.is_recompute] += 1
+            if num_products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return _keep_products(context, operator, *args, **kwargs)
+        return _save_products(context, operator, *args, **kwargs)
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def _leave_inputs(base: PreTrainedModel) -> None:
-    """Remove transformers' hooks that ask for gradients of frozen embeddings.
+def _remove_input_gradient_hooks(base: PreTrainedModel) -> None:
+    """Remove transformers' hooks that request gradients for frozen embeddings.
 
-    The embeddings need none: transformers asks for one because reentrant checkpoints would lose the others."""
+    Only reentrant checkpoints need such a gradient, to keep the gradients of the layers behind."""
     if INPUT_GRADIENTS.read(base) is not None:
         base.disable_input_require_grads()
-    # Asked twice, as by peft.prepare_model_for_kbit_training, transformers forgets the hooks that it made first.
-    for hooks in [FORWARD_HOOKS.of(module) for module in base.modules() if FORWARD_HOOKS.of(module)]:
+    # If the hooks are requested twice, as by peft.prepare_model_for_kbit_training, transformers loses track of the first ones.
+    for module in base.modules():
+        hooks = FORWARD_HOOKS.of(module)
         for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == "make_inputs_require_grads"]:
             del hooks[key]

@@ -1,12 +1,12 @@
 """Compute attention on CPUs as plain matrix products over blocks of queries, for any causal or explicit mask.
 
-PyTorch's fused kernel for CPUs reaches a third of the matrix rate (docs/log.md). Here each block of queries is multiplied
-with the range of keys that it may see, and nothing is computed outside that range: half the work of a causal mask, far
-less where many sequences share a row. Without an explicit mask the probabilities are kept for the backward pass in the
-inputs' precision, as transformers' ``eager`` does; with one they are computed again. Dropout draws the probabilities that it
-drops again from a seed, which is itself drawn from torch's generator: a step that is done again drops the same ones.
+PyTorch's fused kernel for CPUs reaches a third of the rate of matrix products (docs/log.md). Here each block of queries is
+multiplied with the range of keys that it may see. Nothing is computed outside that range, which saves half the work under a
+causal mask, and more if many sequences share a row. Without an explicit mask, the probabilities are saved for the backward
+pass in the inputs' precision, as transformers' ``eager`` does. With an explicit mask they are computed again. Dropout is drawn
+from a seed that comes from torch's generator, so a repeated step drops the same probabilities.
 
-The attention is a registered operator, so that torch.compile calls it as it is.
+The attention is a registered operator, so that torch.compile does not trace into it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from upshift.internals.torch_names import is_fake, softmax_backward
 from upshift.models.profile import BLOCK_QUERIES
 
-NAME = "block"
+BLOCK_ATTENTION = "block"
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Call ``model.set_attn_implementation``, after making ``block`` known to transformers beside ``sdpa`` and ``eager``."""
-    if name == NAME:
-        AttentionInterface.register(NAME, block_attention_forward)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+    """Set the model's attention kernel. Register ``block`` with transformers first if it is the one."""
+    if name == BLOCK_ATTENTION:
+        AttentionInterface.register(BLOCK_ATTENTION, block_attention_forward)
+        AttentionMaskInterface.register(BLOCK_ATTENTION, sdpa_mask)
     model.set_attn_implementation(name)
 
 
@@ -49,25 +49,26 @@ def block_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention: query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
 
-    Cases that it does not compute (position bias, a cache's longer keys, other devices) go to ``sdpa``.
+    Leave other cases to ``sdpa``: a position bias, a soft cap, keys of a cache, and other devices.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    simple = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-    if not simple or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+    is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    if not is_plain or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    save_probabilities = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = torch.randint(2**62, (1,)) if dropout else None
-    out, _ = block_attention(query, key, value, attention_mask, seed, is_causal and attention_mask is None, scale, keep, dropout)
+    is_causal = is_causal and attention_mask is None
+    out, _ = block_attention(query, key, value, attention_mask, seed, is_causal, scale, save_probabilities, dropout)
     return out, None
 
 
 class Block(NamedTuple):
-    """Some rows of the batch, some of their queries, and the keys that these may see."""
+    """A range of the batch's rows, a range of their queries, and the range of keys that these queries may see."""
 
     rows: slice
     queries: slice
@@ -80,27 +81,30 @@ def forward_in_blocks(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
-    causal: bool,
+    is_causal: bool,
     scale: float,
-    keep: bool,
+    save_probabilities: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
-    left = LeftOut(seed, dropout)
-    query, value = query.contiguous(), value.contiguous()
-    columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
+    """Return the attention [B, S, H, D], and the flat probabilities of all blocks or an empty tensor."""
+    probability_dropout = ProbabilityDropout(seed, dropout)
+    query = query.contiguous()
+    value = value.contiguous()
+    key_columns = key.transpose(2, 3).contiguous()  # a product copies a slice of ``key``, but not a slice of this
     batch, heads, length, _ = query.shape
     out = query.new_empty(batch, length, heads, value.shape[-1])
-    kept = query.new_empty(num_probabilities(query, mask, causal) if keep else 0)
+    saved = query.new_empty(num_probabilities(query, mask, is_causal) if save_probabilities else 0)
     start = 0
     with torch.autocast("cpu", enabled=False):
-        for block in _blocks(query, mask, causal):
-            queries, values = _grouped(query, key, block) * scale, _flat(value, block)
-            probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept[start:])
-            own = left.scaled(torch.bmm(left.of(probabilities), values)).view(-1, heads, *_size(block.queries), values.shape[-1])
-            out[block.rows, block.queries].copy_(own.transpose(1, 2))
+        for block in _blocks(query, mask, is_causal):
+            queries = _group_heads(query, key, block) * scale
+            values = _flatten_heads(value, block)
+            probabilities = _probabilities(queries, _key_columns(key_columns, block), mask, is_causal, block, saved[start:])
+            weighted = torch.bmm(probability_dropout.apply(probabilities), values)
+            block_output = probability_dropout.rescale(weighted).view(-1, heads, _length(block.queries), values.shape[-1])
+            out[block.rows, block.queries].copy_(block_output.transpose(1, 2))
             start += probabilities.numel()
-    return out, kept
+    return out, saved
 
 
 def backward_in_blocks(
@@ -110,45 +114,48 @@ def backward_in_blocks(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
-    kept: torch.Tensor,
-    causal: bool,
+    saved: torch.Tensor,
+    is_causal: bool,
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value. Those of key and value are summed over blocks in fp32."""
-    left = LeftOut(seed, dropout)
-    query, key = query.contiguous(), key.contiguous()
-    columns, value_columns = key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
-    grad = left.scaled(grad.transpose(1, 2).contiguous())
+    probability_dropout = ProbabilityDropout(seed, dropout)
+    query = query.contiguous()
+    key = key.contiguous()
+    key_columns = key.transpose(2, 3).contiguous()
+    value_columns = value.transpose(2, 3).contiguous()
+    grad = probability_dropout.rescale(grad.transpose(1, 2).contiguous())
     query_grad = query.new_empty(query.shape)
     key_grad = key.new_zeros(key.shape, dtype=torch.float32)
     value_grad = value.new_zeros(value.shape, dtype=torch.float32)
     start = 0
     with torch.autocast("cpu", enabled=False):
-        for block in _blocks(query, mask, causal):
-            queries, incoming = _grouped(query, key, block) * scale, _grouped(grad, key, block)
-            keys = _flat(key, block)
-            if kept.numel():
+        for block in _blocks(query, mask, is_causal):
+            queries = _group_heads(query, key, block) * scale
+            incoming = _group_heads(grad, key, block)
+            keys = _flatten_heads(key, block)
+            if saved.numel():
                 shape = (*queries.shape[:2], keys.shape[1])
-                probabilities = kept[start : start + prod(shape)].view(shape)
+                probabilities = saved[start : start + prod(shape)].view(shape)
                 start += prod(shape)
             else:
-                probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept)
-            gone = left.draw(probabilities)
-            _flat(value_grad, block).add_(torch.bmm(left.only(probabilities, gone).transpose(1, 2), incoming))
-            slope = left.only(torch.bmm(incoming, _columns(value_columns, block)), gone)
-            slope = softmax_backward(slope, probabilities)
-            own = torch.bmm(slope, keys).mul_(scale)
-            query_grad[block.rows, :, block.queries].copy_(own.view(query_grad[block.rows, :, block.queries].shape))
-            _flat(key_grad, block).add_(torch.bmm(slope.transpose(1, 2), queries))
+                probabilities = _probabilities(queries, _key_columns(key_columns, block), mask, is_causal, block, saved)
+            dropped = probability_dropout.draw(probabilities)
+            weights = probability_dropout.zero_dropped(probabilities, dropped)
+            _flatten_heads(value_grad, block).add_(torch.bmm(weights.transpose(1, 2), incoming))
+            score_grad = probability_dropout.zero_dropped(torch.bmm(incoming, _key_columns(value_columns, block)), dropped)
+            score_grad = softmax_backward(score_grad, probabilities)
+            block_grad = torch.bmm(score_grad, keys).mul_(scale)
+            query_grad[block.rows, :, block.queries].copy_(block_grad.view(query_grad[block.rows, :, block.queries].shape))
+            _flatten_heads(key_grad, block).add_(torch.bmm(score_grad.transpose(1, 2), queries))
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
-class LeftOut:
-    """Dropout of probabilities: the dropped ones are drawn from a seed, block by block in their order. Without a seed none is
-    dropped.
+class ProbabilityDropout:
+    """Dropout of probabilities, drawn from a seed block by block in their order. Without a seed, nothing is dropped.
 
-    It uses sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU
+    It takes sixteen random bits for each probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU
     (docs/log.md).
     """
 
@@ -157,106 +164,109 @@ class LeftOut:
         self.bits = None if seed is None or is_fake(seed) else numpy.random.SFC64(int(seed))
 
     def draw(self, probabilities: torch.Tensor) -> torch.Tensor | None:
+        """Return which probabilities to drop, or None for none."""
         if not self.threshold:
             return None
-        if self.bits is None:  # of a seed that has no value
+        if self.bits is None:  # a fake seed has no value
             return probabilities.new_empty(probabilities.shape, dtype=torch.bool)
         count = probabilities.numel()
-        drawn = torch.from_numpy(self.bits.random_raw(-(-count // 4)).view(numpy.int16))[:count]
-        return (drawn < self.threshold - 2**15).view(probabilities.shape)
+        random_bits = torch.from_numpy(self.bits.random_raw(-(-count // 4)).view(numpy.int16))[:count]
+        return (random_bits < self.threshold - 2**15).view(probabilities.shape)
 
-    def only(self, values: torch.Tensor, gone: torch.Tensor | None) -> torch.Tensor:
-        return values if gone is None else values.masked_fill(gone, 0.0)
+    def zero_dropped(self, values: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
+        return values if dropped is None else values.masked_fill(dropped, 0.0)
 
-    def of(self, probabilities: torch.Tensor) -> torch.Tensor:
-        return self.only(probabilities, self.draw(probabilities))
+    def apply(self, probabilities: torch.Tensor) -> torch.Tensor:
+        return self.zero_dropped(probabilities, self.draw(probabilities))
 
-    def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        """Divide values by the share that is kept, so that their mean stays."""
+    def rescale(self, values: torch.Tensor) -> torch.Tensor:
+        """Divide values by the share that is not dropped, so that their mean stays the same."""
         return values / (1.0 - self.threshold / 2**16) if self.threshold else values
 
 
 def _probabilities(
-    queries: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block, kept: torch.Tensor
+    queries: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, block: Block, saved: torch.Tensor
 ) -> torch.Tensor:
-    """Return the probabilities of one block, [rows x K, H / K x queries, keys]. Queries are scaled already.
+    """Return the probabilities of one block, [rows x K, H / K x queries, keys]. The queries must be scaled.
 
-    They are written to the start of ``kept`` if that has room."""
+    Write them to the start of ``saved``, unless it is empty."""
     scores = torch.bmm(queries, columns)
-    _hide(scores, mask, causal, block)
-    if not kept.numel():
+    _apply_mask(scores, mask, is_causal, block)
+    if not saved.numel():
         return torch.softmax(scores, -1)
-    probabilities = kept[: scores.numel()].view(scores.shape)
+    probabilities = saved[: scores.numel()].view(scores.shape)
     return torch.softmax(scores, -1, out=probabilities)
 
 
-def num_probabilities(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> int:
-    """Return how many probabilities are kept. None are kept under an explicit mask: their number is known only when it runs."""
+def num_probabilities(query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> int:
+    """Return the number of saved probabilities, or 0 with an explicit mask, whose values decide the number."""
     batch, heads, length, _ = query.shape
     if mask is not None:
         return 0
-    if not causal:
+    if not is_causal:
         return batch * heads * length * length
-    whole, rest = length // BLOCK_QUERIES, length % BLOCK_QUERIES  # arithmetic alone: torch.compile may not know the length
-    return batch * heads * (BLOCK_QUERIES**2 * whole * (whole + 1) // 2 + rest * length)
+    num_full_blocks = length // BLOCK_QUERIES  # only arithmetic, because torch.compile may not know the length
+    last_block_size = length % BLOCK_QUERIES
+    return batch * heads * (BLOCK_QUERIES**2 * num_full_blocks * (num_full_blocks + 1) // 2 + last_block_size * length)
 
 
-def _borders(length: int) -> list[tuple[int, int]]:
+def _query_ranges(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK_QUERIES, length)) for start in range(0, length, BLOCK_QUERIES)]
 
 
-def _blocks(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Iterator[Block]:
-    """Yield blocks of all rows of the batch at once. With an explicit mask go row by row, for each row sees keys of its own."""
+def _blocks(query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> Iterator[Block]:
+    """Yield blocks that span all rows of the batch. With an explicit mask, go row by row, because each row sees other keys."""
     batch, _, length, _ = query.shape
     for rows in [slice(0, batch)] if mask is None else [slice(row, row + 1) for row in range(batch)]:
-        for start, stop in _borders(length):
+        for start, stop in _query_ranges(length):
             queries = slice(start, stop)
             if mask is None or is_fake(mask):
-                yield Block(rows, queries, slice(0, stop if causal else length))
+                yield Block(rows, queries, slice(0, stop if is_causal else length))
             else:
-                yield Block(rows, queries, _visible(mask, rows, queries))
+                yield Block(rows, queries, _visible_keys(mask, rows, queries))
 
 
-def _visible(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
-    """Return the range of keys that any of these queries sees, or one key if they see none."""
-    part = mask[rows if mask.shape[0] > 1 else slice(None), :, queries]
-    seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
-    positions = seen.view(torch.uint8).flatten(0, 2).amax(dim=0).nonzero()  # ten times as fast as any()
+def _visible_keys(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
+    """Return the range of the keys that any of these queries may see, or the first key if they may see none."""
+    mask_rows = mask[rows if mask.shape[0] > 1 else slice(None), :, queries]
+    is_visible = mask_rows if mask_rows.dtype == torch.bool else mask_rows > torch.finfo(mask_rows.dtype).min / 2
+    positions = is_visible.view(torch.uint8).flatten(0, 2).amax(dim=0).nonzero()  # ten times as fast as any()
     return slice(int(positions[0]), int(positions[-1]) + 1) if len(positions) else slice(0, 1)
 
 
-def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block) -> None:
-    """Lower the scores that the mask forbids; a query that sees nothing spreads evenly, as in ``eager``."""
+def _apply_mask(scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, block: Block) -> None:
+    """Set forbidden scores to the lowest number. A query that may see nothing attends to all keys evenly, as in ``eager``."""
     lowest = torch.finfo(scores.dtype).min
-    rows, (queries,) = block.rows.stop - block.rows.start, _size(block.queries)
+    rows = _length(block.rows)
+    queries = _length(block.queries)
     by_head = scores.view(rows, -1, queries, scores.shape[-1])
     if mask is not None:
-        part = mask[block.rows if mask.shape[0] > 1 else slice(None), :, block.queries, block.keys]
-        if part.dtype == torch.bool:  # adding over all heads is three times as fast as filling
-            part = torch.zeros(part.shape, dtype=scores.dtype).masked_fill_(~part, lowest)
-        by_head.add_(part)
-    elif causal:
+        mask_part = mask[block.rows if mask.shape[0] > 1 else slice(None), :, block.queries, block.keys]
+        if mask_part.dtype == torch.bool:  # adding to all heads is three times as fast as filling them
+            mask_part = torch.zeros(mask_part.shape, dtype=scores.dtype).masked_fill_(~mask_part, lowest)
+        by_head.add_(mask_part)
+    elif is_causal:
         later = torch.ones(queries, queries, dtype=torch.bool).triu_(1)
         by_head[..., -queries:].masked_fill_(later, lowest)
 
 
-def _size(part: slice) -> tuple[int]:
-    return (part.stop - part.start,)
+def _length(indices: slice) -> int:
+    return int(indices.stop - indices.start)
 
 
-def _grouped(tensor: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return [rows x K, H / K x queries, D]: the query heads that share a key head are rows of one product."""
-    part = tensor[block.rows, :, block.queries]
-    return part.reshape(part.shape[0] * key.shape[1], -1, part.shape[-1])
+def _group_heads(tensor: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the queries of a block as [rows x K, H / K x queries, D]: query heads with the same key head share a product."""
+    queries = tensor[block.rows, :, block.queries]
+    return queries.reshape(queries.shape[0] * key.shape[1], -1, queries.shape[-1])
 
 
-def _flat(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return [rows x K, keys, D], a view: ``tensor`` is contiguous, so rows and heads are one dimension."""
+def _flatten_heads(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the keys or values of a block as a view [rows x K, keys, D]. ``tensor`` is contiguous [B, K, S, D]."""
     return tensor[block.rows].flatten(0, 1)[:, block.keys]
 
 
-def _columns(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return [rows x K, D, keys], a view of [B, K, D, S]."""
+def _key_columns(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the transposed keys or values of a block as a view [rows x K, D, keys] of [B, K, D, S]."""
     return tensor[block.rows].flatten(0, 1)[:, :, block.keys]
 
 
@@ -267,15 +277,25 @@ block_attention_backward = torch.library.custom_op(
 
 
 @block_attention.register_fake
-def _(query: Any, key: Any, value: Any, mask: Any, seed: Any, causal: bool, scale: float, keep: bool, dropout: float) -> Any:
+def _(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    seed: Any,
+    is_causal: bool,
+    scale: float,
+    save_probabilities: bool,
+    dropout: float,
+) -> Any:
     batch, heads, length, _ = query.shape
-    kept = query.new_empty(num_probabilities(query, mask, causal) if keep else 0)
-    return query.new_empty(batch, length, heads, value.shape[-1]), kept
+    saved = query.new_empty(num_probabilities(query, mask, is_causal) if save_probabilities else 0)
+    return query.new_empty(batch, length, heads, value.shape[-1]), saved
 
 
 @block_attention_backward.register_fake
 def _(
-    grad: Any, query: Any, key: Any, value: Any, mask: Any, seed: Any, kept: Any, causal: bool, scale: float, dropout: float
+    grad: Any, query: Any, key: Any, value: Any, mask: Any, seed: Any, saved: Any, is_causal: bool, scale: float, dropout: float
 ) -> Any:
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
@@ -283,13 +303,15 @@ def _(
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, mask, seed, causal, scale, _, dropout = inputs
     ctx.save_for_backward(query, key, value, mask, seed, output[1])
-    ctx.causal, ctx.scale, ctx.dropout = causal, scale, dropout
+    ctx.causal = causal
+    ctx.scale = scale
+    ctx.dropout = dropout
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, mask, seed, kept = ctx.saved_tensors
-    gradients = block_attention_backward(grad, query, key, value, mask, seed, kept, ctx.causal, ctx.scale, ctx.dropout)
+    query, key, value, mask, seed, saved = ctx.saved_tensors
+    gradients = block_attention_backward(grad, query, key, value, mask, seed, saved, ctx.causal, ctx.scale, ctx.dropout)
     return (*gradients, None, None, None, None, None, None)
 
 

@@ -1,9 +1,9 @@
-"""Run a model's own forward pass with head and loss in chunks of tokens, so that the logits of a whole batch are never in memory.
+"""Run a model with its head and loss in chunks of tokens, so that the logits of a whole batch are never in memory.
 
-The unmodified model runs: only its output embedding returns, in place of logits, ``DeferredLogits``, which remember what the
-model does to them (scaling, soft-capping, bias, shifting, flattening) and become a loss when they reach
-``torch.nn.functional.cross_entropy``. So labels, shifts and divisors are the model's, and the operations between head and loss
-are found by running them. An operation that deferred logits cannot do is refused in words.
+The unmodified model runs, but its output embedding returns ``DeferredLogits`` in place of logits. These record what the model
+does to them (scaling, soft-capping, bias, shifting, flattening), and compute the loss when they reach
+``torch.nn.functional.cross_entropy``. Labels, shifts and divisors are therefore the model's own. An operation that deferred
+logits do not support raises ChunkedHeadError.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from upshift.models.ops.linear_cross_entropy import HeadLoss, OwnWords, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy
 
 Number = float  # DeferredLogits has a method of the name float
 
 
 class ChunkedHeadError(RuntimeError):
-    """An error for a model that does something between its head and its loss that cannot be computed in chunks."""
+    """Raised for a model with an operation between its head and its loss that cannot be computed in chunks."""
 
 
 @dataclass
-class Uses:
-    """Counts of how often the head ran while a context was open, and how many of its results became losses."""
+class HeadUses:
+    """Count how often the head ran while a context was open, and how many of its results became losses."""
 
     heads: int = 0
     losses: int = 0
@@ -36,13 +36,13 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Logits [..., V] that are not computed: hidden [..., H], weight [V, H], bias [V] or None, and the operations on them."""
+    """Logits [..., V] that are not computed yet: hidden [..., H], weight [V, H], bias [V] or None, and operations on them."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: HeadLoss
-    uses: Uses
+    uses: HeadUses
 
     @property
     def shape(self) -> torch.Size:
@@ -71,14 +71,15 @@ class DeferredLogits:
         return self
 
     def float(self) -> DeferredLogits:
-        """Return self: the loss is computed in fp32 in any case."""
+        """Return self, because the loss is always computed in fp32."""
         return self
 
     def to(self, *target: Any, **options: Any) -> DeferredLogits:
-        """Change nothing for another dtype, as ``float``.
+        """Return self for any dtype, as ``float`` does.
 
         Raise ChunkedHeadError for another device than that of the hidden states."""
-        devices = [torch.device(place) for place in (*target, options.get("device")) if isinstance(place, str | torch.device)]
+        arguments = (*target, options.get("device"))
+        devices = [torch.device(argument) for argument in arguments if isinstance(argument, str | torch.device)]
         if any(device.type != self.device.type for device in devices):
             raise ChunkedHeadError(f"the model moves its logits to {devices[0]}")
         return self
@@ -93,10 +94,10 @@ class DeferredLogits:
     view = reshape
 
     def __getitem__(self, key: Any) -> DeferredLogits:
-        """Choose tokens. Raise ChunkedHeadError for a choice of words."""
+        """Select tokens. Raise ChunkedHeadError for a selection of words."""
         keys = key if isinstance(key, tuple) else (key,)
-        whole = keys[-1] == slice(None) if Ellipsis in keys or len(keys) >= self.ndim else True
-        if not whole or not all(isinstance(part, slice | type(Ellipsis)) for part in keys):
+        keeps_vocabulary = keys[-1] == slice(None) if Ellipsis in keys or len(keys) >= self.ndim else True
+        if not keeps_vocabulary or not all(isinstance(index, slice | type(Ellipsis)) for index in keys):
             raise ChunkedHeadError("the model takes some of the logits by other than ranges of tokens")
         return replace(self, hidden=self.hidden[key])
 
@@ -115,14 +116,14 @@ class DeferredLogits:
             raise ChunkedHeadError("the model divides its logits by a tensor")
         return self * (1.0 / divisor)
 
-    def __add__(self, words: Any) -> DeferredLogits:
-        """Add a number for each word, as a bias."""
-        if not isinstance(words, torch.Tensor) or words.numel() != len(self.weight) or words.shape[-1] != len(self.weight):
+    def __add__(self, bias: Any) -> DeferredLogits:
+        """Add a bias: one number for each word."""
+        if not isinstance(bias, torch.Tensor) or bias.numel() != len(self.weight) or bias.shape[-1] != len(self.weight):
             raise ChunkedHeadError("the model adds other than one number a word to its logits")
         if self.head.cap is not None:
             raise ChunkedHeadError("the model adds to its logits after soft-capping them")
-        added = words.reshape(-1)
-        return replace(self, bias=added if self.bias is None else self.bias + added)
+        flat_bias = bias.reshape(-1)
+        return replace(self, bias=flat_bias if self.bias is None else self.bias + flat_bias)
 
     __radd__ = __add__
 
@@ -148,12 +149,14 @@ class DeferredLogits:
             raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
         head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
         self.uses.losses += 1
-        weight, bias, words = _own_words(self.weight, self.bias)
-        total: torch.Tensor = linear_cross_entropy(self.hidden, weight, bias, target, head, words)
+        weight, bias, shard = _local_vocabulary(self.weight, self.bias)
+        total: torch.Tensor = linear_cross_entropy(self.hidden, weight, bias, target, head, shard)
         if reduction == "sum":
             return total
         num_labels = (target != ignore_index).sum()
-        return torch.where(num_labels > 0, total / num_labels.clamp(min=1), torch.nan)  # no label: NaN, and gradients of zero
+        return torch.where(
+            num_labels > 0, total / num_labels.clamp(min=1), torch.nan
+        )  # without labels: NaN, and gradients of zero
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -163,42 +166,46 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a function of torch that is called with deferred logits."""
-        own: dict[Any, Callable[..., Any]] = {
+        methods: dict[Any, Callable[..., Any]] = {
             nn.functional.cross_entropy: cls.cross_entropy, torch.tanh: cls.tanh,
-            torch.Tensor.add: _swapped(cls.__add__), torch.Tensor.mul: _swapped(cls.__mul__),
+            torch.Tensor.add: _swap_arguments(cls.__add__), torch.Tensor.mul: _swap_arguments(cls.__mul__),
         }  # fmt: skip
-        if function not in own:
+        if function not in methods:
             raise ChunkedHeadError(f"the model takes torch's {getattr(function, '__name__', function)} of its logits")
-        return own[function](*args, **(kwargs or {}))
+        return methods[function](*args, **(kwargs or {}))
 
 
-def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
-    """Return this rank's part where ranks share the vocabulary. Every rank has the same number of rows."""
+def _local_vocabulary(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, VocabularyShard | None]:
+    """Return this rank's rows of weight and bias if ranks share the vocabulary. Every rank has the same number of rows."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
-    own, mesh = weight.to_local(), weight.device_mesh
-    words = OwnWords(mesh.get_group(), mesh.get_local_rank() * len(own), len(weight))
+    local_weight = weight.to_local()
+    mesh = weight.device_mesh
+    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank() * len(local_weight), len(weight))
     if isinstance(bias, DTensor):
         bias = bias.to_local()
     elif bias is not None:
-        bias = bias[words.first : words.first + len(own)]
-    return own, bias, words
+        bias = bias[shard.first : shard.first + len(local_weight)]
+    return local_weight, bias, shard
 
 
-def _swapped(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a method for ``tensor + logits``, which torch passes in this order."""
+def _swap_arguments(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a method for ``tensor + logits``, whose operands torch passes in this order."""
     return lambda tensor, logits: method(logits, tensor)
 
 
 @contextmanager
-def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[Uses]:
-    """Run ``model`` with its loss in chunks of ``chunk_tokens`` labelled tokens while the context is open.
+def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[HeadUses]:
+    """Compute the loss of ``model`` in chunks of ``chunk_tokens`` labelled tokens while the context is open.
 
-    label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: this times the mean over labels of
-    logsumexp(logits) ** 2 is added. Raise ChunkedHeadError, when the model runs, if ``why_not_chunked`` has a reason.
+    label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: the factor of an added loss, the mean
+    over labels of logsumexp(logits) ** 2. The model raises ChunkedHeadError when it runs if ``why_not_chunked`` has a reason.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    options, uses = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss), Uses()
+    options = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss)
+    uses = HeadUses()
 
     def defer(hidden: torch.Tensor) -> DeferredLogits:
         uses.heads += 1
@@ -212,11 +219,13 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
 
 
 def why_not_chunked(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str | None:
-    """Return None if the loss may be computed in chunks, else the reason. Run one forward pass (fake tensors will do)."""
+    """Return why the loss cannot be computed in chunks, or None if it can. Run one forward pass (fake tensors will do)."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
-        kind = "no output embedding" if head is None else f"{type(head).__module__}.{type(head).__name__} as output embedding"
-        return f"the model has {kind}, not a plain linear layer"
+        description = "no output embedding"
+        if head is not None:
+            description = f"{type(head).__module__}.{type(head).__name__} as output embedding"
+        return f"the model has {description}, not a plain linear layer"
     try:
         with chunked_head(model, chunk_tokens=64) as uses, torch.no_grad():
             model(**inputs)

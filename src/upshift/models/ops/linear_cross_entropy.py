@@ -1,10 +1,10 @@
-"""Compute the cross entropy of a linear layer over a vocabulary, a chunk of labelled tokens at a time.
+"""Compute the cross entropy of a linear layer over a vocabulary, one chunk of labelled tokens at a time.
 
-The logits of all tokens are never in memory. Loss and gradients of a chunk are made in one go, while its probabilities are at
-hand (Hsu et al., "Liger Kernel", 2024, section 3.2). Rows whose label is ignored are not computed. Losses are summed, not
-averaged: the divisor of a mean multiplies the gradients afterwards, so that half precision does not lose them. Ranks may have
-a part of the vocabulary each: per label they exchange the largest logit and the sum of exponentials (Shoeybi et al.,
-"Megatron-LM", 2019, section 3).
+The logits of all tokens are never in memory. The loss and the gradients of a chunk are computed together from the same
+probabilities (Hsu et al., "Liger Kernel", 2024, section 3.2). Rows with an ignored label are not computed. Losses are summed,
+not averaged, and the divisor of a mean scales the gradients afterwards, so that they do not underflow in half precision. Each
+rank may have a shard of the vocabulary. Ranks then exchange the largest logit and the sum of exponentials for each label
+(Shoeybi et al., "Megatron-LM", 2019, section 3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from upshift.internals.torch_names import is_fake
 
 ROW_MULTIPLE = 64
-CACHED_BYTES = 2**24  # worked on at once on a CPU: they stay in its cache from one pass over them to the next
+CACHED_BYTES = 2**24  # processed at once on a CPU, so that they stay in its cache from one pass to the next
 
 
 class HeadLoss(NamedTuple):
@@ -27,18 +27,16 @@ class HeadLoss(NamedTuple):
     scale: float = 1.0
     cap: float | None = None  # None: no tanh
     ignore_index: int = -100
-    label_smoothing: float = 0.0  # Szegedy et al. 2016, as torch.nn.functional.cross_entropy has it
-    z_loss: float = 0.0  # times logsumexp(logits) ** 2; Chowdhery et al., "PaLM", 2022, section 5
+    label_smoothing: float = 0.0  # Szegedy et al. 2016, as in torch.nn.functional.cross_entropy
+    z_loss: float = 0.0  # the factor of logsumexp(logits) ** 2; Chowdhery et al., "PaLM", 2022, section 5
 
 
-class OwnWords(NamedTuple):
-    """This rank's part of a vocabulary that the ranks of ``group`` share.
-
-    Its words begin at ``first``. ``vocabulary``: how many words there are in all."""
+class VocabularyShard(NamedTuple):
+    """This rank's shard of a vocabulary that the ranks of ``group`` share."""
 
     group: dist.ProcessGroup
-    first: int
-    vocabulary: int
+    first: int  # the first word of the shard
+    vocabulary: int  # the number of words on all ranks
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks follows the labels: compiled, each would be a graph of its own
@@ -48,21 +46,21 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: HeadLoss,
-    words: OwnWords | None = None,
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the losses of all labels but the ignored ones.
+    """Return the sum of the losses of all labels that are not ignored.
 
-    Shapes: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar. Matrix products are in autocast's dtype where it
-    is on, all else in fp32. Backward may run once only: it consumes the gradients. With ``words``, weight and bias are of
-    these alone; every rank of the group has the same hidden states and labels, and gets the same loss and the whole gradient
-    of the hidden states.
+    Shapes: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar. Matrix products run in autocast's dtype if it is
+    on, everything else in fp32. The backward pass may run only once, because it consumes the gradients. With a ``shard``,
+    weight and bias hold only its words. Every rank of the group must have the same hidden states and labels, and gets the same
+    loss and the whole gradient of the hidden states.
     """
-    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, shard, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """An autograd function that makes gradients in the forward pass.
+    """An autograd function that computes its gradients in the forward pass.
 
     The backward pass only scales them by the incoming scalar."""
 
@@ -74,24 +72,26 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         head: HeadLoss,
-        words: OwnWords | None,
+        shard: VocabularyShard | None,
         with_gradients: bool,
     ) -> torch.Tensor:
         device = hidden.device.type
-        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        needs_gradient = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
         sums = Gradients(
-            hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None,
-            weight=torch.empty_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None,
-            bias=torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None,
+            hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_gradient[0] else None,
+            weight=torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_gradient[1] else None,
+            bias=torch.zeros_like(bias, dtype=torch.float32) if needs_gradient[2] and bias is not None else None,
         )
         with torch.autocast(device, enabled=False):
-            total = _sum_chunks(hidden, weight.to(compute), bias, labels, head, words, sums if any(wanted) else None)
-            if words is not None:
-                for shared in (total, sums.hidden):
-                    if shared is not None:
-                        dist.all_reduce(shared, group=words.group)
-        ctx.save_for_backward(sums.hidden, sums.weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype))
+            matrix = weight.to(compute_dtype)
+            total = _sum_chunks(hidden, matrix, bias, labels, head, shard, sums if any(needs_gradient) else None)
+            if shard is not None:
+                for tensor in (total, sums.hidden):
+                    if tensor is not None:
+                        dist.all_reduce(tensor, group=shard.group)
+        bias_sum = None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
+        ctx.save_for_backward(sums.hidden, sums.weight, bias_sum)
         return total
 
     @staticmethod
@@ -102,7 +102,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the summed loss, added to chunk by chunk. None: not needed."""
+    """The gradients of the summed loss, which each chunk adds to. None means not needed."""
 
     hidden: torch.Tensor | None  # [N, H]
     weight: torch.Tensor | None  # [V, H]; the first chunk fills it
@@ -115,20 +115,23 @@ def _sum_chunks(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: HeadLoss,
-    words: OwnWords | None,
+    shard: VocabularyShard | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
-    """Return the summed loss. ``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
+    """Return the summed loss, and add the gradients to ``sums``. All chunks share one buffer of logits.
+
+    ``matrix``: the weight in the dtype of the products."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = _labelled_rows(labels, head.ignore_index)
-    buffer = matrix.new_empty(min(head.chunk_tokens, _padded(len(rows))), len(matrix))
-    for number, chunk in enumerate(rows.split(head.chunk_tokens)):  # one empty chunk where there are no rows
-        padded = torch.nn.functional.pad(chunk, (0, min(_padded(len(chunk)), len(buffer)) - len(chunk)))
-        inputs = hidden[padded].to(matrix.dtype)
-        logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded)])
-        real, block = logits[: len(chunk)], _rows_in_cache(logits)
-        for part, targets in zip(real.split(block), labels[chunk].split(block), strict=True):
-            total += _loss_then_slope(part, targets, bias, head, words, sums)
+    buffer = matrix.new_empty(min(head.chunk_tokens, _round_up(len(rows))), len(matrix))
+    for number, chunk in enumerate(rows.split(head.chunk_tokens)):  # one empty chunk if there are no rows
+        padded_chunk = torch.nn.functional.pad(chunk, (0, min(_round_up(len(chunk)), len(buffer)) - len(chunk)))
+        inputs = hidden[padded_chunk].to(matrix.dtype)
+        logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded_chunk)])
+        chunk_logits = logits[: len(chunk)]
+        rows_in_cache = _rows_in_cache(logits)
+        for rows_of_logits, targets in zip(chunk_logits.split(rows_in_cache), labels[chunk].split(rows_in_cache), strict=True):
+            total += _loss_and_gradient(rows_of_logits, targets, bias, head, shard, sums)
         logits[len(chunk) :] = 0.0
         if sums is not None and sums.hidden is not None:
             sums.hidden.index_copy_(0, chunk, (logits @ matrix)[: len(chunk)].to(hidden.dtype))
@@ -137,100 +140,102 @@ def _sum_chunks(
     return total
 
 
-def _add_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor, *, first: bool) -> None:
-    """Compute total [V, H] += slope.T [V, C] @ inputs [C, H], or = if ``first``.
+def _add_outer(total: torch.Tensor, logits_grad: torch.Tensor, inputs: torch.Tensor, *, first: bool) -> None:
+    """Compute total [V, H] += logits_grad.T [V, C] @ inputs [C, H], or = instead of += if ``first``.
 
-    If dtypes differ the product is read again, so this goes by blocks that stay in the cache."""
-    if total.dtype == slope.dtype:
-        torch.addmm(total, slope.T, inputs, beta=0 if first else 1, out=total)
+    If the dtypes differ, the product is read again. It is then computed in blocks that stay in the cache."""
+    if total.dtype == logits_grad.dtype:
+        torch.addmm(total, logits_grad.T, inputs, beta=0 if first else 1, out=total)
         return
-    block = _rows_in_cache(total)
-    for part, columns in zip(total.split(block), slope.T.split(block), strict=True):
-        part.copy_(columns @ inputs) if first else part.add_(columns @ inputs)
+    rows_in_cache = _rows_in_cache(total)
+    for rows, columns in zip(total.split(rows_in_cache), logits_grad.T.split(rows_in_cache), strict=True):
+        rows.copy_(columns @ inputs) if first else rows.add_(columns @ inputs)
 
 
 def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return the numbers of the rows with a label.
+    """Return the indices of the rows that have a label.
 
-    Return all rows if labels are fake: this is the most memory that there can be, in shapes that depend on no data."""
+    Return all rows if the labels are fake: that is the upper bound of memory, and its shapes depend on no values."""
     if is_fake(labels):
         return torch.arange(len(labels), device=labels.device)
     return (labels != ignore_index).nonzero().squeeze(1)
 
 
-def _padded(num_rows: int) -> int:
-    """Return the number of rows that are computed, rounded up: oneDNN remembers a kernel for each size, and sizes follow the
-    data."""
+def _round_up(num_rows: int) -> int:
+    """Round a number of rows up to a multiple. The number depends on the data, and oneDNN caches a kernel for each size."""
     return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _rows_in_cache(matrix: torch.Tensor) -> int:
-    """Return how many rows to work on at once, in fp32. On a GPU take all, as each block would cost the start of kernels."""
+    """Return how many rows in fp32 to process at once. On a GPU this is all rows, because each block would launch kernels."""
     if matrix.device.type != "cpu":
         return max(len(matrix), 1)
     return max(CACHED_BYTES // (4 * matrix.shape[1]), 1)
 
 
-def _loss_then_slope(
-    part: torch.Tensor,
+def _loss_and_gradient(
+    products: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     head: HeadLoss,
-    words: OwnWords | None,
+    shard: VocabularyShard | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
-    """Return the summed loss of ``part`` [C, V], products without scale and bias, and overwrite ``part`` with the loss's
-    gradient.
+    """Return the summed loss of ``products`` [C, V], which are logits without scale and bias, and overwrite them with the
+    loss's gradient.
 
-    With own words, return only their terms of the loss."""
-    logits, vocabulary = part.float(), part.shape[1] if words is None else words.vocabulary
+    With a ``shard``, return only the terms of its words."""
+    logits = products.float()
+    vocabulary = products.shape[1] if shard is None else shard.vocabulary
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if bias is not None:
         logits.add_(bias)
     if head.cap is not None:
         logits.tanh_().mul_(head.cap)
-    log_probabilities, normaliser = _log_softmax(logits, words)
-    columns, named = _own_columns(labels, words, logits)
-    loss = (log_probabilities.gather(1, columns) * named).sum() * (head.label_smoothing - 1.0)
+    log_probabilities, normaliser = _log_softmax(logits, shard)
+    columns, has_label = _label_columns(labels, shard, logits)
+    loss = (log_probabilities.gather(1, columns) * has_label).sum() * (head.label_smoothing - 1.0)
     if head.label_smoothing:
         loss -= log_probabilities.sum(1).div_(vocabulary).sum() * head.label_smoothing
-    if head.z_loss and (words is None or words.first == 0):
+    if head.z_loss and (shard is None or shard.first == 0):
         loss += normaliser.square().sum() * head.z_loss
     if sums is None:
         return loss
-    slope = log_probabilities.exp_()
+    logits_grad = log_probabilities.exp_()
     if head.z_loss:
-        slope.mul_(normaliser.mul_(2.0 * head.z_loss).add_(1.0))
+        logits_grad.mul_(normaliser.mul_(2.0 * head.z_loss).add_(1.0))
     if head.label_smoothing:
-        slope.sub_(head.label_smoothing / vocabulary)
-    slope.scatter_add_(1, columns, named * (head.label_smoothing - 1.0))
+        logits_grad.sub_(head.label_smoothing / vocabulary)
+    logits_grad.scatter_add_(1, columns, has_label * (head.label_smoothing - 1.0))
     if head.cap is not None:  # the derivative of cap * tanh(x) is cap * (1 - tanh(x) ** 2)
-        slope.mul_(logits.square_().mul_(-1.0 / head.cap).add_(head.cap))
+        logits_grad.mul_(logits.square_().mul_(-1.0 / head.cap).add_(head.cap))
     if sums.bias is not None:
-        sums.bias.add_(slope.sum(0))
-    part.copy_(slope.mul_(head.scale) if head.scale != 1.0 else slope)
+        sums.bias.add_(logits_grad.sum(0))
+    products.copy_(logits_grad.mul_(head.scale) if head.scale != 1.0 else logits_grad)
     return loss
 
 
-def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log probabilities [C, V], normalized over all words of all ranks, and logsumexp [C, 1]."""
-    if words is None:
+def _log_softmax(logits: torch.Tensor, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log probabilities [C, V], normalized over the words of all ranks, and logsumexp [C, 1]."""
+    if shard is None:
         log_probabilities = torch.log_softmax(logits, dim=1)
         return log_probabilities, (logits[:, :1] - log_probabilities[:, :1])
     largest = logits.amax(1, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, words.group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, shard.group)
     exponentials = (logits - largest).exp_().sum(1, keepdim=True)
-    dist.all_reduce(exponentials, group=words.group)
+    dist.all_reduce(exponentials, group=shard.group)
     normaliser = largest + exponentials.log_()
     return logits - normaliser, normaliser
 
 
-def _own_columns(labels: torch.Tensor, words: OwnWords | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [C, 1] twice: the column of every label, and 1.0, or 0.0 if another rank has it."""
+def _label_columns(
+    labels: torch.Tensor, shard: VocabularyShard | None, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [C, 1] twice: the column of every label, and 1.0, or 0.0 if another rank has the label's word."""
     columns = labels.unsqueeze(1)
-    if words is None:
+    if shard is None:
         return columns, torch.ones_like(columns, dtype=logits.dtype)
-    columns = columns - words.first
-    own = (columns >= 0) & (columns < logits.shape[1])
-    return columns.clamp(0, logits.shape[1] - 1), own.to(logits.dtype)
+    columns = columns - shard.first
+    is_local = (columns >= 0) & (columns < logits.shape[1])
+    return columns.clamp(0, logits.shape[1] - 1), is_local.to(logits.dtype)

@@ -1,8 +1,8 @@
-"""Find what a compiled layer keeps for its backward pass, by torch.compile's own partition of the layer, without compiling it.
+"""Calculate the bytes that a compiled layer saves for its backward pass, without compiling it.
 
-torch.compile cuts a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn), on the graph of both.
-The same is done here on fake tensors, once, with sizes by which every kept tensor's dependence on the batch and the length can
-be told apart. On CPUs it agrees with what compiled layers keep to the byte (tests/cpu/test_compiled_memory.py).
+torch.compile cuts the joint graph of a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn).
+This module runs the same partition on fake tensors whose batch and length are primes, so that each saved tensor shows how it
+depends on both. On CPUs the result equals the bytes that compiled layers save (tests/cpu/test_compiled_memory.py).
 """
 
 from __future__ import annotations
@@ -25,68 +25,64 @@ from upshift.internals.torch_names import (
     tree_leaves,
 )
 from upshift.models.profile import Polynomial
-from upshift.models.tracing.symbolic_sizes import OfPrimes, polynomial
+from upshift.models.tracing.symbolic_sizes import PrimeSizes, polynomial
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def load_partition() -> None:
-    """Load the passes once that every forked copy of this process would otherwise load for itself."""
-
+    """Load Inductor's passes once, so that forked copies of this process do not each load them."""
     LOAD_PASSES.get()()
 
 
-def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocast: bool) -> Polynomial:
-    """Return the bytes that stay between the passes of ``layer``, its results included.
+def compiled_saved_bytes(layer: nn.Module, call: Call, sizes: PrimeSizes, *, autocast: bool) -> Polynomial:
+    """Return the bytes that stay allocated between the passes of ``layer``, its results included.
 
-    The call is on fake tensors of a prime batch and length. Raise NotPolynomial, or torch's own error if it cannot trace both
+    ``call`` has fake tensors of a prime batch and length. Raise NotPolynomial, or torch's own error if torch cannot trace both
     passes as one graph."""
-
     parameters = dict(layer.named_parameters())
-    leaves, form = TREE.get().tree_flatten(call)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    given = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in places]
-    results = 0
+    leaves, structure = TREE.get().tree_flatten(call)
+    tensor_positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensor_arguments = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in tensor_positions]
+    num_results = 0
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal results
-        filled = list(leaves)
-        for place, tensor in zip(places, inputs[len(parameters) :], strict=True):
-            filled[place] = tensor
-        args, kwargs = TREE.get().tree_unflatten(filled, form)
+        nonlocal num_results
+        substituted = list(leaves)
+        for position, tensor in zip(tensor_positions, inputs[len(parameters) :], strict=True):
+            substituted[position] = tensor
+        args, kwargs = TREE.get().tree_unflatten(substituted, structure)
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             result = torch.func.functional_call(layer, dict(zip(parameters, inputs, strict=False)), args, kwargs)
-        found = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        results = len(found)
-        return found
+        tensors = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        num_results = len(tensors)
+        return tensors
 
-    inputs = (*parameters.values(), *given)
+    inputs = (*parameters.values(), *tensor_arguments)
     joint = JOINT_GRAPH.get()(run, inputs, trace_joint=True, decompositions=DECOMPOSITIONS.get()())
-    with VIRTUALIZED.get().set_fake_mode(given[0].fake_mode):
-        forward, _ = PARTITION.get()(joint, inputs, num_fwd_outputs=results)
-    return polynomial(sum((sizes.number(size) for size in _kept_bytes(forward)), sizes.zero))
+    with VIRTUALIZED.get().set_fake_mode(tensor_arguments[0].fake_mode):
+        forward, _ = PARTITION.get()(joint, inputs, num_fwd_outputs=num_results)
+    return polynomial(sum((sizes.number(size) for size in _saved_bytes(forward)), sizes.zero))
 
 
-def call_kind(call: Call) -> str:
-    """Return a text that is equal for calls with tensors of the same shapes, types and need of gradients, and else equal
-    arguments."""
-    leaves, form = TREE.get().tree_flatten(call)
+def call_signature(call: Call) -> str:
+    """Return a text that is equal for equal calls. Tensors are equal if shape, dtype and ``requires_grad`` are."""
+    leaves, structure = TREE.get().tree_flatten(call)
     described = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
-    return f"{described} {form}"
+    return f"{described} {structure}"
 
 
-def _kept_bytes(forward: GraphModule) -> list[int]:
-    """Return the bytes of every storage that the forward pass hands out: its results and tensors for the backward pass, without
-    inputs."""
+def _saved_bytes(forward: GraphModule) -> list[int]:
+    """Return the bytes of every storage that the forward pass returns: results and saved tensors, without the inputs."""
     nodes = list(forward.graph.nodes)
-    given = {STORAGE.of(node.meta["val"].untyped_storage()) for node in nodes if node.op == "placeholder"}
-    kept: dict[int, int] = {}
+    input_storages = {STORAGE.of(node.meta["val"].untyped_storage()) for node in nodes if node.op == "placeholder"}
+    bytes_by_storage: dict[int, int] = {}
     for node in nodes[-1].args[0]:
         value = node.meta.get("val") if node is not None else None
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            if STORAGE.of(storage) not in given:
-                kept[STORAGE.of(storage)] = storage.nbytes()
-    return list(kept.values())
+            if STORAGE.of(storage) not in input_storages:
+                bytes_by_storage[STORAGE.of(storage)] = storage.nbytes()
+    return list(bytes_by_storage.values())

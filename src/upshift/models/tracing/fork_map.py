@@ -1,4 +1,4 @@
-"""Run independent tasks side by side in forked copies of this process, which have every library and model that it has loaded."""
+"""Run independent tasks in parallel in forked copies of this process, which share its loaded libraries and models."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STUCK_SECONDS = 20.0  # without computing anything
 
 
 def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], None] = lambda done: None) -> list[T]:
-    """Return the results, which must be picklable, in the order of the tasks.
+    """Run all tasks and return their results in the order of the tasks. Results must be picklable.
 
-    As many tasks run at once as torch may use threads (OMP_NUM_THREADS). A task that fails in a copy is run again here, so
-    that its error is raised with its own traceback. All are run here if copies cannot be made. So are tasks of copies that
-    wait for a lock which another thread of this process held when they were made.
+    As many tasks run at once as torch may use threads (OMP_NUM_THREADS). This process runs a task itself in three cases: the
+    process cannot be forked; the task failed in a worker, so that its error is raised with its own traceback; or the workers
+    are stuck at a lock that another thread of this process held during the fork.
     """
     results: dict[int, T] = {}
     workers = min(len(tasks), torch.get_num_threads())
-    if workers > 1 and _may_fork():
-        for number, result in _side_by_side(tasks, workers):
+    if workers > 1 and _can_fork():
+        for number, result in _run_in_workers(tasks, workers):
             results[number] = result
             progress(len(results))
     for number, task in enumerate(tasks):
@@ -39,38 +39,40 @@ def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], No
     return [results[number] for number in range(len(tasks))]
 
 
-def _may_fork() -> bool:
-    """Return whether this process can be forked. CUDA does not survive it."""
+def _can_fork() -> bool:
+    """Return whether this process can be forked. An initialized CUDA context does not survive a fork."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
-def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tuple[int, T]]:
-    """Yield (number, result) of the tasks that succeeded, as they finish."""
-    gc.freeze()  # else each copy's garbage collector visits all objects of the libraries, and copies their pages
-    copies = [_Copy(tasks) for _ in range(workers)]
+def _run_in_workers(tasks: Sequence[Callable[[], T]], num_workers: int) -> Iterator[tuple[int, T]]:
+    """Yield (number, result) of each task that succeeds, as it finishes."""
+    gc.freeze()  # without this, each worker's garbage collector visits all objects of the libraries and copies their pages
+    workers = [_Worker(tasks) for _ in range(num_workers)]
     gc.unfreeze()
-    idle, busy, waiting = list(copies), dict[Any, _Copy](), list(range(len(tasks)))
+    idle = list(workers)
+    busy = dict[Any, _Worker]()
+    pending = list(range(len(tasks)))
     try:
-        while busy or (waiting and idle):
-            while waiting and idle:
-                copy = idle.pop()
-                copy.connection.send(waiting.pop(0))
-                busy[copy.connection] = copy
+        while busy or (pending and idle):
+            while pending and idle:
+                worker = idle.pop()
+                worker.connection.send(pending.pop(0))
+                busy[worker.connection] = worker
             ready = wait(list(busy), timeout=STUCK_SECONDS)
-            if not ready and not any(copy.computes() for copy in busy.values()):
+            if not ready and not any(worker.has_computed() for worker in busy.values()):
                 return
             for connection in ready:
-                copy = busy.pop(connection)
+                worker = busy.pop(connection)
                 answer = _receive(connection)
-                if answer is None:  # the copy has ended, perhaps killed
+                if answer is None:  # the worker has ended, or was killed
                     continue
-                idle.append(copy)
+                idle.append(worker)
                 if answer.succeeded:
                     yield answer.number, answer.result
     finally:
-        for copy in copies:
-            copy.process.kill()
-            copy.process.join()
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
 
 
 class _Answer(NamedTuple):
@@ -79,38 +81,39 @@ class _Answer(NamedTuple):
     result: Any = None
 
 
-class _Copy:
+class _Worker:
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         context = multiprocessing.get_context("fork")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(tasks, theirs, os.getpid()), daemon=True)
+        self.connection, worker_end = context.Pipe()
+        self.process = context.Process(target=_serve_tasks, args=(tasks, worker_end, os.getpid()), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_end.close()
         self._seconds = 0.0
 
-    def computes(self) -> bool:
-        """Return whether the copy has used processor time since the last call."""
-        before = self._seconds
+    def has_computed(self) -> bool:
+        """Return whether the worker has used processor time since the last call."""
+        earlier_seconds = self._seconds
         try:
             times = psutil.Process(self.process.pid).cpu_times()
         except psutil.NoSuchProcess:
             return False
         self._seconds = times.user + times.system
-        return self._seconds > before
+        return self._seconds > earlier_seconds
 
 
 def _receive(connection: Any) -> _Answer | None:
     try:
-        found: _Answer = connection.recv()
+        answer: _Answer = connection.recv()
     except (EOFError, ConnectionResetError):
         return None
-    return found
+    return answer
 
 
-def _work(tasks: Sequence[Callable[[], Any]], connection: Any, parent: int) -> None:
+def _serve_tasks(tasks: Sequence[Callable[[], Any]], connection: Any, parent: int) -> None:
+    """Run the tasks whose numbers arrive on ``connection`` until the parent closes it."""
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its copies
-    torch.set_num_threads(1)  # the threads of OpenMP are not copied
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    torch.set_num_threads(1)  # a fork does not copy OpenMP's threads
     while True:
         try:
             number = connection.recv()
@@ -118,6 +121,6 @@ def _work(tasks: Sequence[Callable[[], Any]], connection: Any, parent: int) -> N
             return
         try:
             answer = _Answer(number, True, tasks[number]())
-        except Exception:  # run again, and raised, by the parent
+        except Exception:  # the parent runs the task again and raises its error
             answer = _Answer(number, False)
         connection.send(answer)

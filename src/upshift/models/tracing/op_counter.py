@@ -21,91 +21,94 @@ from upshift.internals.torch_names import (
     tree_leaves,
 )
 from upshift.models.ops.block_attention import backward_in_blocks, forward_in_blocks
-from upshift.models.quantized import multiply
-from upshift.models.tracing.symbolic_sizes import Counted, OfPrimes
+from upshift.models.quantized import multiply_4bit
+from upshift.models.tracing.symbolic_sizes import PlainSizes, PrimeSizes
 
 ATEN = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
 
-ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside a dispatch mode
+ENGINE_HOLDERS = 4  # references to a gradient that only the engine holds, counted inside a dispatch mode
 
 
 @dataclass(slots=True)
 class Interval:
-    """Live bytes at the entry of a segment and after every operator, and the work done, between two borders.
+    """The live bytes at the entry of a segment and after every operator, and the work done until its exit.
 
-    Numbers are plain ones, or polynomials (sizes.py)."""
+    Numbers are plain numbers, or the coefficients of polynomials (see PrimeSizes)."""
 
-    entered: Any
+    live_at_entry: Any
     operators: list[str] = field(default_factory=list)
     live: list[Any] = field(default_factory=list)
-    left: Any = 0
+    live_at_exit: Any = 0
     released: Any = 0
     matmul_flops: Any = 0
     attention_flops: Any = 0
-    repeated_flops: Any = 0  # of these, the scores that a fused backward computes again
+    repeated_flops: Any = 0  # the part of attention_flops for scores that a fused backward computes again
     moved_bytes: Any = 0
     matmul_bytes: Any = 0
     num_kernels: int = 0
-    born: Any = 0  # bytes of gradients that became whole
-    without: list[Any] = field(default_factory=list)  # live bytes after every operator, without those gradients
-    moments: list[tuple[int, Any]] = field(default_factory=list)  # elements of a parameter; ``without`` and its own gradient
-    used: set[str] = field(default_factory=set)  # our own operators, whose inner operators were counted
+    gradient_bytes: Any = 0  # bytes of the gradients that were completed
+    live_without_gradients: list[Any] = field(default_factory=list)  # live bytes after every operator, less gradient_bytes
+    # For each completed gradient: the elements of its parameter, and the live bytes less all gradients completed before.
+    gradient_moments: list[tuple[int, Any]] = field(default_factory=list)
+    traced_operators: set[str] = field(default_factory=set)  # names of Upshift's operators whose inner operators were counted
 
 
-# Operators that are opaque to torch.compile, not to the tracker; all but the last are attention.
-INSIDE: dict[str, Callable[..., Any]] = {
+# Operators that are opaque to torch.compile but traced inside here, with their implementations. All but the last are attention.
+TRACED_INSIDE: dict[str, Callable[..., Any]] = {
     "upshift::block_attention": forward_in_blocks,
     "upshift::block_attention_backward": backward_in_blocks,
-    "bitsandbytes::gemm_4bit": multiply,
+    "bitsandbytes::gemm_4bit": multiply_4bit,
 }
 
-# Fused attention's operators; and those of a layer's experts, with how often each multiplies by every weight.
-FORWARD = {
+# Operators of fused attention.
+ATTENTION_FORWARD = {
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
 }  # fmt: skip
-BACKWARD = {f"{name}_backward" for name in FORWARD}
-GROUPED = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}
+ATTENTION_BACKWARD = {f"{name}_backward" for name in ATTENTION_FORWARD}
+# Operators of a layer's experts, and how often each multiplies by every weight.
+GROUPED_PASSES = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}
 
 
 def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's.
+    """Return the FLOPs of a fused attention operator, and the part of them that repeats the forward pass.
 
-    Return None for any other operator."""
-    name, repeated = function.name(), 0
-    if name in FORWARD:
+    Causal attention counts as half. Return None for any other operator."""
+    name = function.name()
+    repeated = 0
+    if name in ATTENTION_FORWARD:
         query, key, value = args[:3]
         flops = sdpa_flop_count(query.shape, key.shape, value.shape)
         causal = argument_of(function, "is_causal", args, kwargs)
-    elif name in BACKWARD:
+    elif name in ATTENTION_BACKWARD:
         grad, query, key, value = args[:4]
         flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
         repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
         causal = argument_of(function, "is_causal", args, kwargs)
     else:
         return None
-    half = 2 if causal else 1
-    return int(flops // half), int(repeated // half)
+    divisor = 2 if causal else 1
+    return int(flops // divisor), int(repeated // divisor)
 
 
 def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
-    """Return the FLOPs of the products of a layer's experts, or None for any other operator.
+    """Return the FLOPs of the grouped products of a layer's experts, or None for any other operator.
 
     The products are [S, K] x [E, K, N] by groups of rows."""
-    passes = GROUPED.get(function.name())
+    passes = GROUPED_PASSES.get(function.name())
     if passes is None:
         return None
     rows, weight = args[:2]
     return int(2 * passes * rows.shape[0] * weight.shape[-2] * weight.shape[-1])
 
 
-def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
-    """Return the storage that autograd's engine reuses when it sums two gradients of one tensor, while a new one is made here.
+def _reused_gradient_storage(function: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the key of the storage that autograd's engine would reuse to sum two gradients, or None.
 
-    The engine adds onto the earlier gradient if that and its storage have no other holder, but never while a dispatch mode is
-    active (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the
-    engine without.
+    The engine adds in place onto the earlier gradient if nothing else holds it or its storage. It never does so while a
+    dispatch mode is active (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace), so a traced run allocates a new
+    tensor. Gradients are disabled in the engine and enabled in recomputation, which tells the two apart.
     """
     if function is not ATEN.add.Tensor or torch.is_grad_enabled() or AUTOGRAD_NODE.get()() is None:
         return None
@@ -113,8 +116,8 @@ def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
     if not earlier.is_contiguous() or TENSOR_HOLDERS.of(earlier)() != ENGINE_HOLDERS:
         return None
     storage = earlier.untyped_storage()
-    alone = STORAGE_HOLDERS.get()(STORAGE.of(storage)) == 2  # held by the gradient, and by the line above
-    return int(STORAGE.of(storage)) if alone else None
+    has_one_owner = STORAGE_HOLDERS.get()(STORAGE.of(storage)) == 2  # the gradient and the local ``storage`` hold it
+    return int(STORAGE.of(storage)) if has_one_owner else None
 
 
 def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,16 +129,16 @@ def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 class LiveTracker:
-    """A counter of the bytes of all storages that operators returned while it was active and that are still referenced.
+    """A dispatch mode that counts the bytes of all referenced storages that operators returned while it was active.
 
-    ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
-    ``release()`` closes it and, until the next border, books every byte that is freed on the interval that had allocated it:
-    autocast drops its copies of the weights when it ends, all layers' at once.
+    ``border(name)`` closes the current interval and opens the named one. A name may be opened again for a second pass.
+    ``release()`` closes the current interval. Until the next border, freed bytes count as released by the interval that
+    allocated them: autocast drops its copies of all layers' weights at once when it ends.
     """
 
-    def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
+    def __init__(self, sizes: PlainSizes | PrimeSizes | None = None) -> None:
         self._mode = dispatch_mode(self._handle)
-        self.sizes: Any = sizes or Counted()
+        self.sizes: Any = sizes or PlainSizes()
         self.live_bytes: Any = self.sizes.zero
         self.intervals: list[tuple[str, Interval]] = []
         self._storages: dict[int, Any] = {}
@@ -145,11 +148,11 @@ class LiveTracker:
 
     def border(self, name: str | None) -> None:
         if self._current is not None:
-            self._current.left = self.live_bytes
+            self._current.live_at_exit = self.live_bytes
         self._current = None
         self._releasing = False
         if name is not None:
-            self._current = Interval(entered=self.live_bytes)
+            self._current = Interval(live_at_entry=self.live_bytes)
             self.intervals.append((name, self._current))
 
     def release(self) -> None:
@@ -161,17 +164,17 @@ class LiveTracker:
         self.intervals = []
 
     def adopt(self, tensors: Any) -> None:
-        """Count tensors that were made before the tracker was active."""
+        """Count tensors that existed before the tracker was active."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)
 
-    def gradient_is_whole(self, parameter: torch.Tensor) -> None:
-        """Record that ``parameter.grad`` is whole. Call it when the gradient has been born."""
+    def gradient_complete(self, parameter: torch.Tensor) -> None:
+        """Record that ``parameter.grad`` is complete. Call it from a post-accumulate hook."""
         interval = self._current
         if interval is not None and parameter.grad is not None:
-            interval.moments.append((parameter.numel(), self.live_bytes - interval.born))
-            interval.born = interval.born + self.sizes.storage(parameter.grad)
+            interval.gradient_moments.append((parameter.numel(), self.live_bytes - interval.gradient_bytes))
+            interval.gradient_bytes = interval.gradient_bytes + self.sizes.storage(parameter.grad)
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -183,7 +186,8 @@ class LiveTracker:
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        size, owner = self._storages.pop(key, 0), self._owners.pop(key, None)
+        size = self._storages.pop(key, 0)
+        owner = self._owners.pop(key, None)
         self.live_bytes = self.live_bytes - size
         if self._releasing and owner is not None:
             owner.released = owner.released + size
@@ -196,15 +200,15 @@ class LiveTracker:
         self._mode.__exit__(*error)
 
     def _handle(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is DEVICE_OF:  # two of three calls: a fake tensor is asked where it is
+        if function is DEVICE_OF:  # a short cut for two of three calls, which ask for a fake tensor's device
             return args[0].fake_device
-        inside = INSIDE.get(function.name())
-        if inside is multiply:
+        implementation = TRACED_INSIDE.get(function.name())
+        if implementation is multiply_4bit:
             with self:
-                return multiply(*args, **kwargs)
-        if inside is not None:
-            return self._run_attention(function, inside, args, kwargs)
-        reused = _summed_in_place(function, args)
+                return multiply_4bit(*args, **kwargs)
+        if implementation is not None:
+            return self._run_attention(function, implementation, args, kwargs)
+        reused = _reused_gradient_storage(function, args)
         result = function(*args, **kwargs)
         leaves = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -216,18 +220,20 @@ class LiveTracker:
             self._record(self._current, function, args, kwargs, result, outputs)
         return result
 
-    def _run_attention(self, function: Any, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run our own attention, operator by operator.
+    def _run_attention(self, function: Any, implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run block attention operator by operator.
 
-        Memory that it allocates on its way counts; its products count as attention."""
-        current = self._current or Interval(entered=self.live_bytes)
-        matmul, moved = current.matmul_flops, current.moved_bytes
+        Its temporary memory counts as live, and its matrix products count as attention."""
+        current = self._current or Interval(live_at_entry=self.live_bytes)
+        matmul_flops_before = current.matmul_flops
+        moved_bytes_before = current.moved_bytes
         with self:
-            result = inside(*args, **kwargs)
-        current.attention_flops = current.attention_flops + current.matmul_flops - matmul
-        current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved
-        current.matmul_flops, current.moved_bytes = matmul, moved
-        current.used.add(function.name())
+            result = implementation(*args, **kwargs)
+        current.attention_flops = current.attention_flops + current.matmul_flops - matmul_flops_before
+        current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved_bytes_before
+        current.matmul_flops = matmul_flops_before
+        current.moved_bytes = moved_bytes_before
+        current.traced_operators.add(function.name())
         return result
 
     def _record(
@@ -235,7 +241,7 @@ class LiveTracker:
     ) -> None:
         interval.operators.append(function.name())
         interval.live.append(self.live_bytes)
-        interval.without.append(self.live_bytes - interval.born)
+        interval.live_without_gradients.append(self.live_bytes - interval.gradient_bytes)
         if function.is_view or not outputs:
             return
         interval.num_kernels += 1
@@ -258,6 +264,6 @@ class LiveTracker:
             interval.moved_bytes = interval.moved_bytes + num_bytes
 
     def _touched_bytes(self, tensor: torch.Tensor) -> Any:
-        """Return the bytes that a kernel reads of a tensor. An expanded dimension is read once."""
-        read = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        return self.sizes.elements(read, tensor.element_size())
+        """Return the bytes of a tensor that a kernel reads. An expanded dimension is read once."""
+        read_sizes = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return self.sizes.elements(read_sizes, tensor.element_size())

@@ -1,4 +1,7 @@
-"""Turn measurements at several (batch, sequence) points, or one whose numbers are polynomials already, into a segment's costs."""
+"""Fit the costs of a segment to its measurements at several (batch, sequence) points.
+
+A single measurement also does if its numbers are coefficients of polynomials already (see PrimeSizes).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.models.profile import GradientsGo, PassCost, Polynomial, Segment
+from upshift.models.profile import PassCost, Polynomial, ReleasedGradients, Segment
 from upshift.models.tracing.op_counter import Interval
 from upshift.models.tracing.symbolic_sizes import POWERS, NotPolynomial, polynomial
 
@@ -30,60 +33,68 @@ class Measurement:
 def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str, *, longest: int) -> list[Segment]:
     """Return one segment for each family of measurements.
 
-    Their terms of ``rise`` are of the same operators, in the same order, and of those that are highest at some length up to
-    the ``longest``. With one point the numbers of its measurement are polynomials (sizes.py). Raise NotPolynomial if operators
-    differ then.
+    ``rise`` holds the operators after which live bytes are highest at some length up to ``longest``: the same operators in the
+    same order for every family. With one point, the numbers of its measurements must be coefficients of polynomials. Raise
+    NotPolynomial if the families then run different operators.
     """
     forward = _fit_pass(points, longest, [[_with_between(m.forward, name) for m in family] for family in families])
     backward = _fit_pass(points, longest, [[m.backward.get(f"backward {name}") for m in family] for family in families])
-    again = _fit_pass(points, longest, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
-    alone = len(families) == 1
-    gone = _fit_gradients(points, longest, [m.backward.get(f"backward {name}") for m in families[0]]) if alone else None
+    accumulating = _fit_pass(points, longest, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
+    gradients = None
+    if len(families) == 1:
+        gradients = _fit_gradients(points, longest, [m.backward.get(f"backward {name}") for m in families[0]])
     return [
-        Segment(forward=there, backward=back, backward_accumulating=onto, gradients_go=gone)
-        for there, back, onto in zip(forward, backward, again, strict=True)
+        Segment(forward=first, backward=second, backward_accumulating=third, gradients_go=gradients)
+        for first, second, third in zip(forward, backward, accumulating, strict=True)
     ]
 
 
-def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Interval | None]) -> GradientsGo:
-    intervals = [interval if interval is not None else Interval(entered=0) for interval in family]
-    same = len({tuple(interval.operators) for interval in intervals}) == 1
-    live = [i.without if same else [max(i.without, default=i.entered)] for i in intervals]
-    (rise,) = _envelopes(points, longest, [[[one - i.entered for one in of] for i, of in zip(intervals, live, strict=True)]])
-    elements = [size for size, _ in intervals[0].moments]
-    moments = [fit_single(points, [i.moments[n][1] - i.entered for i in intervals]) for n in range(len(elements))]
-    return GradientsGo(
+def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Interval | None]) -> ReleasedGradients:
+    """Return the cost of a first backward pass that drops each gradient as soon as it is complete."""
+    intervals = [interval if interval is not None else Interval(live_at_entry=0) for interval in family]
+    same_operators = len({tuple(interval.operators) for interval in intervals}) == 1
+    rises = []
+    for interval in intervals:
+        live_bytes = interval.live_without_gradients
+        if not same_operators:
+            live_bytes = [max(live_bytes, default=interval.live_at_entry)]
+        rises.append([value - interval.live_at_entry for value in live_bytes])
+    (rise,) = _envelopes(points, longest, [rises])
+    elements = [size for size, _ in intervals[0].gradient_moments]
+    moments = [fit_single(points, [i.gradient_moments[n][1] - i.live_at_entry for i in intervals]) for n in range(len(elements))]
+    return ReleasedGradients(
         rise=rise,
         moments=tuple(dict.fromkeys(zip(elements, moments, strict=True))),
-        born=fit_single(points, [i.born for i in intervals]),
+        born=fit_single(points, [i.gradient_bytes for i in intervals]),
     )
 
 
 def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
     """Return a layer's forward interval, extended up to the entry of the next layer."""
-    own, after = forward.get(f"forward {name}"), forward.get(f"forward between {name}")
-    if own is None or after is None:
-        return own
+    layer = forward.get(f"forward {name}")
+    between = forward.get(f"forward between {name}")
+    if layer is None or between is None:
+        return layer
     return Interval(
-        entered=own.entered,
-        operators=own.operators + after.operators,
-        live=own.live + after.live,
-        left=after.left,
-        released=own.released + after.released,
-        matmul_flops=own.matmul_flops + after.matmul_flops,
-        attention_flops=own.attention_flops + after.attention_flops,
-        repeated_flops=own.repeated_flops + after.repeated_flops,
-        moved_bytes=own.moved_bytes + after.moved_bytes,
-        matmul_bytes=own.matmul_bytes + after.matmul_bytes,
-        num_kernels=own.num_kernels + after.num_kernels,
+        live_at_entry=layer.live_at_entry,
+        operators=layer.operators + between.operators,
+        live=layer.live + between.live,
+        live_at_exit=between.live_at_exit,
+        released=layer.released + between.released,
+        matmul_flops=layer.matmul_flops + between.matmul_flops,
+        attention_flops=layer.attention_flops + between.attention_flops,
+        repeated_flops=layer.repeated_flops + between.repeated_flops,
+        moved_bytes=layer.moved_bytes + between.moved_bytes,
+        matmul_bytes=layer.matmul_bytes + between.matmul_bytes,
+        num_kernels=layer.num_kernels + between.num_kernels,
     )
 
 
 def _fit_pass(points: Sequence[Point], longest: int, families: Sequence[Sequence[Interval | None]]) -> list[PassCost]:
-    present = [[interval if interval is not None else Interval(entered=0) for interval in family] for family in families]
+    present = [[interval if interval is not None else Interval(live_at_entry=0) for interval in family] for family in families]
     return [
         PassCost(
-            left=fit_single(points, [i.left - i.entered for i in intervals]),
+            left=fit_single(points, [i.live_at_exit - i.live_at_entry for i in intervals]),
             released=fit_single(points, [i.released for i in intervals]),
             rise=rise,
             matmul_flops=fit_single(points, [i.matmul_flops for i in intervals]),
@@ -97,38 +108,43 @@ def _fit_pass(points: Sequence[Point], longest: int, families: Sequence[Sequence
 
 
 def fit_single(points: Sequence[Point], values: Sequence[Any]) -> Polynomial:
+    """Return the polynomial through one value for each point."""
     if len(points) == 1:
         return polynomial(values[0] + np.zeros(len(POWERS)))
     return polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
 
 
 def _fit_rise(points: Sequence[Point], longest: int, families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
-    """Return the upper envelope of every operator's live bytes, or of the highest ones if the operators differ."""
-    same = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
-    if not same and len(points) == 1:
+    """Return, for each family, the upper envelope of the live bytes after its operators.
+
+    If the measurements ran different operators, return the one polynomial of each measurement's highest live bytes."""
+    same_operators = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
+    if not same_operators and len(points) == 1:
         raise NotPolynomial("ranks run other operators")
-    return _envelopes(
-        points,
-        longest,
-        [[[live - i.entered for live in (i.live if same else _highest(i))] for i in intervals] for intervals in families],
-    )
+    rises = [
+        [[live - i.live_at_entry for live in (i.live if same_operators else _highest(i))] for i in intervals]
+        for intervals in families
+    ]
+    return _envelopes(points, longest, rises)
 
 
 def _envelopes(
     points: Sequence[Point], longest: int, families: Sequence[Sequence[Sequence[Any]]]
 ) -> list[tuple[Polynomial, ...]]:
-    """Return the moments that are highest somewhere, in any of the families. All families have as many moments at each point."""
+    """Return, for each family, the polynomials of the moments that are highest somewhere in any of the families.
+
+    ``families``: one number for each family, point and moment. All families have equally many moments at each point."""
     if not families[0][0]:
         return [() for _ in families]
     coefficients = [_solve(points, np.array(family, dtype=np.float64)) for family in families]
     sequences = np.linspace(1, longest, GRID_STEPS)
     grid = np.array([_monomials(batch, sequence) for batch in GRID_BATCHES for sequence in sequences])
-    winners = np.unique(np.concatenate([np.argmax(grid @ family, axis=1) for family in coefficients]))
-    return [tuple(polynomial(family[:, winner]) for winner in winners) for family in coefficients]
+    highest_moments = np.unique(np.concatenate([np.argmax(grid @ family, axis=1) for family in coefficients]))
+    return [tuple(polynomial(family[:, moment]) for moment in highest_moments) for family in coefficients]
 
 
 def _highest(interval: Interval) -> list[int]:
-    return [max(interval.live, default=interval.entered)]
+    return [max(interval.live, default=interval.live_at_entry)]
 
 
 def _monomials(batch: float, sequence: float) -> list[float]:
@@ -136,10 +152,12 @@ def _monomials(batch: float, sequence: float) -> list[float]:
 
 
 def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
-    """Return six coefficients of every value, which has one number for each point. Four points give no quadratic terms."""
+    """Return six coefficients for every value. ``values`` has one row for each point.
+
+    Four points give no quadratic terms."""
     if len(points) == 1:
-        only: np.ndarray = values[0].T
-        return only
+        coefficients: np.ndarray = values[0].T
+        return coefficients
     matrix = np.array([_monomials(*point)[: len(points)] for point in points])
     scale = np.abs(matrix).max(axis=0)
     solution = (np.linalg.solve(matrix / scale, values).T / scale).T

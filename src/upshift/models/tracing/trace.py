@@ -1,10 +1,8 @@
-"""Run the real, unmodified model on fake tensors at a few (batch, sequence) points and fit its segments' polynomials.
+"""Trace a model's training step without its weights, and return the model's profile.
 
-Nothing is allocated and no accelerator is needed: the tensors are fake CPU tensors, on which fused attention keeps its
-flash-like memory (on ``meta`` it would be decomposed). Inputs: a config. Ignored: kernel-internal scratch (measured below
-1.1 % of the peak), torch.compile (its memory is at most the eager one).
-
-Measure every variant of the step at a few (batch, sequence) points and fit the traces of a profile.
+The unmodified model runs on fake CPU tensors at a few (batch, sequence) points, in every requested variant of the step. The
+measurements give polynomials for each segment of the step (see segments.py). The same runs give the model's FLOPs and the
+sizes of its cache.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from upshift.models.describe import (
 )
 from upshift.models.kv_cache import returned_cache
 from upshift.models.ops.activation_checkpointing import recompute_layers
-from upshift.models.ops.block_attention import NAME
+from upshift.models.ops.block_attention import BLOCK_ATTENTION
 from upshift.models.ops.chunked_loss import why_not_chunked
 from upshift.models.profile import (
     BLOCK_QUERIES,
@@ -55,185 +53,202 @@ from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import describe_tensor_parallel
 from upshift.models.tracing.active_experts import count_experts
-from upshift.models.tracing.compiled import call_kind, kept_when_compiled, load_partition
+from upshift.models.tracing.compiled import call_signature, compiled_saved_bytes, load_partition
 from upshift.models.tracing.fork_map import run_forked
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.polynomials import fit_segment, fit_single
 from upshift.models.tracing.segments import Tracer, fake_masks, segment_borders
-from upshift.models.tracing.symbolic_sizes import Counted, NotPolynomial, OfPrimes, prime_points
+from upshift.models.tracing.symbolic_sizes import NotPolynomial, PlainSizes, PrimeSizes, prime_points
 
 BLOCK_TRACE_LENGTH = 1024
-COMPILED_TRACE_LENGTH = 256  # at least: at this length a prime differs from all widths
-CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
-BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
-DIVIDED_RANKS = 2  # one rank of one, and one of two, show which parts are divided
+COMPILED_TRACE_LENGTH = 256  # minimum; lengths up to here have a prime that differs from all widths
+CHUNKED_TRACE_LENGTH = 512  # maximum; everything after the layers is linear in the tokens
+BATCHES = (2, 3)  # not 1, which broadcasting makes a special case of many kernels
+DIVIDED_RANKS = 2  # a rank of one and a rank of two together show which parts are divided
+EAGER_ATTENTION_LIMIT = 256  # tokens; measured in docs/log.md
+
+logger = logging.getLogger(__name__)
+
+FittedSegments = dict[str, list[Segment]]  # by the segment's name, one for each degree of tensor parallelism
 
 
 def trace_points(sequence_length: int) -> list[tuple[int, int]]:
+    """Return the (batch, sequence) points to measure for lengths up to ``sequence_length``."""
     return [(batch, sequence) for batch in BATCHES for sequence in trace_lengths(sequence_length)]
 
 
 def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
-    """Return three lengths up to ``sequence_length``. A quadratic through them is exact between them."""
+    """Return three lengths up to ``sequence_length``. Three points determine a quadratic."""
     return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
 
 
 def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
-    """Return points of one to four whole chunks.
+    """Return points whose tokens fill one to four whole chunks.
 
-    Work goes by chunks, and polynomials through parts of them would say nothing beyond."""
+    The loss is computed chunk by chunk, so points with partial chunks would give polynomials that are wrong elsewhere."""
     shortest = 1 << ((max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8) // 2).bit_length() - 1)
     batch = LOSS_CHUNK_TOKENS // shortest
     return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest)]
 
 
-logger = logging.getLogger(__name__)
-
-Fitted = dict[str, list[Segment]]  # by the segment's name, one for each degree
-
-
 def step_tasks(
     tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool
-) -> dict[str, Callable[[], Fitted | None]]:
-    """Return the traces to make, by name. They raise RuntimeError if a slice of the model does not run."""
-    tasks: dict[str, Callable[[], Fitted | None]] = {}
+) -> dict[str, Callable[[], FittedSegments | None]]:
+    """Return the traces to make, by name. A trace raises RuntimeError if a rank's slice of the model does not run."""
+    tasks: dict[str, Callable[[], FittedSegments | None]] = {}
     for variant in variants:
-        for way in _ways(tracer, variant):
-            tasks[_name(variant, way)] = partial(_trace_way, tracer, variant, way, sequence_length)
-        if chunking:  # the loss is the same beside any attention
+        for granularity in _granularities(tracer, variant):
+            tasks[_trace_name(variant, granularity)] = partial(_trace_segments, tracer, variant, granularity, sequence_length)
+        if chunking:  # the loss does not depend on the attention kernel
             tasks.setdefault(_chunked_name(variant), partial(_trace_chunked, tracer, variant, chunked_points(sequence_length)))
     return tasks
 
 
-def steps_of(tracer: Tracer, variants: tuple[Variant, ...], found: dict[str, Fitted], *, chunking: bool) -> tuple[StepTrace, ...]:
-    """Return one trace for each variant, two if it is ``divided``."""
-    return tuple(step for variant in variants for step in _steps(tracer, variant, found, chunking=chunking))
+def assemble_steps(
+    tracer: Tracer, variants: tuple[Variant, ...], traces: dict[str, FittedSegments], *, chunking: bool
+) -> tuple[StepTrace, ...]:
+    """Return one step for each variant, or two if the variant is ``divided``."""
+    return tuple(step for variant in variants for step in _variant_steps(tracer, variant, traces, chunking=chunking))
 
 
-def _name(variant: Variant, way: Granularity | None) -> str:
-    # The other ways of recomputing, and what compiled layers keep, are told by traces of their own, or by the plain one.
-    compiled = variant.compiled and way is None
-    return f"{variant._replace(selective=False, alternate=False, compiled=compiled)} {way}"
+def _trace_name(variant: Variant, granularity: Granularity | None) -> str:
+    # The fields that are reset here do not change this trace: each other granularity has its own trace, and only the plain
+    # trace (granularity None) holds the bytes of compiled layers.
+    compiled = variant.compiled and granularity is None
+    return f"{variant._replace(selective=False, alternate=False, compiled=compiled)} {granularity}"
 
 
 def _chunked_name(variant: Variant) -> str:
     return f"chunked {variant.precision}"
 
 
-def _ways(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
+def _granularities(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
     if not tracer.base.supports_gradient_checkpointing:
         return [None]
-    ways: list[Granularity | None] = [None, "full"]
+    granularities: list[Granularity | None] = [None, "full"]
     if variant.selective:
-        ways.append("selective")
+        granularities.append("selective")
     if variant.alternate:
-        ways.append("alternate")
-    return ways
+        granularities.append("alternate")
+    return granularities
 
 
-def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int) -> Fitted | None:
-    """Trace every segment, with all layers recomputed in this way. Return None if they cannot be (see recompute.py)."""
-    # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
-    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
+def _trace_segments(
+    tracer: Tracer, variant: Variant, granularity: Granularity | None, sequence_length: int
+) -> FittedSegments | None:
+    """Trace every segment with all layers recomputed at this granularity. Return None if the layers do not support it."""
+    # Block attention runs some ten operators a block. Its trace at a few blocks is exact for longer rows, too.
+    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == BLOCK_ATTENTION else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
     try:
-        found = _from_primes(tracer, variant, way, sequence_length, degrees) or _fitted(tracer, variant, way, points, degrees)
+        segments = _fit_primes(tracer, variant, granularity, sequence_length, degrees)
+        segments = segments or _fit_points(tracer, variant, granularity, points, degrees)
     except RuntimeError:
-        if way not in ("selective", "alternate"):
+        if granularity not in ("selective", "alternate"):
             raise
         return None
-    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # else never planned
-    if way is None and compiles:
-        for which, ranks in enumerate(degrees):
-            for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
-                found[name][which] = found[name][which].model_copy(update={"compiled": kept})
-    return found
+    # Layers with block attention or 4-bit weights are never planned as compiled.
+    may_compile = variant.compiled and variant.attention != BLOCK_ATTENTION and tracer.source.quantized_from is None
+    if granularity is None and may_compile:
+        for degree_index, ranks in enumerate(degrees):
+            for name, saved_bytes in _compiled_layer_bytes(tracer, variant, sequence_length, ranks).items():
+                segments[name][degree_index] = segments[name][degree_index].model_copy(update={"compiled": saved_bytes})
+    return segments
 
 
-def _fitted(
-    tracer: Tracer, variant: Variant, way: Granularity | None, points: list[tuple[int, int]], degrees: tuple[int, ...]
-) -> Fitted:
+def _fit_points(
+    tracer: Tracer, variant: Variant, granularity: Granularity | None, points: list[tuple[int, int]], degrees: tuple[int, ...]
+) -> FittedSegments:
     measured = [
-        [tracer.measure(variant, batch=b, sequence=s, recompute=way, ranks=ranks) for b, s in points] for ranks in degrees
+        [tracer.measure(variant, batch=b, sequence=s, recompute=granularity, ranks=ranks) for b, s in points] for ranks in degrees
     ]
-    return {name: fit_segment(points, measured, name, longest=points[-1][1]) for name in _segments(tracer)}
+    return {name: fit_segment(points, measured, name, longest=points[-1][1]) for name in _segment_names(tracer)}
 
 
-def _from_primes(
-    tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int, degrees: tuple[int, ...]
-) -> Fitted | None:
-    """Fit from one run, which a second one confirms: a third of the work.
+def _fit_primes(
+    tracer: Tracer, variant: Variant, granularity: Granularity | None, sequence_length: int, degrees: tuple[int, ...]
+) -> FittedSegments | None:
+    """Fit from one run with prime sizes, and confirm the result by a second run. This is a third of the work of _fit_points.
 
-    Return None if numbers are no polynomials, or not the same."""
-    found: list[Fitted] = []
-    for point in prime_points(sequence_length, widths(tracer)) if variant.attention != NAME else ():
+    Return None if numbers are not polynomials, or if the runs disagree."""
+    fits: list[FittedSegments] = []
+    for point in prime_points(sequence_length, dimension_sizes(tracer)) if variant.attention != BLOCK_ATTENTION else ():
         try:
             measured = [
-                [tracer.measure(variant, batch=point[0], sequence=point[1], recompute=way, ranks=ranks, sizes=OfPrimes(*point))]
+                [
+                    tracer.measure(
+                        variant, batch=point[0], sequence=point[1], recompute=granularity, ranks=ranks, sizes=PrimeSizes(*point)
+                    )
+                ]
                 for ranks in degrees
             ]
-            found.append({name: fit_segment([point], measured, name, longest=sequence_length) for name in _segments(tracer)})
+            fits.append({name: fit_segment([point], measured, name, longest=sequence_length) for name in _segment_names(tracer)})
         except NotPolynomial as problem:
-            logger.debug("%s %s is fitted to six runs: %s", variant, way, problem)
+            logger.debug("%s %s is fitted to six runs: %s", variant, granularity, problem)
             return None
-    return found[0] if len(found) == 2 and found[0] == found[1] else None
+    return fits[0] if len(fits) == 2 and fits[0] == fits[1] else None
 
 
-def widths(tracer: Tracer) -> set[int]:
-    """Return numbers that dimensions of this model may have, whatever its batch and length."""
+def dimension_sizes(tracer: Tracer) -> set[int]:
+    """Return the sizes of this model's dimensions that depend on neither batch nor length."""
     text = tracer.config.get_text_config()
     named = {value for value in vars(text).values() if isinstance(value, int)}
     return named | {size for parameter in tracer.base.parameters() for size in parameter.shape}
 
 
-def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
-    """Return what layers keep when they are compiled.
+def _compiled_layer_bytes(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
+    """Return the bytes that compiled layers save for the backward pass, by the layer's name.
 
-    Layers that torch cannot trace as one graph are left out. They are taken to keep what eager ones do, which is more."""
-    found: dict[str, Polynomial] = {}
+    Layers that torch cannot trace as one graph are left out. Planning then takes the bytes of eager layers, which are more."""
+    saved_bytes: dict[str, Polynomial] = {}
     try:
-        batch, sequence = prime_points(max(sequence_length, COMPILED_TRACE_LENGTH), widths(tracer))[0]
+        batch, sequence = prime_points(max(sequence_length, COMPILED_TRACE_LENGTH), dimension_sizes(tracer))[0]
         calls = tracer.layer_calls(variant, batch=batch, sequence=sequence, ranks=ranks)
-        for names, layers in zip(_layers(tracer), calls, strict=True):
-            known: dict[str, Polynomial] = {}  # first, inner and last layers are often alike
+        for names, layers in zip(_layer_names(tracer), calls, strict=True):
+            by_signature: dict[str, Polynomial] = {}  # first, inner and last layers are often alike
             for name, (layer, call) in zip(names, layers, strict=True):
-                kind = f"{layer_kind(layer)} {call_kind(call)}"
-                if kind not in known:
+                signature = f"{layer_kind(layer)} {call_signature(call)}"
+                if signature not in by_signature:
                     with tracer.fake, fake_masks(masked=variant.masked):
-                        known[kind] = kept_when_compiled(
-                            layer, call, OfPrimes(batch, sequence), autocast=variant.precision == "bf16"
+                        by_signature[signature] = compiled_saved_bytes(
+                            layer, call, PrimeSizes(batch, sequence), autocast=variant.precision == "bf16"
                         )
-                found[name] = known[kind]
-    except Exception as error:  # every layer and operator may refuse in its own way
+                saved_bytes[name] = by_signature[signature]
+    except Exception as error:  # layers and operators raise errors of many kinds
         logger.debug("compiled layers are taken to keep what eager ones do: %s", error)
-    return found
+    return saved_bytes
 
 
-def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Fitted:
-    """Trace the last gap with the loss computed in chunks."""
+def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> FittedSegments:
+    """Trace the last gap, with the loss computed in chunks."""
     measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
-    last = _gaps(tracer)[-1]
+    last = _gap_names(tracer)[-1]
     return {last: fit_segment(points, [measurements], last, longest=points[-1][1])}
 
 
-def _gaps(tracer: Tracer) -> list[str]:
+def _gap_names(tracer: Tracer) -> list[str]:
     return [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
 
 
-def _segments(tracer: Tracer) -> list[str]:
-    return [*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers)]
+def _segment_names(tracer: Tracer) -> list[str]:
+    return [*_gap_names(tracer), *(name for layers in _layer_names(tracer) for name in layers)]
 
 
-def _layers(tracer: Tracer) -> list[list[str]]:
-    return [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
+def _layer_names(tracer: Tracer) -> list[list[str]]:
+    return [[f"layer {n} {position}" for position in range(len(stack.traced_layers))] for n, stack in enumerate(tracer.stacks)]
 
 
-def _steps(tracer: Tracer, variant: Variant, found: dict[str, Fitted], *, chunking: bool) -> list[StepTrace]:
-    gaps, layers = _gaps(tracer), _layers(tracer)
-    ways = [way for way in _ways(tracer, variant) if way is not None and _name(variant, way) in found]
+def _variant_steps(tracer: Tracer, variant: Variant, traces: dict[str, FittedSegments], *, chunking: bool) -> list[StepTrace]:
+    gaps = _gap_names(tracer)
+    layers = _layer_names(tracer)
+    granularities = [
+        granularity
+        for granularity in _granularities(tracer, variant)
+        if granularity is not None and _trace_name(variant, granularity) in traces
+    ]
 
-    def of(way: Granularity | None, names: Iterable[str], which: int) -> tuple[Segment, ...]:
-        return tuple(found[_name(variant, way)][name][which] for name in names)
+    def segments(granularity: Granularity | None, names: Iterable[str], degree_index: int) -> tuple[Segment, ...]:
+        return tuple(traces[_trace_name(variant, granularity)][name][degree_index] for name in names)
 
     return [
         StepTrace(
@@ -241,19 +256,19 @@ def _steps(tracer: Tracer, variant: Variant, found: dict[str, Fitted], *, chunki
             attention=variant.attention,
             masked=variant.masked,
             tensor_parallel=ranks,
-            gaps=of(None, gaps, which),
-            gaps_recomputed={way: of(way, gaps, which) for way in ways},
-            chunked_gap=found[_chunked_name(variant)][gaps[-1]][0] if chunking else None,
+            gaps=segments(None, gaps, degree_index),
+            gaps_recomputed={granularity: segments(granularity, gaps, degree_index) for granularity in granularities},
+            chunked_gap=traces[_chunked_name(variant)][gaps[-1]][0] if chunking else None,
             stacks=tuple(
-                StackTrace(plain=of(None, names, which), recomputed={way: of(way, names, which) for way in ways})
+                StackTrace(
+                    plain=segments(None, names, degree_index),
+                    recomputed={granularity: segments(granularity, names, degree_index) for granularity in granularities},
+                )
                 for names in layers
             ),
         )
-        for which, ranks in enumerate((1, DIVIDED_RANKS) if variant.divided else (1,))
+        for degree_index, ranks in enumerate((1, DIVIDED_RANKS) if variant.divided else (1,))
     ]
-
-
-EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
 
 
 def trace_model(
@@ -263,12 +278,13 @@ def trace_model(
     versions: dict[str, str],
     sequence_length: int,
     variants: tuple[Variant, ...],
-    kept: SegmentStore,
+    store: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
-    """Measure every variant and fit.
+    """Measure every variant of the step, and return the model's profile.
 
-    Raise RequestError for more tokens than positions, and for a model that cannot be traced, naming the module."""
+    Raise RequestError if the model has fewer than ``sequence_length`` positions. Raise RequestError, with the name of the
+    module, if the model cannot be traced."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     if variants:
@@ -276,67 +292,72 @@ def trace_model(
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
-        reason = _chunking(tracer)
+        reason = _why_not_chunked(tracer)
         isolation = isolation_of(source)
         variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
-        divided = _division(tracer, variants, points[0])
-        if isinstance(divided, str):
+        division = _tensor_parallel_or_reason(tracer, variants, points[0])
+        if isinstance(division, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        wanted: list[Callable[[], Any]] = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
-        described = _described(tracer)
-        (flops, kv, cache), found = _run(wanted, steps, kept, progress, compiled=any(variant.compiled for variant in variants))
+        model_runs: tuple[Callable[..., Any], ...] = (model_flops, _kv_elements, _cached_layers)
+        model_tasks: list[Callable[[], Any]] = [partial(run, tracer, points) for run in model_runs]
+        description = _description(tracer)
+        has_compiled = any(variant.compiled for variant in variants)
+        (flops, kv, cache), traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)
     except RequestError:
         raise
-    except Exception as error:  # any operator may refuse fake tensors; the user needs the module, not the traceback
+    except Exception as error:  # any operator may reject fake tensors; the user needs the module, not the traceback
         raise RequestError(why_untraceable(source, error)) from error
     return ModelProfile(
         key=key,
         model_hash=source.model_hash,
         versions=versions,
-        **described,
+        **description,
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(
-            Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
+            Stack(path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable)
             for s in tracer.stacks
         ),
-        steps=steps_of(tracer, variants, found, chunking=reason is None),
+        steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
         cache=cache,
-        tensor_parallel=None if isinstance(divided, str) else divided,
-        tensor_parallel_reason=divided if isinstance(divided, str) else "the model declares which weights ranks share",
+        tensor_parallel=None if isinstance(division, str) else division,
+        tensor_parallel_reason=division if isinstance(division, str) else "the model declares which weights ranks share",
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=flops[0],
         backward_flops=flops[1],
     )
 
 
-def _run(
-    wanted: list[Callable[[], Any]],
+def _run_tasks(
+    model_tasks: list[Callable[[], Any]],
     steps: dict[str, Callable[[], Any]],
-    kept: SegmentStore,
+    store: SegmentStore,
     progress: Callable[[int, int], None],
     *,
     compiled: bool,
-) -> tuple[list[Any], dict[str, Fitted]]:
-    """Return the results of all ``wanted``, and of those ``steps`` that succeed. A step that was traced before is read."""
+) -> tuple[list[Any], dict[str, FittedSegments]]:
+    """Run all ``model_tasks`` and those ``steps`` that the store lacks. Return the results of the first, and the traces.
+
+    Steps that cannot be traced are left out of the traces."""
     if compiled:
         load_partition()
-    found = {name: segments for name in steps if (segments := kept.get(name)) is not None}
-    missing, known = [name for name in steps if name not in found], len(found)
-    tasks = [*(steps[name] for name in missing), *wanted]  # the longest ones first
-    results = run_forked(tasks, progress=lambda done: progress(known + done, known + len(tasks)))
+    traces = {name: segments for name in steps if (segments := store.get(name)) is not None}
+    missing = [name for name in steps if name not in traces]
+    num_stored = len(traces)
+    tasks = [*(steps[name] for name in missing), *model_tasks]  # the longest tasks first
+    results = run_forked(tasks, progress=lambda done: progress(num_stored + done, num_stored + len(tasks)))
     for name, traced in zip(missing, results, strict=False):
         if traced is not None:
-            found[name] = traced
-            kept.put(name, traced)
-    return results[len(missing) :], found
+            traces[name] = traced
+            store.put(name, traced)
+    return results[len(missing) :], traces
 
 
-def _described(tracer: Tracer) -> dict[str, Any]:
-    """Return what the config and the modules say, without running."""
+def _description(tracer: Tracer) -> dict[str, Any]:
+    """Return the profile's fields that follow from the config and the modules, without running the model."""
     text = tracer.config.get_text_config()
     return {
         "architecture": tracer.model_class.__name__,
@@ -346,41 +367,45 @@ def _described(tracer: Tracer) -> dict[str, Any]:
         "hidden_size": getattr(text, "hidden_size", None),
         "max_positions": max_positions(tracer.base),
         "declares": declarations(tracer.base),
-        "experts": _experts(tracer),
+        "experts": _count_experts(tracer),
         "heads": attention_heads(tracer.base),
     }
 
 
-def _experts(tracer: Tracer) -> Experts | None:
+def _count_experts(tracer: Tracer) -> Experts | None:
     tracer.model(torch.float32).train(False)
     batch, sequence = trace_points(1)[0]
     inputs = partial(sample_inputs, tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
-    whole = base_of(tracer.whole(torch.float32))  # outside of the fake mode: a class may compute with real numbers as it is built
+    # Build it outside of the fake mode, because a class may compute with real numbers in its constructor.
+    full_model = base_of(tracer.full_model(torch.float32))
     with fake_masks(masked=False), tracer.fake:
-        found = count_experts(whole, tracer.base, inputs)
+        experts = count_experts(full_model, tracer.base, inputs)
     tracer.model(torch.float32).train()
-    return found
+    return experts
 
 
 def choose_variants(
     tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, masks_padding: bool
 ) -> tuple[Variant, ...]:
-    """Return the variants whose kernels the model has, without those that another one makes needless.
+    """Return the variants whose kernels the model has, without those that another variant makes unnecessary.
 
-    If block attention is reached, a causal model's packed rows take it (``masks_padding``: its padded rows need a mask, too).
-    At length, ``eager`` is no faster than the others and holds its score matrices. Rows shorter than one block gain nothing by
-    blocks, unless lengths differ: then many are packed into one."""
+    - ``sdpa`` with a mask is left out if block attention serves a causal model's packed rows, unless its padded rows need a
+      mask, too (``masks_padding``).
+    - ``block`` is left out if the model never calls it, and for rows shorter than one block, unless rows are packed.
+    - ``eager`` is left out for long rows: there it is no faster than ``sdpa`` and holds its score matrices."""
     kernels = attention_kernels(tracer.base)
-    others = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
-    packed = any(variant.masked and variant.attention == NAME for variant in variants)
-    short = others and not packed and sequence_length < BLOCK_QUERIES
-    block = next((v for v in variants if v.attention == NAME and NAME in kernels and not short), None)
-    reached = block is not None and _reaches_block(tracer, block, trace_points(sequence_length)[0])
+    has_other_kernel = any(variant.attention in kernels and variant.attention != BLOCK_ATTENTION for variant in variants)
+    packs_rows = any(variant.masked and variant.attention == BLOCK_ATTENTION for variant in variants)
+    is_short = has_other_kernel and not packs_rows and sequence_length < BLOCK_QUERIES
+    block_variant = next(
+        (v for v in variants if v.attention == BLOCK_ATTENTION and BLOCK_ATTENTION in kernels and not is_short), None
+    )
+    block_is_used = block_variant is not None and _uses_block_attention(tracer, block_variant, trace_points(sequence_length)[0])
     chosen = []
     for variant in variants:
         needless = {
-            "sdpa": variant.masked and reached and tracer.objective == "causal-lm" and not masks_padding,
-            "block": not reached,
+            "sdpa": variant.masked and block_is_used and tracer.objective == "causal-lm" and not masks_padding,
+            "block": not block_is_used,
             "eager": "sdpa" in kernels and sequence_length > EAGER_ATTENTION_LIMIT,
         }
         if variant.attention in kernels and not needless[variant.attention]:
@@ -388,35 +413,38 @@ def choose_variants(
     return tuple(chosen)
 
 
-def _reaches_block(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
-    """Return whether block attention computes anything. Cases that it leaves to ``sdpa`` make it no choice of its own."""
+def _uses_block_attention(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
+    """Return whether block attention computes anything in this model. It leaves some cases to ``sdpa``."""
     measurement = tracer.measure(variant, batch=point[0], sequence=point[1])
-    return any(interval.used for interval in measurement.forward.values())
+    return any(interval.traced_operators for interval in measurement.forward.values())
 
 
-def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, int]) -> TensorParallel | str:
-    """Return the parts that tensor parallelism divides, if it was asked for and a slice of the model runs; else why not.
+def _tensor_parallel_or_reason(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, int]) -> TensorParallel | str:
+    """Return the parts that tensor parallelism divides, or the reason why it cannot be planned.
 
-    A profile of no step says what the model declares: no slice was run."""
+    A rank's slice of the model is run to confirm it. Without variants nothing is run, and the answer is the model's
+    declaration."""
     if tracer.source.quantized_from is not None:
         return "its 4-bit weights are packed whole, and no rank can have a slice of them"
-    wanted = next((variant for variant in variants if variant.divided), None)
-    if wanted is None and variants:
+    divided_variant = next((variant for variant in variants if variant.divided), None)
+    if divided_variant is None and variants:
         return "it was not asked for: one device has nothing to divide"
-    found = describe_tensor_parallel(base_of(tracer.whole(torch.float32)))
-    if wanted is None:
-        return found
-    if isinstance(found, str) or found.divisor % DIVIDED_RANKS:
-        return found if isinstance(found, str) else f"its heads or widths are not divisible by {DIVIDED_RANKS}"
+    answer = describe_tensor_parallel(base_of(tracer.full_model(torch.float32)))
+    if divided_variant is None:
+        return answer
+    if isinstance(answer, str) or answer.divisor % DIVIDED_RANKS:
+        return answer if isinstance(answer, str) else f"its heads or widths are not divisible by {DIVIDED_RANKS}"
     try:
-        tracer.measure(wanted, batch=point[0], sequence=point[1], ranks=DIVIDED_RANKS)
+        tracer.measure(divided_variant, batch=point[0], sequence=point[1], ranks=DIVIDED_RANKS)
     except RuntimeError as error:
         return f"a rank's slice of the model does not run: {' '.join(str(error).split())[:160]}"
-    return found
+    return answer
 
 
-def _chunking(tracer: Tracer) -> str | None:
-    base, (batch, sequence) = tracer.base, trace_points(1)[0]  # the shortest: every chunk says the same
+def _why_not_chunked(tracer: Tracer) -> str | None:
+    """Return why the loss cannot be computed in chunks, or None if it can."""
+    base = tracer.base
+    batch, sequence = trace_points(1)[0]  # the shortest point will do, since every chunk behaves alike
     with fake_masks(masked=False), tracer.fake:
         inputs = sample_inputs(base, tracer.objective, batch=batch, sequence=sequence, masked=False)
         return why_not_chunked(base, inputs)
@@ -424,51 +452,54 @@ def _chunking(tracer: Tracer) -> str | None:
 
 def _count_parameters(tracer: Tracer) -> Parameters:
     always_fp32 = 0
-    if tracer.source.adapter is not None:  # peft casts what it adds to bf16 weights up
-        trained = [p for p in tracer.whole(torch.bfloat16).parameters() if p.requires_grad]
+    if tracer.source.adapter is not None:  # peft keeps the parameters that it adds to bf16 weights in fp32
+        trained = [p for p in tracer.full_model(torch.bfloat16).parameters() if p.requires_grad]
         always_fp32 = sum(p.numel() for p in trained if p.dtype == torch.float32)
     paths = tuple(stack.path for stack in tracer.stacks)
-    return count_parameters(tracer.whole(torch.float32), paths, always_fp32=always_fp32)
+    return count_parameters(tracer.full_model(torch.float32), paths, always_fp32=always_fp32)
 
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:
-    """Return the elements of keys and values that the whole model's cache holds, or None if it does not generate.
+    """Return the elements of keys and values in the whole model's cache, or None if the model does not generate.
 
-    Two runs with prime sizes tell the polynomial. A window would be no polynomial between the points, and is fitted to all."""
-    told: set[Polynomial] = set()
-    for point in prime_points(points[-1][1], widths(tracer)):
+    Two runs with prime sizes give the polynomial. A cache with a sliding window is no polynomial, and is fitted to all points
+    instead."""
+    answers: set[Polynomial] = set()
+    for point in prime_points(points[-1][1], dimension_sizes(tracer)):
         cache = _filled_cache(tracer, point)
         if cache is None:
             return None
         if any(getattr(layer, "sliding_window", None) is not None for layer in cache.layers):
             break
         try:
-            told.add(fit_single([point], [_cached_elements(tracer, cache, OfPrimes(*point))]))
+            answers.add(fit_single([point], [_cached_elements(tracer, cache, PrimeSizes(*point))]))
         except NotPolynomial:
             break
     else:
-        if len(told) == 1:
-            return told.pop()
+        if len(answers) == 1:
+            return answers.pop()
     caches = [_filled_cache(tracer, point) for point in points]
     if any(cache is None for cache in caches):
         return None
-    return fit_single(points, [_cached_elements(tracer, cache, Counted()) for cache in caches])
+    return fit_single(points, [_cached_elements(tracer, cache, PlainSizes()) for cache in caches])
 
 
-def _cached_elements(tracer: Tracer, cache: Any, sizes: Counted | OfPrimes) -> Any:
-    """Return the elements of the keys and values of all layers of the model."""
+def _cached_elements(tracer: Tracer, cache: Any, sizes: PlainSizes | PrimeSizes) -> Any:
+    """Return the elements of the keys and values of all layers of the full model."""
     per_layer = [
         sum((sizes.elements(tensor.shape, 1) for tensor in _keys_and_values(layer)), sizes.zero) for layer in cache.layers
     ]
-    return sum((per_layer[index] for index in _layers_of(tracer, cache)), sizes.zero)
+    return sum((per_layer[index] for index in _cached_layer_indices(tracer, cache)), sizes.zero)
 
 
 def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[CachedLayers, ...]:
-    """Return the layers with a cache. Unlike the polynomial above, this is right beyond a sliding window too."""
+    """Return the layers that have a cache, in groups of equal sizes.
+
+    Unlike the polynomial of _kv_elements, this stays exact for rows longer than a sliding window."""
     cache = _filled_cache(tracer, points[0])
     if cache is None:
         return ()
-    counts = Counter(_what_it_keeps(cache.layers[index], points[0][0]) for index in _layers_of(tracer, cache))
+    counts = Counter(_cache_sizes(cache.layers[index], points[0][0]) for index in _cached_layer_indices(tracer, cache))
     return tuple(
         CachedLayers(count=count, per_token=per_token, per_sequence=per_sequence, heads=heads, window=window)
         for (per_token, per_sequence, heads, window), count in counts.items()
@@ -477,7 +508,7 @@ def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Cache
 
 
 def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
-    """Return the cut model's own cache after one forward pass, or None if it does not generate."""
+    """Return the cache of the cut model after one forward pass, or None if it does not generate."""
     model = tracer.model(torch.float32)
     if not tracer.base.can_generate():
         return None
@@ -489,12 +520,12 @@ def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def _layers_of(tracer: Tracer, cache: Any) -> Sequence[int]:
-    """Return which cached layer stands for each layer of the model.
+def _cached_layer_indices(tracer: Tracer, cache: Any) -> Sequence[int]:
+    """Return the index of the cached layer that represents each layer of the full model.
 
-    The cache is made for all layers of the config, of which the cut model fills the first."""
+    The cache has an entry for every layer of the config. The cut model fills the first ones."""
     stack = tracer.stacks[-1] if tracer.stacks else None
-    return stack.assignment if stack and len(cache.layers) >= len(stack.kept) else range(len(cache.layers))
+    return stack.assignment if stack and len(cache.layers) >= len(stack.traced_layers) else range(len(cache.layers))
 
 
 def _keys_and_values(layer: Any) -> list[torch.Tensor]:
@@ -502,8 +533,8 @@ def _keys_and_values(layer: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
 
-def _what_it_keeps(layer: Any, batch: int) -> tuple[int, int, int, int | None]:
-    """Return the elements for each token, elements for each sequence, heads, and window."""
+def _cache_sizes(layer: Any, batch: int) -> tuple[int, int, int, int | None]:
+    """Return a layer's cached elements for each token, its elements for each sequence, its heads, and its window."""
     per_token = sum(tensor.numel() // (batch * tensor.shape[-2]) for tensor in _keys_and_values(layer))
     states = [state for name in ("conv_states", "recurrent_states") for state in (getattr(layer, name, None) or {}).values()]
     per_sequence = sum(state.numel() // batch for state in states if state is not None)
@@ -512,30 +543,31 @@ def _what_it_keeps(layer: Any, batch: int) -> tuple[int, int, int, int | None]:
 
 
 def model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomial, Polynomial]:
-    """Return the FLOPs of forward and backward, in evaluation mode with fused attention.
+    """Return the FLOPs of the model's own mathematics, forward and backward, without recomputation.
 
-    Dropout would decompose attention and hide that it is causal. FLOPs that a fused backward repeats are left out."""
+    The model runs in evaluation mode with fused attention: dropout would decompose attention and hide that it is causal.
+    FLOPs that a fused backward pass repeats are left out."""
     model = tracer.model(torch.float32)
     if "sdpa" in attention_kernels(tracer.base):
         tracer.base.set_attn_implementation("sdpa")
     recompute_layers(model, 0)
     model.train(False)
 
-    def fitted(points: list[tuple[int, int]], sizes: Callable[[int, int], Any]) -> tuple[Polynomial, Polynomial]:
-        counted = [_flops_at(tracer, model, *point, sizes(*point)) for point in points]
-        forward, backward = zip(*counted, strict=True)
+    def fit(points: list[tuple[int, int]], sizes: Callable[[int, int], Any]) -> tuple[Polynomial, Polynomial]:
+        flops_at_points = [_flops_at(tracer, model, *point, sizes(*point)) for point in points]
+        forward, backward = zip(*flops_at_points, strict=True)
         return fit_single(points, forward), fit_single(points, backward)
 
     try:
-        told = {fitted([point], OfPrimes) for point in prime_points(points[-1][1], widths(tracer))}
+        answers = {fit([point], PrimeSizes) for point in prime_points(points[-1][1], dimension_sizes(tracer))}
     except NotPolynomial:
-        told = set()
-    found = told.pop() if len(told) == 1 else fitted(points, lambda batch, sequence: Counted())
+        answers = set()
+    flops = answers.pop() if len(answers) == 1 else fit(points, lambda batch, sequence: PlainSizes())
     model.train()
-    return found
+    return flops
 
 
-def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes: Counted | OfPrimes) -> tuple[Any, Any]:
+def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes: PlainSizes | PrimeSizes) -> tuple[Any, Any]:
     with fake_masks(masked=False), tracer.fake, LiveTracker(sizes) as tracker:
         inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
         with segment_borders(model, tracer.stacks, tracker) as borders:
@@ -547,15 +579,15 @@ def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes
     model.zero_grad(set_to_none=True)
     totals = {"forward": sizes.zero, "backward": sizes.zero}
     for name, interval in tracker.intervals:
-        own = interval.matmul_flops + interval.attention_flops - interval.repeated_flops
+        matrix_flops = interval.matmul_flops + interval.attention_flops - interval.repeated_flops
         phase = name.split()[0]
-        totals[phase] = totals[phase] + own * _layers_like(tracer.stacks, name)
+        totals[phase] = totals[phase] + matrix_flops * _num_layers_represented(tracer.stacks, name)
     return totals["forward"], totals["backward"]
 
 
-def _layers_like(stacks: list[LayerStack], name: str) -> int:
-    """Return how many layers of the full model an interval's layer stands for, or 1 for a gap."""
-    words = name.split()
-    if words[1] != "layer":
+def _num_layers_represented(stacks: list[LayerStack], name: str) -> int:
+    """Return how many layers of the full model this interval's layer represents, or 1 for a gap."""
+    fields = name.split()
+    if fields[1] != "layer":
         return 1
-    return stacks[int(words[2])].assignment.count(int(words[3]))
+    return stacks[int(fields[2])].assignment.count(int(fields[3]))

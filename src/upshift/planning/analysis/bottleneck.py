@@ -1,12 +1,12 @@
 """Find the one choice of a plan whose change would help most, from the measured time of each kind of work in its step.
 
-Each answer is a search with one choice left free and all others kept. The search costs plans with the planner's terms. Each term
-is multiplied by measured over predicted time of this step. Work that takes many times its roofline is not bound by a rate: the
-time beyond is scaled with the number of operators. A kind without a term, such as waiting for data, stays as it is.
+Each answer is a search with one choice left free and all others kept. The search predicts plans with the planner's terms. Each
+term is multiplied by measured over predicted time of this step. Work that takes many times its roofline is not bound by a rate:
+the time above the roofline is scaled with the number of operators. A kind without a term, such as waiting for data, stays as it
+is.
 
-Predict a plan's step by kind of work, at the rates that this host reaches: the roofline that a profile is compared with.
-
-The formulas alone make it: what runs here have taught the planner is in the measured side.
+The roofline is the predicted step by kind of work, at the rates that this host reaches. It follows from the formulas alone,
+without corrections from earlier runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pydantic import Field
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.rates import host_link, rates_for
-from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.time import full_micro_batches, micro_batch_terms
+from upshift.planning.cost.rates import host_link, predict_rates
+from upshift.planning.cost.segments import plan_trace
+from upshift.planning.cost.time import micro_batch_terms, num_full_micro_batches
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan, changes_of_mathematics
-from upshift.planning.search.feasibility import WholeLife
+from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.search import search
 from upshift.planning.search.space import ONLY_WHEN_ASKED, choices
@@ -38,21 +38,21 @@ KINDS = (
     "idle and dispatch",
 )  # fmt: skip
 PRODUCTS, ATTENTION, ELEMENTWISE, HEAD, COMMUNICATION, OPTIMIZER, DATA, IDLE = KINDS
-OF_TERM = {
+KIND_OF_TERM = {
     "matrix products": PRODUCTS, "attention": ATTENTION, "memory traffic": ELEMENTWISE, "page faults": ELEMENTWISE,
     "dispatch": IDLE, "pipeline idle": IDLE, "update": OPTIMIZER,
 }  # fmt: skip
 
 
-def by_kind(terms: dict[str, float]) -> dict[str, float]:
+def sum_by_kind(terms: dict[str, float]) -> dict[str, float]:
     """Return the seconds of the planner's terms by kind.
 
-    Terms that are not named are exchanges. The head is among the products.
+    Terms without an entry in KIND_OF_TERM are exchanges. The head is counted among the matrix products.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_kind: dict[str, float] = defaultdict(float)
     for term, seconds in terms.items():
-        found[OF_TERM.get(term, COMMUNICATION)] += seconds
-    return dict(found)
+        seconds_by_kind[KIND_OF_TERM.get(term, COMMUNICATION)] += seconds
+    return dict(seconds_by_kind)
 
 
 def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Plan) -> dict[str, float]:
@@ -60,30 +60,31 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
     Return an empty dictionary if the head is on one pipeline stage of several.
     """
-    trace, rates = trace_for(profile, plan, workload), rates_for(host, profile, plan)
+    trace = plan_trace(profile, plan, workload)
+    rates = predict_rates(host, profile, plan)
     if trace is None or rates is None or plan.layout.pipeline_parallel > 1:
         return {}
-    of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host), head_alone=True)
-    count = full_micro_batches(plan, workload)
-    found = by_kind({term: count * seconds for term, seconds in of_one.items() if term != "dispatch"})
-    return {kind: seconds for kind, seconds in found.items() if kind in (PRODUCTS, ATTENTION, ELEMENTWISE) and seconds > 0}
+    one_micro_batch = micro_batch_terms(profile, trace, plan, rates, link=host_link(host), head_alone=True)
+    num_micro_batches = num_full_micro_batches(plan, workload)
+    by_kind = sum_by_kind({term: num_micro_batches * seconds for term, seconds in one_micro_batch.items() if term != "dispatch"})
+    return {kind: seconds for kind, seconds in by_kind.items() if kind in (PRODUCTS, ATTENTION, ELEMENTWISE) and seconds > 0}
 
 
 def roofline(candidate: Candidate, *, host: Host, profile: ModelProfile, workload: Workload) -> dict[str, float]:
     """Return the seconds of a step by kind. ``candidate``: as the formulas predict it."""
-    found = by_kind(candidate.time.terms)
+    by_kind = sum_by_kind(candidate.time.terms)
     head = head_seconds(host, profile, workload, candidate.plan)
     for kind, seconds in head.items():
-        found[kind] = max(found.get(kind, 0.0) - seconds, 0.0)
-    return found | ({HEAD: sum(head.values())} if head else {})
+        by_kind[kind] = max(by_kind.get(kind, 0.0) - seconds, 0.0)
+    return by_kind | ({HEAD: sum(head.values())} if head else {})
 
 
-WORTH_SAYING = 0.01  # a smaller share of the step is no reason for a change
-BOUND_BY_RATE = 3.0  # times its roofline: kernels of a usual size stay below
+MIN_GAIN = 0.01  # a smaller gain is no reason for a change
+BOUND_BY_RATE = 3.0  # times the roofline: kernels of a usual size take less
 LAYOUT = tuple(Layout.model_fields)
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# The fields that make up one choice are left free at once.
-FREE: dict[str, tuple[str, ...]] = {
+# The fields of each choice, which are left free together.
+FREE_FIELDS: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "optimizer": ("optim", "optim_args"),
     "compilation": ("torch_compile",),
@@ -97,7 +98,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "host memory": ("host_memory",),
     "optimizer in the backward pass": ("optimizer_in_backward",),
 }
-DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # from the others
+DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # they follow from other fields
 
 
 class Change(Value):
@@ -115,7 +116,7 @@ class Change(Value):
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan's step by kind of work, predicted by formula and measured; seconds."""
+    """The seconds of a plan's step by kind of work, predicted by formula and measured."""
 
     host: Host
     profile: ModelProfile
@@ -123,21 +124,25 @@ class Measured:
     candidate: Candidate
     seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
 
-    def of(self, candidate: Candidate) -> dict[str, float]:
+    def scaled_seconds(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds that another plan's step would take, by kind."""
-        here, there = by_kind(self.candidate.time.terms), by_kind(candidate.time.terms)
-        calls = there.get(IDLE, 0.0) / here[IDLE] if here.get(IDLE) else 1.0
-        found = {}
-        for kind in {*there, *self.seconds}:
-            predicted, measured = here.get(kind, 0.0), self.seconds.get(kind, 0.0)
-            rated = min(measured, BOUND_BY_RATE * predicted)
-            scale = rated / predicted if predicted else 1.0
-            found[kind] = there.get(kind, 0.0) * scale + (measured - rated) * (calls if predicted else 1.0)
-        return found
+        predicted_here = sum_by_kind(self.candidate.time.terms)
+        predicted_there = sum_by_kind(candidate.time.terms)
+        operator_ratio = predicted_there.get(IDLE, 0.0) / predicted_here[IDLE] if predicted_here.get(IDLE) else 1.0
+        seconds_by_kind = {}
+        for kind in {*predicted_there, *self.seconds}:
+            predicted = predicted_here.get(kind, 0.0)
+            measured = self.seconds.get(kind, 0.0)
+            bound_by_rate = min(measured, BOUND_BY_RATE * predicted)
+            scale = bound_by_rate / predicted if predicted else 1.0
+            seconds_by_kind[kind] = predicted_there.get(kind, 0.0) * scale + (measured - bound_by_rate) * (
+                operator_ratio if predicted else 1.0
+            )
+        return seconds_by_kind
 
     def total(self, candidate: Candidate) -> float:
         """Return the seconds of a step, with one-time costs spread over the run."""
-        return sum(self.of(candidate).values()) + candidate.time.one_time / self.workload.total_steps
+        return sum(self.scaled_seconds(candidate).values()) + candidate.time.one_time / self.workload.total_steps
 
 
 def find_changes(
@@ -147,66 +152,71 @@ def find_changes(
 
     ``fixed``: fields that the user has decided. ``legal``: whether a plan can run.
     """
-    found: list[Change] = []
-    free = {choice: tuple(name for name in fields if name not in fixed) for choice, fields in FREE.items()}
-    for choice, fields in free.items():
-        if FREE[choice][0] in fixed:
+    changes: list[Change] = []
+    free_fields = {choice: tuple(name for name in fields if name not in fixed) for choice, fields in FREE_FIELDS.items()}
+    for choice, fields in free_fields.items():
+        if FREE_FIELDS[choice][0] in fixed:
             continue
-        change = _best(measured, choice, fields, (), legal)
+        change = _best_change(measured, choice, fields, (), legal)
         if change is None and choice in ("precision", "optimizer"):  # values that change the mathematics, if nothing else helps
-            change = _best(measured, choice, fields, tuple(changes_of_mathematics()), legal)
-        if change is not None and change.values not in [one.values for one in found]:
-            found.append(change)
-    return sorted(found, key=lambda change: -change.gain)
+            change = _best_change(measured, choice, fields, tuple(changes_of_mathematics()), legal)
+        if change is not None and change.values not in [earlier.values for earlier in changes]:
+            changes.append(change)
+    return sorted(changes, key=lambda change: -change.gain)
 
 
-def _best(
+def _best_change(
     measured: Measured, choice: str, fields: tuple[str, ...], allow: tuple[str, ...], legal: Callable[[Plan], bool]
 ) -> Change | None:
     workload = measured.workload.changed(allow=tuple(dict.fromkeys((*measured.workload.allow, *allow))))
-    plan, before = measured.candidate.plan, measured.total(measured.candidate)
+    plan = measured.candidate.plan
+    seconds_before = measured.total(measured.candidate)
     try:
-        ranking = search(measured.host, measured.profile, workload, fixed=_kept(measured, plan, fields, workload))
+        ranking = search(measured.host, measured.profile, workload, fixed=_fixed_fields(measured, plan, fields, workload))
     except RequestError:
         return None  # no other value is legal here
-    life = WholeLife(measured.host, measured.profile, workload)
+    job_memory = JobMemory(measured.host, measured.profile, workload)
     for candidate in sorted(ranking.candidates, key=measured.total):
-        gain = before / measured.total(candidate) - 1
-        if gain < WORTH_SAYING:
+        gain = seconds_before / measured.total(candidate) - 1
+        if gain < MIN_GAIN:
             return None
-        if _values(plan, candidate.plan) and life.too_big(candidate) is None and legal(candidate.plan):
-            return _change(measured, choice, candidate, gain)
+        if _changed_values(plan, candidate.plan) and job_memory.describe_excess(candidate) is None and legal(candidate.plan):
+            return _describe_change(measured, choice, candidate, gain)
     return None
 
 
-def _kept(measured: Measured, plan: Plan, free: tuple[str, ...], workload: Workload) -> dict[str, Any]:
-    asked = (*ONLY_WHEN_ASKED, "weight_offload", "optim_args", "mup_base")
-    names = [*choices(measured.host, measured.profile, workload), *asked, BATCH[0]]
-    kept = {name: getattr(plan, name) for name in names if name not in free}
-    if plan.num_processes > 1 and "num_processes" not in free:
-        kept |= {name: getattr(plan.layout, name) for name in LAYOUT if name not in free}
-    return kept
+def _fixed_fields(measured: Measured, plan: Plan, free_fields: tuple[str, ...], workload: Workload) -> dict[str, Any]:
+    request_fields = (*ONLY_WHEN_ASKED, "weight_offload", "optim_args", "mup_base")
+    names = [*choices(measured.host, measured.profile, workload), *request_fields, BATCH[0]]
+    fixed = {name: getattr(plan, name) for name in names if name not in free_fields}
+    if plan.num_processes > 1 and "num_processes" not in free_fields:
+        fixed |= {name: getattr(plan.layout, name) for name in LAYOUT if name not in free_fields}
+    return fixed
 
 
-def _values(before: Plan, after: Plan) -> dict[str, str]:
-    """Return the fields that differ, without those that follow from others."""
-    ours, theirs = ({**plan.model_dump(exclude={"layout"}), **plan.layout.model_dump()} for plan in (before, after))
-    changed = {name: str(value) for name, value in theirs.items() if value != ours[name]}
+def _changed_values(old_plan: Plan, new_plan: Plan) -> dict[str, str]:
+    """Return the fields that differ, without those that follow from other fields."""
+    old_values = old_plan.model_dump(exclude={"layout"}) | old_plan.layout.model_dump()
+    new_values = new_plan.model_dump(exclude={"layout"}) | new_plan.layout.model_dump()
+    changed = {name: str(value) for name, value in new_values.items() if value != old_values[name]}
     return {name: value for name, value in changed.items() if name not in DERIVED} or changed
 
 
-def _change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
-    here, there = measured.of(measured.candidate), measured.of(candidate)
-    more = {kind: there.get(kind, 0.0) - here.get(kind, 0.0) for kind in {*here, *there}}
-    named = sorted((item for item in more.items() if abs(item[1]) > 0.002 * sum(here.values())), key=lambda item: item[1])
-    values = _values(measured.candidate.plan, candidate.plan)
+def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
+    seconds_now = measured.scaled_seconds(measured.candidate)
+    seconds_then = measured.scaled_seconds(candidate)
+    differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in {*seconds_now, *seconds_then}}
+    large_differences = sorted(
+        (item for item in differences.items() if abs(item[1]) > 0.002 * sum(seconds_now.values())), key=lambda item: item[1]
+    )
+    values = _changed_values(measured.candidate.plan, candidate.plan)
     allowed = measured.workload.allow
     allow = tuple(name for name in candidate.plan.changes_mathematics if name not in allowed)
     options = " ".join(f"--set {name}={value}" for name, value in values.items())
     return Change(
         choice=choice, values=values, gain=gain,
         saved_ms=1000 * (measured.total(measured.candidate) - measured.total(candidate)),
-        why=", ".join(f"{kind} {1000 * seconds:+,.1f} ms" for kind, seconds in named[:4]),
+        why=", ".join(f"{kind} {1000 * seconds:+,.1f} ms" for kind, seconds in large_differences[:4]),
         more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30, allow=allow,
         fix=f"upshift train ... {options}" + (f" --allow {','.join((*allowed, *allow))}" if allow else ""),
     )  # fmt: skip

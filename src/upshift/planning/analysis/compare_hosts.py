@@ -1,4 +1,4 @@
-"""Compare the same training on several hosts: time, device-hours, energy and money for a number of tokens, and the deadline."""
+"""Compare the same training on several hosts by time, device-hours, energy and money for a number of tokens, and a deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import Field
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import GpuFacts, describe
-from upshift.hardware.catalog.lookup import find
+from upshift.hardware.catalog.lookup import find_product
 from upshift.hardware.spec import Host
-from upshift.planning.cost.time import Takes, takes, tokens_per_step
+from upshift.planning.cost.time import SampleUnit, sample_unit, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.workload import Workload
@@ -21,7 +21,9 @@ from upshift.record import Numbers
 from upshift.value import Value
 
 HOUR = 3600.0
-MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # a larger number is a typing error
+# A larger number is a typing error.
+MAX_TOKENS = 1e18
+MAX_PRICE = 1e9
 DURATIONS = {"s": 1.0, "min": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
@@ -29,8 +31,8 @@ JOULES_PER_KWH = 3.6e6
 ENERGY_NOTE = "an upper bound: every device at its thermal design power all the time; hosts, network and cooling are not in it"
 
 
-class Compared(Value):
-    """The result for one host. Without a plan, ``why`` says what is in the way."""
+class HostResult(Value):
+    """The result for one host. If it has no plan, ``why`` has the reason."""
 
     host: str
     num_devices: int
@@ -47,15 +49,15 @@ class Compared(Value):
 
 class Comparison(Value):
     tokens: int = Field(description="or images, where the model takes these")
-    takes: Takes = Field("tokens", description="what the model is given")
+    takes: SampleUnit = Field("tokens", description="what the model is given")
     deadline_seconds: float | None
     sorted_by: str = Field(description="money, where every host that has a plan has a price; else time")
-    hosts: tuple[Compared, ...]
+    hosts: tuple[HostResult, ...]
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The terms of a comparison beyond speed. ``tokens``: None: those of the workload's steps."""
+class ComparisonTerms:
+    """The terms of a comparison besides speed. ``tokens``: None means the tokens of the workload's steps."""
 
     prices: dict[str, float]
     tokens: int | None = None
@@ -76,7 +78,7 @@ def read_tokens(text: str, *, option: str = "--tokens") -> int:
     """Return the number of tokens of ``1e12``, ``300B`` or ``15T``."""
     match = re.fullmatch(rf"{NUMBER}\s*([KMBT]?)", text.strip().replace("_", ""), flags=re.IGNORECASE | re.ASCII)
     count = float(match[1] + (match[2] or "")) * COUNTS[match[3].upper()] if match else 0.0
-    if not 1.0 <= count <= MOST_TOKENS:
+    if not 1.0 <= count <= MAX_TOKENS:
         raise RequestError(
             f"{option} {text!r} is no number of tokens; write a number of at least 1, with K, M, B or T for thousands to "
             "10**12, such as 1e12, 300B or 15T"
@@ -85,12 +87,12 @@ def read_tokens(text: str, *, option: str = "--tokens") -> int:
 
 
 def read_prices(text: str) -> dict[str, float]:
-    """Return the prices of ``h100=2.5/h,a100-80gb=1.2/h``: of one device and hour, by the device's name."""
+    """Return the prices of one device and hour by the device's name, from ``h100=2.5/h,a100-80gb=1.2/h``."""
     prices: dict[str, float] = {}
-    for entry in filter(None, (part.strip().lower() for part in text.split(","))):
+    for entry in filter(None, (text_of_price.strip().lower() for text_of_price in text.split(","))):
         match = re.fullmatch(rf"([^=]*[^=\s])\s*=\s*{NUMBER}\s*/\s*h", entry, flags=re.ASCII)
         price = float(match[2] + (match[3] or "")) if match else math.inf
-        if match is None or not price <= HIGHEST_PRICE:
+        if match is None or not price <= MAX_PRICE:
             raise RequestError(f"--price {entry!r} is no price; write NAME=AMOUNT/h of one device, such as h100=2.5/h")
         if match[1] in prices:
             raise RequestError(f"--price names {match[1]!r} twice; give one for each name, such as h100=2.5/h,a100-80gb=1.2/h")
@@ -113,26 +115,26 @@ def read_hosts(text: str) -> tuple[Host, ...]:
 
 
 def price_names(host: Host) -> tuple[str, ...]:
-    """Return the names that a host's devices may be priced by.
+    """Return the names under which a price for the host's devices may be given.
 
-    They are the name that the host was written with, without counts and links, and the table's key.
+    They are the user's name of the host without counts and links, and the key of the table.
     """
     written = re.sub(r"^(?:[0-9]+x){0,2}", "", host.name.strip().lower()).partition("@")[0]
     if host.gpu is None:
-        known: tuple[str, ...] = (written, re.sub(r"-[0-9]+gb$", "", written))  # without the memory of the host
+        names: tuple[str, ...] = (written, re.sub(r"-[0-9]+gb$", "", written))  # without the memory of the host
     else:
-        known = (written, host.gpu.table_key or "", host.gpu.name.lower())
-    return tuple(dict.fromkeys(name for name in known if name))
+        names = (written, host.gpu.table_key or "", host.gpu.name.lower())
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
-def prices_of(host: Host, prices: dict[str, float]) -> list[str]:
-    """Return the names among ``prices`` that mean this host's device, in any spelling that --on takes."""
+def price_names_of(host: Host, prices: dict[str, float]) -> list[str]:
+    """Return the names in ``prices`` that mean this host's device, in any spelling that --on accepts."""
     return [name for name in prices if name in price_names(host) or _is_product_of(name, host)]
 
 
 def _is_product_of(name: str, host: Host) -> bool:
     try:
-        facts = find(name)
+        facts = find_product(name)
     except RequestError:
         return False
     if isinstance(facts, GpuFacts):
@@ -143,7 +145,7 @@ def _is_product_of(name: str, host: Host) -> bool:
 def check_prices(prices: dict[str, float], hosts: tuple[Host, ...]) -> None:
     """Raise RequestError for a price of something that is not compared, and for two prices of one device."""
     valid = list(dict.fromkeys(name for host in hosts for name in price_names(host)))
-    used = [prices_of(host, prices) for host in hosts]
+    used = [price_names_of(host, prices) for host in hosts]
     for name in prices:
         if not any(name in names for names in used):
             raise RequestError(f"--price names {name!r}, which is not compared; use one of {', '.join(valid)}")
@@ -153,16 +155,17 @@ def check_prices(prices: dict[str, float], hosts: tuple[Host, ...]) -> None:
 
 
 def compare(
-    hosts: tuple[Host, ...], workload: Workload, terms: Terms, *, plan_on: Callable[[Host, Workload], Planning]
+    hosts: tuple[Host, ...], workload: Workload, terms: ComparisonTerms, *, plan_on: Callable[[Host, Workload], Planning]
 ) -> Comparison:
     """Return the best plan on each host: the cheapest or fastest host first, hosts without a plan last.
 
-    If no host has a plan, raise what the first host says.
+    If no host has a plan, raise the problem of a host.
     """
     check_prices(terms.prices, hosts)
-    rows: list[Compared] = []
+    rows: list[HostResult] = []
     problems: list[RequestError | NothingFits] = []
-    tokens, given = terms.tokens, "tokens"
+    tokens = terms.tokens
+    unit: SampleUnit = "tokens"
     if tokens is not None:  # one-time costs are spread over the steps of this run
         mean = workload.lengths.mean if workload.lengths else workload.sequence_length
         steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)
@@ -172,13 +175,13 @@ def compare(
             planning = plan_on(host, workload)
         except (RequestError, NothingFits) as problem:
             problems.append(problem)
-            rows.append(Compared(host=host.name, num_devices=host.num_devices, why=str(problem)))
+            rows.append(HostResult(host=host.name, num_devices=host.num_devices, why=str(problem)))
             continue
-        given = takes(planning.profile)
-        if given == "images" and terms.tokens is not None:
+        unit = sample_unit(planning.profile)
+        if unit == "images" and terms.tokens is not None:
             raise RequestError(f"--tokens counts tokens, and {planning.profile.architecture} takes images; use --steps")
         tokens = tokens or round(workload.total_steps * tokens_per_step(planning.profile, workload))
-        rows.append(_row(planning, tokens, terms))
+        rows.append(_host_result(planning, tokens, terms))
     if tokens is None or len(problems) == len(hosts):
         raise next((problem for problem in problems if isinstance(problem, NothingFits)), problems[0])
     planned = [row for row in rows if row.plan is not None]
@@ -186,19 +189,20 @@ def compare(
     planned.sort(key=lambda row: (row.money if by_money else row.seconds) or 0.0)
     ordered = (*planned, *(row for row in rows if row.plan is None))
     return Comparison(
-        tokens=tokens, takes=given, deadline_seconds=terms.deadline_seconds, sorted_by="money" if by_money else "time",
+        tokens=tokens, takes=unit, deadline_seconds=terms.deadline_seconds, sorted_by="money" if by_money else "time",
         hosts=ordered,
     )  # fmt: skip
 
 
-def _row(planning: Planning, tokens: int, terms: Terms) -> Compared:
-    host, best = planning.host, planning.ranking.candidates[0]
+def _host_result(planning: Planning, tokens: int, terms: ComparisonTerms) -> HostResult:
+    host = planning.host
+    best = planning.ranking.candidates[0]
     steps = tokens / tokens_per_step(planning.profile, planning.workload)
     seconds = steps * best.time.total + best.time.one_time
     device_hours = seconds / HOUR * host.num_devices
     watts = host.gpu.tdp_watts if host.gpu else None
-    price = next((terms.prices[name] for name in prices_of(host, terms.prices)), None)
-    return Compared(
+    price = next((terms.prices[name] for name in price_names_of(host, terms.prices)), None)
+    return HostResult(
         host=host.name,
         num_devices=host.num_devices,
         plan=best.plan,

@@ -1,4 +1,4 @@
-"""Say why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
+"""Explain a plan: why each choice matters, what the runner-up would cost, and what more memory would give."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol, TypeVar
 
 from upshift.hardware.spec import Host
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import Takes
+from upshift.planning.cost.time import SampleUnit
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig, limit_of
 from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 from upshift.value import Value
 
-BECAUSE = {
+REASON_BY_CHOICE = {
     "precision": "rate of matrix products and bytes moved",
     "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
     "activation_checkpointing": "layers computed twice to hold fewer activations",
@@ -33,6 +33,8 @@ MAX_REJECTED = 200
 
 
 class Reason(Value):
+    """The reason why the best plan has a value, and the cost of the best plan with another value."""
+
     choice: str
     value: str
     why: str
@@ -51,10 +53,10 @@ Choosable = TypeVar("Choosable", bound=HasPlan)
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
-    because = dict(BECAUSE)
+    because = dict(REASON_BY_CHOICE)
     if not best.plan.activation_checkpointing:
         del because["recompute_granularity"]
-    cost = partial(_cost, best)
+    cost = partial(_describe_cost, best)
     return reasons_among(ranking.candidates, ranking.too_big, because, cost=cost, blocked_cost="does not fit")
 
 
@@ -65,46 +67,52 @@ def reasons_among(
     """Return one row for each choice in which a plan differs from the best.
 
     Args:
-        candidates: what may be chosen, best first.
-        blocked: what may not be chosen. It is looked at for a choice in which no candidate differs.
+        candidates: the plans that may be chosen, best first.
+        blocked: the plans that may not be chosen. They are used for a choice in which no candidate differs.
         because: the reason why a choice matters, by the field of the plan.
-        cost: returns what a candidate would cost.
-        blocked_cost: the same for all that is blocked.
+        cost: returns the cost of a candidate as a text.
+        blocked_cost: the same for all blocked plans.
     """
-    best, rows = candidates[0].plan, []
+    best = candidates[0].plan
+    rows = []
     for name, why in because.items():
         value = getattr(best, name)
-        other = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
-        shown = other if other is not None else next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
-        if shown is None:
-            continue
-        words = cost(other) if other is not None else blocked_cost
-        runner_up = str(getattr(shown.plan, name))
-        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=words))
+        alternative = next((entry for entry in candidates if getattr(entry.plan, name) != value), None)
+        if alternative is not None:
+            runner_up = str(getattr(alternative.plan, name))
+            cost_text = cost(alternative)
+        else:
+            excluded = next((entry for entry in blocked if getattr(entry.plan, name) != value), None)
+            if excluded is None:
+                continue
+            runner_up = str(getattr(excluded.plan, name))
+            cost_text = blocked_cost
+        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=runner_up, runner_up_cost=cost_text))
     return tuple(rows)
 
 
-def _cost(best: Candidate, other: Candidate) -> str:
-    return differences(other.tokens_per_second / best.tokens_per_second, other.memory.peak - best.memory.peak)
+def _describe_cost(best: Candidate, alternative: Candidate) -> str:
+    return describe_difference(alternative.tokens_per_second / best.tokens_per_second, alternative.memory.peak - best.memory.peak)
 
 
-def differences(speed: float, more_bytes: float) -> str:
-    """Return the cost of another plan in words. ``speed``: its tokens a second over the best plan's."""
-    return f"{speed - 1:+.1%}, {'+' if more_bytes >= 0 else '-'}{format_bytes(abs(more_bytes))}"
+def describe_difference(speed: float, more_bytes: float) -> str:
+    """Return a text with the cost of another plan. ``speed``: its tokens a second over the best plan's."""
+    sign = "+" if more_bytes >= 0 else "-"
+    return f"{speed - 1:+.1%}, {sign}{format_bytes(abs(more_bytes))}"
 
 
-def with_more_memory(host: Host, more: int) -> Host | None:
-    """Return the host with ``more`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
-    part = host.gpu or host.cpu
-    if part is None or part.memory_bytes is None:
+def with_more_memory(host: Host, extra_bytes: int) -> Host | None:
+    """Return the host with more memory on each device, or in its CPU's memory; None where its memory is unknown."""
+    device = host.gpu or host.cpu
+    if device is None or device.memory_bytes is None:
         return None
-    free = part.free_memory_bytes
-    larger = part.changed(memory_bytes=part.memory_bytes + more, free_memory_bytes=None if free is None else free + more)
+    free = None if device.free_memory_bytes is None else device.free_memory_bytes + extra_bytes
+    larger = device.changed(memory_bytes=device.memory_bytes + extra_bytes, free_memory_bytes=free)
     return host.changed(**{"gpu" if host.gpu else "cpu": larger})
 
 
-def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes = "tokens") -> str | None:
-    """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
+def shadow_price(ranking: Ranking, host: Host, workload: Workload, unit: SampleUnit = "tokens") -> str | None:
+    """Return a sentence on what 8 GiB more memory would gain, from the fastest plan that would fit then."""
     bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if not ranking.candidates or unknown_memory(host) is not None or bigger is None:
         return None
@@ -114,20 +122,20 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes 
         limit = limit_of(candidate, bigger, workload)
         if limit is not None and candidate.resident <= limit:
             reachable.append(candidate)
-    fastest = max(reachable, key=lambda c: c.tokens_per_second, default=None)
+    fastest = max(reachable, key=lambda entry: entry.tokens_per_second, default=None)
     if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
         return "8 GiB more memory would not make it faster"
     gain = fastest.tokens_per_second / best.tokens_per_second - 1
-    return f"8 GiB more memory would give {gain:+.1%} {takes}/s ({fastest.plan.label()})"
+    return f"8 GiB more memory would give {gain:+.1%} {unit}/s ({fastest.plan.label()})"
 
 
-def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
-    """Return at most 200 rejections, with every kind of reason among them."""
+def sample_rejections(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
+    """Return at most MAX_REJECTED rejections, with each kind of reason among them."""
     by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
     for entry in rejected:
         by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)
     chosen = list(by_kind.values())[:MAX_REJECTED]
-    known = {id(entry) for entry in chosen}
+    chosen_ids = {id(entry) for entry in chosen}
     step = max(len(rejected) // MAX_REJECTED, 1)
-    chosen += [entry for entry in rejected[::step] if id(entry) not in known]
+    chosen += [entry for entry in rejected[::step] if id(entry) not in chosen_ids]
     return chosen[:MAX_REJECTED]

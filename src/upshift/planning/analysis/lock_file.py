@@ -1,7 +1,7 @@
-"""Keep a plan as a lock file: the prediction, its model, host and versions. Later, show what has changed since.
+"""Write a plan with its prediction, model, host and versions to a lock file. Later, check what has changed since.
 
-The file is a document of ``upshift plan --json`` with the best plan alone, and ``lock`` beside it. So anything that reads a plan
-from such a document can read a lock file.
+The file is a document of ``upshift plan --json`` with only the best plan, and an additional field ``lock``. So everything that
+reads a plan from such a document can read a lock file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import PHASES
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Rejected, cost_plan, limit_of
@@ -29,8 +29,8 @@ from upshift.units import GIB, format_bytes
 from upshift.value import Value
 from upshift.versions import installed_version
 
-MOVED = 0.01  # of peak or step time: a smaller change does not count as moved
-WORTH_SAYING = 0.002  # of the peak or the step: a part or a term that changed by less is left out
+MOVED_SHARE = 0.01  # of peak or step time: a smaller change does not count as moved
+MIN_SHOWN_SHARE = 0.002  # of the peak or the step: a part or a term that changed by less is left out
 
 
 class LockedPlan(Value):
@@ -39,7 +39,7 @@ class LockedPlan(Value):
 
 
 class Lock(Value):
-    """All that the prediction followed from."""
+    """Everything that the prediction followed from."""
 
     versions: dict[str, str]
     architecture: str
@@ -59,7 +59,7 @@ class LockFile(Value):
 
 
 class Change(Value):
-    """A number then and now. None: the number did not exist then, or does not exist now."""
+    """A number when the lock was written, and now. None: it did not exist then, or does not exist now."""
 
     name: str
     before: float | None
@@ -67,11 +67,12 @@ class Change(Value):
 
     @property
     def share(self) -> float:
+        """Return the relative change."""
         return (self.now or 0.0) / self.before - 1 if self.before else 0.0
 
 
 class Check(Value):
-    """The predicted cost of a plan now, against what its lock says."""
+    """The predicted cost of a plan now, compared with its lock."""
 
     moved: bool
     peak_gib: Change
@@ -86,7 +87,7 @@ class Check(Value):
 def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...], described: bool) -> LockFile:
     """Return the lock of the best plan, predicted by formula alone.
 
-    A check compares versions of libraries, not what ran here in the meantime.
+    So a check compares versions of libraries, and ignores what ran on this machine in the meantime.
     """
     plan = planning.best
     best = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload)
@@ -116,19 +117,19 @@ def write_lock(path: Path, locked: LockFile) -> None:
 
 def read_lock(path: Path) -> LockFile:
     """Read a lock file. Raises RequestError for a file without a lock."""
-    again = f"write one with  upshift plan MODEL ... --lock {path.name}"
+    advice = f"write one with  upshift plan MODEL ... --lock {path.name}"
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; {again}") from None
+        raise RequestError(f"cannot read {path}: {error.strerror}; {advice}") from None
     try:
         return LockFile.from_json(text, origin=str(path))
     except RequestError as problem:
-        raise RequestError(f"{problem}; {again}") from None
+        raise RequestError(f"{problem}; {advice}") from None
 
 
-def check_same(locked: LockFile, source: ModelSource, here: Host | None) -> None:
-    """Raise RequestError for another model, or for another host than the lock's. ``here``: None: the host is not compared."""
+def check_identity(locked: LockFile, source: ModelSource, host: Host | None) -> None:
+    """Raise RequestError for another model, or for another host than the lock's. ``host``: None: the host is not compared."""
     lock = locked.lock
     if source.model_hash != lock.model:
         name = next(iter(source.config.get("architectures") or ()), source.config.get("model_type"))
@@ -136,11 +137,11 @@ def check_same(locked: LockFile, source: ModelSource, here: Host | None) -> None
             f"the plan is locked for {lock.architecture} (config {lock.model}), and {source.reference} is {name} "
             f"(config {source.model_hash}); check it with its own model, or lock a new plan"
         )
-    if here is not None and here.fingerprint != lock.host_fingerprint:
-        there = f"--on {lock.host.name}" if lock.described else "that machine"
+    if host is not None and host.fingerprint != lock.host_fingerprint:
+        advice = f"--on {lock.host.name}" if lock.described else "that machine"
         raise RequestError(
-            f"the plan is locked for {lock.host.name} ({lock.host_fingerprint}), and this is {here.name} ({here.fingerprint}); "
-            f"check it with {there}, or lock a new plan"
+            f"the plan is locked for {lock.host.name} ({lock.host_fingerprint}), and this is {host.name} ({host.fingerprint}); "
+            f"check it with {advice}, or lock a new plan"
         )
 
 
@@ -150,15 +151,18 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
     ``profile``: traced with today's libraries (``variants_for`` what the lock says). The host's rates are the lock's own, so
     that only software moves the numbers.
     """
-    entry, lock = locked.plans[0], locked.lock
+    entry = locked.plans[0]
+    lock = locked.lock
     candidate = cost_plan(entry.plan, host=lock.host, profile=profile, workload=lock.workload)
-    now = _versions(profile)
-    versions = {
-        name: (lock.versions.get(name), now.get(name))
-        for name in dict.fromkeys((*lock.versions, *now))
-        if lock.versions.get(name) != now.get(name)
-    }
-    peak, step = entry.predicted.peak_gib, entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
+    versions_now = _versions(profile)
+    versions = {}
+    for name in dict.fromkeys((*lock.versions, *versions_now)):
+        locked_version = lock.versions.get(name)
+        version_now = versions_now.get(name)
+        if locked_version != version_now:
+            versions[name] = (locked_version, version_now)
+    peak = entry.predicted.peak_gib
+    step = entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
     if isinstance(candidate, Rejected):
         return Check(
             moved=True, peak_gib=Change(name="peak", before=peak, now=None), step_ms=Change(name="step", before=step, now=None),
@@ -169,31 +173,35 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
         Change(name="step", before=step, now=1000 * candidate.time.total),
     )
     digests = _digests(profile, entry.plan, lock.workload)
+    names = dict.fromkeys((*lock.segments, *digests))
     problem = _no_longer_fits(candidate, lock, entry.predicted.resident_gib)
     return Check(
-        moved=problem is not None or any(abs(change.share) > MOVED for change in changes),
+        moved=problem is not None or any(abs(change.share) > MOVED_SHARE for change in changes),
         peak_gib=changes[0],
         step_ms=changes[1],
-        parts_gib=_changes(_parts_gib(_of_step(entry.predicted.memory)), _parts_gib(_memory_gib(candidate)), least=peak),
-        terms_ms=_changes(lock.terms_ms, _terms_ms(candidate), least=step),
-        segments=tuple(n for n in dict.fromkeys((*lock.segments, *digests)) if lock.segments.get(n) != digests.get(n)),
+        parts_gib=_moved_numbers(
+            _parts_gib(_step_phases(entry.predicted.memory)), _parts_gib(_memory_gib(candidate)), whole=peak
+        ),
+        terms_ms=_moved_numbers(lock.terms_ms, _terms_ms(candidate), whole=step),
+        segments=tuple(name for name in names if lock.segments.get(name) != digests.get(name)),
         versions=versions,
         problem=problem,
     )
 
 
 def needed_variants(locked: LockFile) -> tuple[Variant, ...]:
-    """Return the variants of the planning that the lock came from: with the same libraries its profile is still in the cache."""
-    lock, plan = locked.lock, locked.plans[0].plan
+    """Return the variants of the lock's own planning, whose profile is in the cache as long as the libraries are the same."""
+    lock = locked.lock
+    plan = locked.plans[0].plan
     selective = plan.recompute_granularity == "selective" and plan.activation_checkpointing > 0
     return variants_for(lock.host, lock.workload, lock.fixed, selective=selective)
 
 
 def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) -> str | None:
-    """Return why the plan does not fit, in words.
+    """Return why the plan does not fit any more, or None.
 
-    ``before_gib``: what was predicted to be held when it was locked. A plan that runs here had shown to fit may have been above
-    the limit by formula then, too.
+    ``before_gib``: the predicted held memory when the plan was locked. It may have been above the limit by formula, because runs
+    had shown that the plan fits.
     """
     limit = limit_of(candidate, lock.host, lock.workload)
     if limit is None or candidate.resident <= limit or (before_gib is not None and before_gib > limit / GIB):
@@ -202,15 +210,15 @@ def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) 
 
 
 def _versions(profile: ModelProfile) -> dict[str, str]:
-    own = installed_version("upshift") or "unknown"  # upshift runs from its source and was never installed
-    return {"upshift": own, "python": platform.python_version(), **profile.versions}
+    upshift_version = installed_version("upshift") or "unknown"  # upshift runs from its source and was never installed
+    return {"upshift": upshift_version, "python": platform.python_version(), **profile.versions}
 
 
 def _terms_ms(candidate: Candidate) -> dict[str, float]:
     return {name: 1000 * seconds for name, seconds in candidate.time.terms.items()}
 
 
-def _of_step(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _step_phases(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {name: parts for name, parts in phases.items() if name in PHASES}
 
 
@@ -219,38 +227,39 @@ def _memory_gib(candidate: Candidate) -> dict[str, dict[str, float]]:
 
 
 def _parts_gib(phases: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return each part at its highest, over the phases."""
-    names = dict.fromkeys(part for parts in phases.values() for part in parts)
-    return {name: max(parts.get(name, 0.0) for parts in phases.values()) for name in names}
+    """Return the maximum of each part over the phases."""
+    names = dict.fromkeys(part for phase_parts in phases.values() for part in phase_parts)
+    return {name: max(phase_parts.get(name, 0.0) for phase_parts in phases.values()) for name in names}
 
 
-def _changes(before: dict[str, float], now: dict[str, float], *, least: float | None) -> tuple[Change, ...]:
-    """Return the numbers that moved, the most first. ``least``: the whole, of which a change must be a large enough share."""
-    names = dict.fromkeys((*before, *now))
-    found = [Change(name=name, before=before.get(name), now=now.get(name)) for name in names]
-    moved = {change.name: abs((change.now or 0.0) - (change.before or 0.0)) for change in found}
-    kept = [change for change in found if moved[change.name] > WORTH_SAYING * (least or 0.0)]
-    return tuple(sorted(kept, key=lambda change: -moved[change.name]))
+def _moved_numbers(old_numbers: dict[str, float], new_numbers: dict[str, float], *, whole: float | None) -> tuple[Change, ...]:
+    """Return the numbers that moved, the largest change first. ``whole``: the total of which a change must be a large share."""
+    names = dict.fromkeys((*old_numbers, *new_numbers))
+    changes = [Change(name=name, before=old_numbers.get(name), now=new_numbers.get(name)) for name in names]
+    difference_by_name = {change.name: abs((change.now or 0.0) - (change.before or 0.0)) for change in changes}
+    large_changes = [change for change in changes if difference_by_name[change.name] > MIN_SHOWN_SHARE * (whole or 0.0)]
+    return tuple(sorted(large_changes, key=lambda change: -difference_by_name[change.name]))
 
 
 def _digests(profile: ModelProfile, plan: Plan, workload: Workload) -> dict[str, str]:
-    """Return digests of the parameters and of each segment that the plan runs, by the segment's place in the model."""
-    found = {"parameters": _digest(profile.parameters)}
-    trace = trace_for(profile, plan, workload)
+    """Return digests of the parameters and of each segment that the plan runs, by the name of its position in the model."""
+    digests = {"parameters": _digest(profile.parameters)}
+    trace = plan_trace(profile, plan, workload)
     if trace is None:
-        return found
-    recomputes, way = plan.activation_checkpointing > 0, plan.recompute_granularity
-    gaps = trace.gaps_recomputed.get(way, trace.gaps) if recomputes else trace.gaps
-    found["before the layers"] = _digest(gaps[0])
+        return digests
+    recomputes = plan.activation_checkpointing > 0
+    granularity = plan.recompute_granularity
+    gaps = trace.gaps_recomputed.get(granularity, trace.gaps) if recomputes else trace.gaps
+    digests["before the layers"] = _digest(gaps[0])
     for stack, traced, gap in zip(profile.stacks, trace.stacks, gaps[1:], strict=True):
         for number, layer in enumerate(traced.plain):
-            found[f"{stack.path} layer {stack.traced_layers[number]}"] = _digest(layer)
-        for number, layer in enumerate(traced.recomputed.get(way, ()) if recomputes else ()):
-            found[f"{stack.path} layer {stack.traced_layers[number]}, recomputed"] = _digest(layer)
-        found[f"after {stack.path}"] = _digest(gap)
+            digests[f"{stack.path} layer {stack.traced_layers[number]}"] = _digest(layer)
+        for number, layer in enumerate(traced.recomputed.get(granularity, ()) if recomputes else ()):
+            digests[f"{stack.path} layer {stack.traced_layers[number]}, recomputed"] = _digest(layer)
+        digests[f"after {stack.path}"] = _digest(gap)
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        found["loss in chunks"] = _digest(trace.chunked_gap)
-    return found
+        digests["loss in chunks"] = _digest(trace.chunked_gap)
+    return digests
 
 
 def _digest(value: Value) -> str:

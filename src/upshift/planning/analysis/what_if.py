@@ -1,6 +1,6 @@
-"""Say why another choice was not taken, and what more memory, faster links or a choice that is not allowed would give.
+"""Explain why another choice was not taken, and what more memory, faster links or a choice that is not allowed would gain.
 
-Every answer is the search itself with one thing changed: no derivative and no rule of thumb.
+Every answer comes from a new search with one change. There are no derivatives and no rules of thumb.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from upshift.planning.analysis.explain import with_more_memory
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import Plan, Precision, changes_of_mathematics
-from upshift.planning.planner import Planning, as_here
-from upshift.planning.search.layouts import ASKED_LAYOUTS
+from upshift.planning.planner import Planning, calibrate_and_filter
+from upshift.planning.search.layouts import REQUESTED_LAYOUTS
 from upshift.planning.search.ranking import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search.search import search
 from upshift.planning.search.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value, split_assignment
@@ -32,13 +32,13 @@ Outcome = Literal["chosen", "slower", "as fast", "faster", "does not fit", "not 
 Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # traces a model for sequences of up to so many tokens
 
 SAME_SPEED = 0.0005  # of tokens/s: a smaller difference is not printed
-WORTH_SAYING = 0.005  # of the best plan's step: smaller differences are left out
-MAX_WORDS = 4  # terms, parts or choices named in one line
+MIN_SHOWN_SHARE = 0.005  # of the best plan's step: smaller differences are left out
+MAX_NAMED = 4  # terms, parts or choices that one line names
 FASTER_LINK = 2.0
 
 
 class Counterfactual(Value):
-    """The best plan with the value asked for, against the best of all plans."""
+    """The best plan with the requested value, compared with the best of all plans."""
 
     asked: str = Field(description="field=value")
     outcome: Outcome
@@ -60,44 +60,45 @@ class ShadowPrice(Value):
     why: str
 
 
-def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace) -> Counterfactual:
-    """Return the best plan with ``asked`` (field=value), in place of what ``fixed`` says of that field.
+def explain_choice(planning: Planning, choice: str, *, fixed: tuple[str, ...], trace: Trace) -> Counterfactual:
+    """Return the best plan with ``choice`` (field=value), which replaces the value of that field in ``fixed``.
 
-    Raises RequestError for an unknown field or a value of another type. A value that is not possible here is an answer.
+    Raise RequestError for an unknown field or a value of another type. For a value that is not possible here, the result says so.
     """
-    name, value = read_choice(asked)
+    field, value = read_choice(choice)
     best = planning.ranking.candidates[0]
-    if value_of(best.plan, name) == value:
+    if value_of(best.plan, field) == value:
         return Counterfactual(
-            asked=asked, outcome="chosen", plan=best.plan, predicted=planning.numbers(best), gain=0.0, more_gib=0.0,
+            asked=choice, outcome="chosen", plan=best.plan, predicted=planning.numbers(best), gain=0.0, more_gib=0.0,
             why="the best plan has it",
         )  # fmt: skip
-    host, allow = planning.host, _allowance(name, value, planning.workload)
-    if name in Layout.model_fields and host.device != "cpu" and host.num_devices == 1:
-        alone = f"it says how the devices of a host share the job, and {host.name} has one that computes"
-        return Counterfactual(asked=asked, outcome="not possible", why=alone)
-    workload = planning.workload.changed(allow=(*planning.workload.allow, *allow))
-    others = tuple(text for text in fixed if text.partition("=")[0] != name)
+    host = planning.host
+    needed_allow = _needed_allowance(field, value, planning.workload)
+    if field in Layout.model_fields and host.device != "cpu" and host.num_devices == 1:
+        reason = f"it says how the devices of a host share the job, and {host.name} has one that computes"
+        return Counterfactual(asked=choice, outcome="not possible", why=reason)
+    workload = planning.workload.changed(allow=(*planning.workload.allow, *needed_allow))
+    other_fixed = tuple(text for text in fixed if text.partition("=")[0] != field)
     try:
-        profile = _profile(planning, workload, fixed, (*others, asked), trace)
-        chosen = parse_fixed((*others, asked), host, profile, workload)
-        ranking = _here(planning, host, profile, workload, chosen)
+        profile = _profile(planning, workload, fixed, (*other_fixed, choice), trace)
+        chosen = parse_fixed((*other_fixed, choice), host, profile, workload)
+        ranking = _search_again(planning, host, profile, workload, chosen)
     except RequestError as problem:
-        return Counterfactual(asked=asked, outcome="not possible", allow=allow, why=_as_answer(problem))
-    return _answer(planning, asked, name, allow, ranking)
+        return Counterfactual(asked=choice, outcome="not possible", allow=needed_allow, why=_without_set_option(problem))
+    return _answer(planning, choice, field, needed_allow, ranking)
 
 
-def _here(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
-    """Return the ranking of a new search, corrected and checked as the planning was."""
+def _search_again(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
+    """Return the ranking of a new search, corrected and checked as the planning's own ranking."""
     ranking = search(host, profile, workload, fixed=chosen)
-    return as_here(ranking, host, profile, workload, planning.calibration, enough=1)
+    return calibrate_and_filter(ranking, host, profile, workload, planning.calibration, num_plans=1)
 
 
-def read_choice(asked: str) -> tuple[str, Any]:
+def read_choice(choice: str) -> tuple[str, Any]:
     """Return the field and the value of --why. Raises RequestError."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
-    known = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]
-    name, text = split_assignment(asked, known, option="--why")
+    fields = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]
+    name, text = split_assignment(choice, fields, option="--why")
     return name, parse_value(name, text, hints[name], option="--why")
 
 
@@ -106,135 +107,164 @@ def value_of(plan: Plan, name: str) -> Any:
     return getattr(plan.layout if name in Layout.model_fields else plan, name)
 
 
-def _allowance(name: str, value: Any, workload: Workload) -> tuple[str, ...]:
-    needed: str | None = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
-    if needed is None:
+def _needed_allowance(name: str, value: Any, workload: Workload) -> tuple[str, ...]:
+    """Return the names that --allow needs for the value of a field, beside those it has."""
+    if name == "precision":
+        change: str | None = value
+    elif name == "optim":
+        change = optimizers()[value].allow
+    else:
+        change = None
+    if change is None or change in workload.allow or change not in changes_of_mathematics():
         return ()
-    return (needed,) if needed in changes_of_mathematics() and needed not in workload.allow else ()
+    return (change,)
 
 
 def _profile(
-    planning: Planning, workload: Workload, fixed: tuple[str, ...], wanted: tuple[str, ...], trace: Trace
+    planning: Planning, workload: Workload, fixed: tuple[str, ...], assignments: tuple[str, ...], trace: Trace
 ) -> ModelProfile:
-    """Return the planning's own profile if it has the traces that are needed, else trace the model again."""
-    needed = variants_for(planning.host, workload, wanted)
-    if {*needed} <= {*variants_for(planning.host, planning.workload, fixed)}:
+    """Return the planning's profile if it has the traces that the search needs, else trace the model again."""
+    variants = variants_for(planning.host, workload, assignments)
+    if {*variants} <= {*variants_for(planning.host, planning.workload, fixed)}:
         return planning.profile
-    return trace(workload.sequence_length, needed)
+    return trace(workload.sequence_length, variants)
 
 
-def _as_answer(problem: RequestError) -> str:
-    """Return the problem's message without the option --set, which the user did not give."""
+def _without_set_option(problem: RequestError) -> str:
+    """Return the problem's message without the option --set, which the user did not use."""
     return str(problem).removeprefix("--set ")
 
 
-def _answer(planning: Planning, asked: str, name: str, allow: tuple[str, ...], ranking: Ranking) -> Counterfactual:
-    changes = "".join(f"changes the mathematics ({changes_of_mathematics()[one]}): --allow {one} lets it in; " for one in allow)
+def _answer(planning: Planning, choice: str, name: str, allow: tuple[str, ...], ranking: Ranking) -> Counterfactual:
+    changes = "".join(
+        f"changes the mathematics ({changes_of_mathematics()[change]}): --allow {change} lets it in; " for change in allow
+    )
     if ranking.candidates:
-        return _compared(planning, asked, name, allow, ranking.candidates[0], changes)
+        return _compare_with_best(planning, choice, name, allow, ranking.candidates[0], changes)
     if ranking.too_big:
         nearest = ranking.too_big[0]
         return Counterfactual(
-            asked=asked, outcome="does not fit", allow=allow, plan=nearest.plan, predicted=planning.numbers(nearest),
+            asked=choice, outcome="does not fit", allow=allow, plan=nearest.plan, predicted=planning.numbers(nearest),
             more_gib=gib(nearest.memory.peak - planning.ranking.candidates[0].memory.peak),
-            why=changes + too_big(nearest, planning.host, planning.workload),
+            why=changes + describe_shortage(nearest, planning.host, planning.workload),
         )  # fmt: skip
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of the other choices is legal with it"
-    return Counterfactual(asked=asked, outcome="not possible", allow=allow, why=changes + reason)
+    return Counterfactual(asked=choice, outcome="not possible", allow=allow, why=changes + reason)
 
 
-def too_big(candidate: Candidate, host: Host, workload: Workload) -> str:
+def describe_shortage(candidate: Candidate, host: Host, workload: Workload) -> str:
     """Return ``needs 92.0 GiB of 76.0 GiB in the backward phase: activations 60.0 GiB, weights 16.0 GiB``."""
-    limit, phase = limit_of(candidate, host, workload) or 0.0, candidate.memory.peak_phase
-    parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
-    named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size > 0.01 * candidate.memory.peak)
-    return f"needs {format_bytes(candidate.resident)} of {format_bytes(limit)} in the {phase} phase: {named}"
+    limit = limit_of(candidate, host, workload) or 0.0
+    phase = candidate.memory.peak_phase
+    largest_parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
+    named_parts = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in largest_parts[:MAX_NAMED] if size > 0.01 * candidate.memory.peak
+    )
+    return f"needs {format_bytes(candidate.resident)} of {format_bytes(limit)} in the {phase} phase: {named_parts}"
 
 
-def _compared(
-    planning: Planning, asked: str, name: str, allow: tuple[str, ...], other: Candidate, changes: str
+def _compare_with_best(
+    planning: Planning, choice: str, name: str, allow: tuple[str, ...], candidate: Candidate, changes: str
 ) -> Counterfactual:
     best = planning.ranking.candidates[0]
-    gain = other.tokens_per_second / best.tokens_per_second - 1
-    outcome: Outcome = "as fast" if abs(gain) < SAME_SPEED else "faster" if gain > 0 else "slower"
-    terms = _more_ms(best, other, planning.workload.total_steps)
-    said = [f"{term} {ms:+,.{0 if abs(ms) >= 10 else 2}f} ms" for term, ms in list(terms.items())[:MAX_WORDS]]
-    words = [", ".join(said)] if said else []
-    moved = _other_differences(best.plan, other.plan, name)
-    if moved:
-        words.append(f"with {', '.join(moved[:MAX_WORDS])}")
+    gain = candidate.tokens_per_second / best.tokens_per_second - 1
+    outcome: Outcome = "faster" if gain > 0 else "slower"
+    if abs(gain) < SAME_SPEED:
+        outcome = "as fast"
+    terms = _step_differences(best, candidate, planning.workload.total_steps)
+    term_texts = [f"{term} {ms:+,.{0 if abs(ms) >= 10 else 2}f} ms" for term, ms in list(terms.items())[:MAX_NAMED]]
+    sentences = [", ".join(term_texts)] if term_texts else []
+    other_changes = _other_differences(best.plan, candidate.plan, name)
+    if other_changes:
+        sentences.append(f"with {', '.join(other_changes[:MAX_NAMED])}")
     if outcome == "faster" and not allow:
-        unasked = name in (*ONLY_WHEN_ASKED, *ASKED_LAYOUTS)
-        words.append("no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {asked}")
+        unasked = name in (*ONLY_WHEN_ASKED, *REQUESTED_LAYOUTS)
+        sentences.append(
+            "no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {choice}"
+        )
     return Counterfactual(
-        asked=asked, outcome=outcome, allow=allow, plan=other.plan, predicted=planning.numbers(other), gain=gain,
-        more_gib=gib(other.memory.peak - best.memory.peak), more_ms=terms,
-        why=changes + ("; ".join(words) or "the two steps are the same to the accuracy of the prediction"),
+        asked=choice, outcome=outcome, allow=allow, plan=candidate.plan, predicted=planning.numbers(candidate), gain=gain,
+        more_gib=gib(candidate.memory.peak - best.memory.peak), more_ms=terms,
+        why=changes + ("; ".join(sentences) or "the two steps are the same to the accuracy of the prediction"),
     )  # fmt: skip
 
 
-def _more_ms(best: Candidate, other: Candidate, total_steps: int) -> dict[str, float]:
+def _step_differences(best: Candidate, candidate: Candidate, total_steps: int) -> dict[str, float]:
     """Return the terms of a step that differ, the largest difference first; one-time costs are spread over the run."""
-    ours, theirs = (
-        {**candidate.time.terms, "compiling, spread over the steps": candidate.time.one_time / total_steps}
-        for candidate in (best, other)
-    )
-    more = {term: 1000 * (theirs.get(term, 0.0) - ours.get(term, 0.0)) for term in dict.fromkeys((*theirs, *ours))}
-    kept = {term: ms for term, ms in more.items() if abs(ms) > 1000 * WORTH_SAYING * best.time.total}
-    return dict(sorted(kept.items(), key=lambda item: -abs(item[1])))
+    best_terms = _terms_with_compiling(best, total_steps)
+    terms = _terms_with_compiling(candidate, total_steps)
+    differences = {}
+    for term in dict.fromkeys((*terms, *best_terms)):
+        milliseconds = 1000 * (terms.get(term, 0.0) - best_terms.get(term, 0.0))
+        if abs(milliseconds) > 1000 * MIN_SHOWN_SHARE * best.time.total:
+            differences[term] = milliseconds
+    return dict(sorted(differences.items(), key=lambda item: -abs(item[1])))
 
 
-def _other_differences(best: Plan, other: Plan, asked: str) -> list[str]:
-    """Return the other choices in which the other plan differs from the best."""
-    names = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in (*FIXED_BY_REQUEST, asked)]
-    return [f"{name}={value_of(other, name)}" for name in names if value_of(other, name) != value_of(best, name)]
+def _terms_with_compiling(candidate: Candidate, total_steps: int) -> dict[str, float]:
+    return {**candidate.time.terms, "compiling, spread over the steps": candidate.time.one_time / total_steps}
+
+
+def _other_differences(best: Plan, candidate: Plan, choice: str) -> list[str]:
+    """Return the choices besides ``choice`` in which the candidate differs from the best plan."""
+    names = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in (*FIXED_BY_REQUEST, choice)]
+    return [f"{name}={value_of(candidate, name)}" for name in names if value_of(candidate, name) != value_of(best, name)]
 
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:
-    """Return one price for each change that could matter here; none for a link that the host does not have."""
+    """Return one price for each change that could matter here. Links that the host does not have are left out."""
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
-    for change, host in _machines(planning.host):
-        prices.append(_price(planning, change, _here(planning, host, planning.profile, planning.workload, chosen)))
+    for change, host in _better_hosts(planning.host):
+        ranking = _search_again(planning, host, planning.profile, planning.workload, chosen)
+        prices.append(_shadow_price(planning, change, ranking))
     for name in changes_of_mathematics():
-        price = None if name in planning.workload.allow else _price_of_allowing(planning, name, fixed)
+        if name in planning.workload.allow:
+            continue
+        price = _price_of_change(planning, name, fixed)
         if price is not None:
             prices.append(price)
     return tuple(prices)
 
 
-def _machines(host: Host) -> Iterator[tuple[str, Host]]:
-    """Yield copies of the host, each better in one thing, with the name of the change."""
-    bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
-    if bigger is not None:
-        yield f"{format_bytes(EXTRA_MEMORY_BYTES)} more memory on each device", bigger
+def _better_hosts(host: Host) -> Iterator[tuple[str, Host]]:
+    """Yield (name of the change, host with this change): more memory, faster links."""
+    with_memory = with_more_memory(host, EXTRA_MEMORY_BYTES)
+    if with_memory is not None:
+        yield f"{format_bytes(EXTRA_MEMORY_BYTES)} more memory on each device", with_memory
     if host.device == "cpu":
         return
-    for where, name, link in (("inside", "intra_node", host.intra_node), ("between", "inter_node", host.inter_node)):
-        if link is not None and (host.gpus_per_node > 1 if where == "inside" else host.num_nodes > 1):
+    links = (
+        ("inside", "intra_node", host.intra_node, host.gpus_per_node > 1),
+        ("between", "inter_node", host.inter_node, host.num_nodes > 1),
+    )
+    for place, name, link, is_used in links:
+        if link is not None and is_used:
             faster = link.changed(bytes_per_second=FASTER_LINK * link.bytes_per_second)
-            yield f"links twice as fast {where} nodes", host.changed(**{name: faster})
+            yield f"links twice as fast {place} nodes", host.changed(**{name: faster})
 
 
-def _price(planning: Planning, change: str, ranking: Ranking) -> ShadowPrice:
+def _shadow_price(planning: Planning, change: str, ranking: Ranking) -> ShadowPrice:
     best = planning.ranking.candidates[0]
-    found = ranking.candidates[0] if ranking.candidates else best
-    gain = found.tokens_per_second / best.tokens_per_second - 1
+    candidate = ranking.candidates[0] if ranking.candidates else best
+    gain = candidate.tokens_per_second / best.tokens_per_second - 1
     if gain < SAME_SPEED:
         return ShadowPrice(change=change, gain=0.0, why="would not make it faster")
-    return ShadowPrice(change=change, gain=gain, plan=found.plan, why=found.plan.label())
+    return ShadowPrice(change=change, gain=gain, plan=candidate.plan, why=candidate.plan.label())
 
 
-def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) -> ShadowPrice | None:
+def _price_of_change(planning: Planning, name: str, fixed: tuple[str, ...]) -> ShadowPrice | None:
     """Return the price of the best plan that ``--allow name`` adds; None where it adds none on this host."""
-    workload, best = planning.workload.changed(allow=(*planning.workload.allow, name)), None
-    change, problem = f"--allow {name}", None
-    for added in _added_by(name):
+    workload = planning.workload.changed(allow=(*planning.workload.allow, name))
+    best = None
+    change = f"--allow {name}"
+    problem = None
+    for added in _assignments_allowed_by(name):
         if added.partition("=")[0] in {text.partition("=")[0] for text in fixed}:
             continue
         try:
             chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
-            ranking = _here(planning, planning.host, planning.profile, workload, chosen)
+            ranking = _search_again(planning, planning.host, planning.profile, workload, chosen)
         except MissingExtra as missing:
             problem = str(missing)
             continue
@@ -243,14 +273,14 @@ def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) ->
         if not ranking.candidates and not ranking.too_big and ranking.rejected:
             problem = f"not traced yet: ask with --why {added}"
             continue
-        price = _price(planning, change, ranking)
+        price = _shadow_price(planning, change, ranking)
         best = price if best is None or (price.gain or 0.0) > (best.gain or 0.0) else best
     if best is None and problem is not None:
         return ShadowPrice(change=change, gain=None, why=problem)
     return best
 
 
-def _added_by(name: str) -> list[str]:
+def _assignments_allowed_by(name: str) -> list[str]:
     if name in get_args(Precision):
         return [f"precision={name}"]
     return [f"optim={optim}" for optim, facts in optimizers().items() if facts.allow == name and optim not in ALIASES]

@@ -1,18 +1,15 @@
-"""Predict the seconds for which the ranks of a layout wait for exchanges that computation does not hide.
+"""Predict the bytes that one rank exchanges in an optimizer step, and the seconds that computation does not hide.
+
+The bytes are counted by the group of ranks that exchange them. They are those that upshift's own loop moves, counted between gloo
+ranks (tests/cpu/test_layouts.py). Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO (Rajbhandari et al.
+2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
+
+What computation hides:
 
 - fully_shard gathers a layer's weights while the layer before computes, and reduces its gradients while the next layer computes.
 - Data parallelism reduces gradients during the last backward pass.
-- Keys go round the ring while attention computes.
+- Ring attention sends keys and values while attention computes.
 - Tensor parallelism and expert parallelism wait for their exchanges. CPUs wait for all exchanges.
-
-volumes.py says how many bytes each exchange moves.
-
-Count the bytes that one rank exchanges in an optimizer step, by the group of ranks it exchanges with.
-
-They are the bytes that upshift's own loop moves, counted between gloo ranks (tests/cpu/test_layouts.py).
-
-Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO (Rajbhandari et al. 2020), ring attention (Liu et al.
-2023), Ulysses (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from typing import Literal, NamedTuple
 from upshift.hardware.spec import Collective, Host
 from upshift.hardware.spec import Exchange as Operation
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.memo import Known
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.partition import (
     MASTERED_BYTES,
@@ -33,26 +30,26 @@ from upshift.planning.cost.partition import (
     Stage,
     compute_bytes,
     elements,
-    experts_of,
+    expert_elements,
     layer_elements,
-    mixtures,
+    layers_with_experts,
     residual_bytes,
 )
 from upshift.planning.plan import Plan
 
-Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
+GroupName = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
 GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head with which each rank gets all logits
 STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
 
 
-class Moved(NamedTuple):
-    """An exchange of ``num_bytes``: of the tensor that the ranks have together, or of a rank's own for all_to_all and send."""
+class Transfer(NamedTuple):
+    """An exchange of a tensor: that of all ranks together, or for all_to_all and send that of one rank."""
 
-    among: Among
+    group: GroupName
     operation: Operation
     num_bytes: float
-    times: float = 1.0  # of a micro-batch; of a step, for weights and gradients
+    times: float = 1.0  # in a micro-batch; for weights and gradients, in a step
     same_experts: bool = False  # only ranks of the group that have the same experts
 
 
@@ -63,17 +60,20 @@ class Volumes:
     profile: ModelProfile
     plan: Plan
     stage: Stage
-    known: Known
+    memo: Memo
 
-    def of_a_step(self) -> Iterator[Moved]:
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
-        for moved in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
-            yield moved._replace(times=moved.times * count)
-        if layout.gathers:
-            yield from (moved._replace(times=moved.times * self.gathers) for moved in self.gathered())
-            yield from (moved._replace(times=self.gathers_outside) for moved in self.gathered_outside())
-            reduced = (*self.reduced(), *self.reduced_outside())
-            yield from (moved._replace(times=moved.times * self.reductions) for moved in reduced)
+    def step_transfers(self) -> Iterator[Transfer]:
+        """Yield all exchanges of an optimizer step, each with the number of times in the step."""
+        num_micro_batches = self.plan.gradient_accumulation_steps
+        for transfer in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
+            yield transfer._replace(times=transfer.times * num_micro_batches)
+        if self.plan.layout.gathers:
+            for transfer in self.layer_gathers():
+                yield transfer._replace(times=transfer.times * self.num_gathers)
+            for transfer in self.outside_gathers():
+                yield transfer._replace(times=self.num_outside_gathers)
+            for transfer in (*self.layer_reductions(), *self.outside_reductions()):
+                yield transfer._replace(times=transfer.times * self.num_reductions)
         yield from self.gradients()
 
     @property
@@ -81,35 +81,37 @@ class Volumes:
         return self.stage.last - self.stage.first
 
     @property
-    def repeated(self) -> float:
+    def recomputed_share(self) -> float:
         """Return the share of layers whose forward pass, with its exchanges, runs again in the backward pass."""
-        recomputed = self.plan.activation_checkpointing / max(self.profile.num_layers, 1)
-        return recomputed if self.plan.recompute_granularity == "full" else 0.0
+        if self.plan.recompute_granularity != "full":
+            return 0.0
+        return self.plan.activation_checkpointing / max(self.profile.num_layers, 1)
 
     @property
-    def gathers(self) -> int:
+    def num_gathers(self) -> int:
         """Return how often a step gathers a layer's weights.
 
-        In a pipeline they stay whole from a backward pass to the next forward pass: whatever the order, one gather more than
-        micro-batches.
+        In a pipeline they stay whole from a backward pass to the next forward pass. So in every order of passes there is one
+        gather more than micro-batches.
         """
-        count, layout = self.plan.gradient_accumulation_steps, self.plan.layout
+        count = self.plan.gradient_accumulation_steps
+        layout = self.plan.layout
         if layout.fully_shard != "weights":
             return 1
         return count + 1 if layout.pipeline_parallel > 1 else 2 * count
 
     @property
-    def gathers_outside(self) -> int:
+    def num_outside_gathers(self) -> int:
         """Return how often a step gathers the weights outside the layers.
 
         They stay from forward to backward, in a pipeline to the end of the step.
         """
         layout = self.plan.layout
-        each = layout.fully_shard == "weights" and layout.pipeline_parallel == 1
-        return self.plan.gradient_accumulation_steps if each else 1
+        is_per_micro_batch = layout.fully_shard == "weights" and layout.pipeline_parallel == 1
+        return self.plan.gradient_accumulation_steps if is_per_micro_batch else 1
 
     @property
-    def reductions(self) -> int:
+    def num_reductions(self) -> int:
         """Return how often a step reduces gradients. A pipeline does so once, after its last micro-batch."""
         return 1 if self.plan.layout.pipeline_parallel > 1 else self.plan.gradient_accumulation_steps
 
@@ -121,85 +123,90 @@ class Volumes:
 
     @property
     def hidden_bytes(self) -> float:
-        """Return the bytes of the tokens' hidden states as matrix products give them."""
+        """Return the bytes of the tokens' hidden states in the dtype of matrix products."""
         return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
 
     @property
     def residual_bytes(self) -> float:
-        """Return the bytes of the hidden states between layers: autocast leaves their sum, and its gradient, in fp32."""
+        """Return the bytes of the hidden states between layers. Autocast leaves their sum, and its gradient, in fp32."""
         return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
-    def tensor(self) -> Iterator[Moved]:
+    def tensor(self) -> Iterator[Transfer]:
         """Yield the exchanges of tensor parallelism.
 
-        Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers repeat
-        those of the forward pass but the last, after which the backward pass needs nothing. An input that is not kept whole is
-        gathered again.
+        With sequence parallelism each pair is a gather and a scatter, without it a sum of the same volume. Recomputed layers
+        repeat the exchanges of the forward pass except the last, after which the backward pass needs nothing. An input that is
+        not kept whole is gathered again.
         """
-        layout, hidden = self.plan.layout, self.hidden_bytes
+        layout = self.plan.layout
+        hidden = self.hidden_bytes
         if layout.tensor_parallel == 1:
             return
         pairs = PAIRS_A_LAYER * self.layers
         sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        yield Moved("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.repeated)
+        yield Transfer("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.recomputed_share)
         if layout.sequence_parallel:
-            yield Moved("tensor", "all_gather", hidden, pairs * (2.0 + self.repeated + layout.gather_again))
-            yield Moved("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
-        yield from self._at_the_ends()
+            yield Transfer("tensor", "all_gather", hidden, pairs * (2.0 + self.recomputed_share + layout.gather_again))
+            yield Transfer("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
+        yield from self._embedding_and_head()
 
-    def _at_the_ends(self) -> Iterator[Moved]:
-        """Yield the exchanges of embedding and head, where ranks have their own words of them."""
-        layout, styles = self.plan.layout, set(self.profile.declares.tensor_parallel_plan.values())
+    def _embedding_and_head(self) -> Iterator[Transfer]:
+        """Yield the exchanges of embedding and head, where each rank has its own part of the words."""
+        layout = self.plan.layout
+        styles = set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
-            yield Moved("tensor", "all_reduce", self.residual_bytes)
+            yield Transfer("tensor", "all_reduce", self.residual_bytes)
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
-            yield Moved("tensor", "all_reduce", self.residual_bytes)  # of the gradient
+            yield Transfer("tensor", "all_reduce", self.residual_bytes)  # of the gradient
             if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
-                yield Moved("tensor", "all_reduce", self.tokens * STATISTICS)
+                yield Transfer("tensor", "all_reduce", self.tokens * STATISTICS)
             else:
                 logits = self.tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
-                yield Moved("tensor", "all_gather", logits)
+                yield Transfer("tensor", "all_gather", logits)
 
-    def context(self) -> Iterator[Moved]:
+    def context(self) -> Iterator[Transfer]:
+        """Yield the exchanges of context parallelism."""
         layout = self.plan.layout
         if layout.context_parallel == 1:
             return
         queries, keys = self.profile.heads or (1, 1)
-        own = self.hidden_bytes / layout.tensor_parallel
-        if layout.context_kind == "ulysses":  # queries, keys, values there, the result back; and their gradients
-            keys_and_values = 2.0 * own * whole_keys(queries, keys, layout.tensor_parallel * layout.context_parallel) / queries
-            yield Moved("context", "all_to_all", 2.0 * own + keys_and_values, (2.0 + self.repeated) * self.layers)
+        local_hidden = self.hidden_bytes / layout.tensor_parallel
+        if layout.context_kind == "ulysses":  # queries, keys and values are sent, the result comes back; so do their gradients
+            key_heads = exchanged_key_heads(queries, keys, layout.tensor_parallel * layout.context_parallel)
+            num_bytes = 2.0 * local_hidden + 2.0 * local_hidden * key_heads / queries
+            yield Transfer("context", "all_to_all", num_bytes, (2.0 + self.recomputed_share) * self.layers)
             return
-        around = (layout.context_parallel - 1) * self.layers  # backward: keys and values, and their gradients
-        yield Moved("context", "send", 2.0 * own * keys / queries, (3.0 + self.repeated) * around)
+        ring_steps = (layout.context_parallel - 1) * self.layers  # backward also with gradients of keys and values
+        yield Transfer("context", "send", 2.0 * local_hidden * keys / queries, (3.0 + self.recomputed_share) * ring_steps)
 
-    def experts(self) -> Iterator[Moved]:
+    def experts(self) -> Iterator[Transfer]:
         """Yield the exchanges of experts. Tokens go to their experts and come back, and so do gradients."""
         if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
             return
-        layers = sum(self.known.get("mixtures", lambda: mixtures(self.profile))[self.stage.first : self.stage.last])
-        sent = self.hidden_bytes * self.profile.experts.per_token
-        yield Moved("experts", "all_to_all", sent, (4.0 + 2.0 * self.repeated) * layers)
+        has_experts = self.memo.get_or_compute("mixtures", lambda: layers_with_experts(self.profile))
+        layers = sum(has_experts[self.stage.first : self.stage.last])
+        exchanged = self.hidden_bytes * self.profile.experts.per_token
+        yield Transfer("experts", "all_to_all", exchanged, (4.0 + 2.0 * self.recomputed_share) * layers)
 
-    def pipeline(self) -> Iterator[Moved]:
+    def pipeline(self) -> Iterator[Transfer]:
         """Yield the transfers of hidden states to the next stage and of gradients to the one before."""
         layout = self.plan.layout
         if layout.pipeline_parallel > 1:
             ends = self.stage.has_embedding + self.stage.has_head
-            yield Moved("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
+            yield Transfer("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
 
     @property
     def elements(self) -> float:
         """Return the number of weights that the rank computes with."""
         layout = self.plan.layout
         key = ("elements", layout.tensor_parallel, layout.expert_parallel, self.stage.first, self.stage.last)
-        return self.known.get(key, lambda: elements(self.profile, self.plan, self.stage))
+        return self.memo.get_or_compute(key, lambda: elements(self.profile, self.plan, self.stage))
 
     @property
     def layer_elements(self) -> float:
         layout = self.plan.layout
         key = ("layer elements", layout.tensor_parallel, layout.expert_parallel)
-        return self.known.get(key, lambda: layer_elements(self.profile, self.plan))
+        return self.memo.get_or_compute(key, lambda: layer_elements(self.profile, self.plan))
 
     @property
     def outside_elements(self) -> float:
@@ -207,78 +214,87 @@ class Volumes:
 
     @property
     def expert_elements(self) -> float:
-        """Return how many of ``elements`` belong to experts that ranks share: only ranks with the same experts exchange them."""
-        layout, stage = self.plan.layout, self.stage
+        """Return how many of ``elements`` belong to experts that ranks share. Only ranks with the same experts exchange them."""
+        layout = self.plan.layout
+        stage = self.stage
         if layout.expert_parallel == 1:
             return 0.0
-        found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
-        return found / layout.tensor_parallel / layout.expert_parallel
+        key = ("experts", stage.first, stage.last)
+        elements = self.memo.get_or_compute(key, lambda: expert_elements(self.profile, stage.first, stage.last))
+        return elements / layout.tensor_parallel / layout.expert_parallel
 
-    def gathered(self) -> tuple[Moved, ...]:
+    def layer_gathers(self) -> tuple[Transfer, ...]:
         """Return the gather of the layers' weights, once for each layer."""
-        return self._of_layers("all_gather", compute_bytes(self.plan))
+        return self._layer_transfers("all_gather", compute_bytes(self.plan))
 
-    def reduced(self) -> tuple[Moved, ...]:
-        return self._of_layers("reduce_scatter", REDUCED_BYTES)
+    def layer_reductions(self) -> tuple[Transfer, ...]:
+        return self._layer_transfers("reduce_scatter", REDUCED_BYTES)
 
-    def gathered_outside(self) -> tuple[Moved, ...]:
-        return (Moved("shard", "all_gather", self.outside_elements * compute_bytes(self.plan)),)
+    def outside_gathers(self) -> tuple[Transfer, ...]:
+        return (Transfer("shard", "all_gather", self.outside_elements * compute_bytes(self.plan)),)
 
-    def reduced_outside(self) -> tuple[Moved, ...]:
-        return (Moved("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
+    def outside_reductions(self) -> tuple[Transfer, ...]:
+        return (Transfer("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
 
-    def gradients(self) -> tuple[Moved, ...]:
-        """Return the exchanges of gradients once a step.
+    def gradients(self) -> tuple[Transfer, ...]:
+        """Return the exchanges of gradients once a step, and of the weights that ZeRO 1 sends back.
 
-        They are the sums over replicas that fully_shard leaves, or over all gradients where it divides none, and the weights
-        that ZeRO 1 sends back.
+        Gradients are summed over the replicas that fully_shard leaves. Where it divides no gradients, all are summed.
         """
-        plan, layout = self.plan, self.plan.layout
+        plan = self.plan
+        layout = plan.layout
         trained = self.profile.parameters.trainable / self.profile.parameters.total
-        size, experts = self.elements * trained, self.expert_elements * trained
+        size = self.elements * trained
+        experts = self.expert_elements * trained
         if layout.fully_shard == "no":
-            return _of_weights("replicas", "all_reduce", size, experts, plan.parameter_bytes)
-        between = Moved("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
+            return _weight_transfers("replicas", "all_reduce", size, experts, plan.parameter_bytes)
+        over_replicas = Transfer("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
         if layout.fully_shard != "optimizer":
-            return (between,)
-        sent = MASTERED_BYTES if layout.master_weights else plan.parameter_bytes
-        there = _of_weights("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
-        return (*there, *_of_weights("shard", "all_gather", size, experts, sent), between)
+            return (over_replicas,)
+        weight_size = MASTERED_BYTES if layout.master_weights else plan.parameter_bytes
+        reductions = _weight_transfers("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
+        gathers = _weight_transfers("shard", "all_gather", size, experts, weight_size)
+        return (*reductions, *gathers, over_replicas)
 
-    def _of_layers(self, operation: Operation, size: float) -> tuple[Moved, ...]:
+    def _layer_transfers(self, operation: Operation, size: float) -> tuple[Transfer, ...]:
         experts = self.expert_elements / max(self.layers, 1)
-        found = _of_weights("shard", operation, self.layer_elements, experts, size)
-        return tuple(moved._replace(times=self.layers) for moved in found)
+        transfers = _weight_transfers("shard", operation, self.layer_elements, experts, size)
+        return tuple(transfer._replace(times=self.layers) for transfer in transfers)
 
 
-def whole_keys(queries: int, keys: int, ranks: int) -> int:
-    """Return the number of key heads as they are exchanged: repeated until each rank has whole ones
-    (training/distributed/context_parallel.py)."""
+def exchanged_key_heads(queries: int, keys: int, ranks: int) -> int:
+    """Return the number of key heads that ranks exchange: repeated until each rank has whole ones.
+
+    It follows training/distributed/context_parallel.py.
+    """
     repeated = lcm(keys, ranks)
     return queries if queries % repeated else repeated
 
 
-def _of_weights(among: Among, operation: Operation, elements: float, experts: float, size: float) -> tuple[Moved, ...]:
-    """Return the exchange of ``elements`` of ``size`` bytes. Only ranks with the same experts exchange ``experts`` of these
-    elements."""
-    others = Moved(among, operation, (elements - experts) * size)
-    return (others, Moved(among, operation, experts * size, same_experts=True)) if experts else (others,)
+def _weight_transfers(
+    group: GroupName, operation: Operation, num_elements: float, num_in_experts: float, element_size: float
+) -> tuple[Transfer, ...]:
+    """Return the exchange of ``num_elements``. Only ranks with the same experts exchange ``num_in_experts`` of them."""
+    shared_by_all = Transfer(group, operation, (num_elements - num_in_experts) * element_size)
+    if not num_in_experts:
+        return (shared_by_all,)
+    return (shared_by_all, Transfer(group, operation, num_in_experts * element_size, same_experts=True))
 
 
 BACKWARD_SHARE = 2.0 / 3.0  # of a micro-batch's computation
 
 
 @dataclass(frozen=True)
-class Computed:
-    """Seconds for which a rank computes one micro-batch: in all, and in attention."""
+class ComputeSeconds:
+    """The seconds for which a rank computes one micro-batch: in all, and in attention."""
 
     total: float
     attention: float
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The groups in which a rank exchanges. Ranks are numbered tensor first, then context, data and pipeline."""
+class RankGroups:
+    """The groups in which a rank exchanges. Ranks are numbered by tensor first, then by context, data and pipeline."""
 
     tensor: Group
     context: Group
@@ -289,136 +305,152 @@ class Groups:
 
 
 class UnknownLink(Exception):
-    """Raised if the host does not say how fast a link is that the layout needs."""
+    """The host does not say how fast a link is that the layout needs."""
 
 
-def groups_of(host: Host, plan: Plan) -> Groups:
-    layout, node = plan.layout, host.ranks_per_node(plan.num_processes)
-    tensor, context = layout.tensor_parallel, layout.context_parallel
-    sharing = plan.data_parallel * context  # gradients are summed over these
+def rank_groups(host: Host, plan: Plan) -> RankGroups:
+    """Return the groups of a plan's ranks."""
+    layout = plan.layout
+    node = host.ranks_per_node(plan.num_processes)
+    tensor = layout.tensor_parallel
+    context = layout.context_parallel
+    num_summing = plan.data_parallel * context  # ranks over which gradients are summed
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
-    return Groups(
+    return RankGroups(
         tensor=Group(tensor, 1, node),
         context=Group(context, tensor, node),
         shard=Group(sharded, tensor, node),
-        replicas=Group(sharing // sharded, tensor * sharded, node),
+        replicas=Group(num_summing // sharded, tensor * sharded, node),
         experts=Group(layout.expert_parallel, tensor, node),
-        pipeline_stride=tensor * sharing,
+        pipeline_stride=tensor * num_summing,
     )
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """All exchanges of one rank in an optimizer step. ``seconds`` raises UnknownLink."""
 
     host: Host
     profile: ModelProfile
     plan: Plan
     stage: Stage
-    computed: Computed
-    known: Known
+    compute: ComputeSeconds
+    memo: Memo
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of all micro-batches that are not hidden, by kind of parallelism."""
+        """Return the seconds of a step's exchanges that are not hidden, by kind of parallelism."""
         return {name: value for name, value in self._terms() if value > 0.0}
 
     def _terms(self) -> Iterator[tuple[str, float]]:
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
-        groups = self.known.get(("groups", layout, self.plan.num_processes), lambda: groups_of(self.host, self.plan))
+        layout = self.plan.layout
+        count = self.plan.gradient_accumulation_steps
+        groups = self.memo.get_or_compute(("groups", layout, self.plan.num_processes), lambda: rank_groups(self.host, self.plan))
         if layout.tensor_parallel > 1:
-            yield "tensor parallel", count * self._seconds(self._volumes.tensor(), groups.tensor)
+            yield "tensor parallel", count * self._total_seconds(self._volumes.tensor(), groups.tensor)
         if layout.context_parallel > 1:
-            yield "context parallel", count * self._context(groups.context)
+            yield "context parallel", count * self._context_seconds(groups.context)
         if layout.expert_parallel > 1:
-            yield "expert parallel", count * self._seconds(self._volumes.experts(), groups.experts)
+            yield "expert parallel", count * self._total_seconds(self._volumes.experts(), groups.experts)
         if layout.gathers:
-            yield "gathering weights, reducing gradients", self._sharded(groups.shard)
-        yield "gradient exchange", self._gradients(groups)
+            yield "gathering weights, reducing gradients", self._sharded_seconds(groups.shard)
+        yield "gradient exchange", self._gradient_seconds(groups)
         if layout.pipeline_parallel > 1:
-            yield "pipeline transfers", self._pipeline(groups)
+            yield "pipeline transfers", self._pipeline_seconds(groups)
 
     @property
     def _volumes(self) -> Volumes:
-        return Volumes(self.profile, self.plan, self.stage, self.known)
+        return Volumes(self.profile, self.plan, self.stage, self.memo)
 
     @property
-    def _hides(self) -> float:
+    def _hidden_share(self) -> float:
         """Return the share of the computation beside which exchanges can run. On CPUs the same cores do both."""
         return 1.0 if self.plan.layout.overlap and self.plan.device != "cpu" else 0.0
 
-    def _collective(self, operation: Collective, num_bytes: float, group: Group) -> float:
+    def _collective_seconds(self, operation: Collective, num_bytes: float, group: Group) -> float:
         key = (operation, num_bytes, group)
-        found = self.known.get(key, lambda: collective_seconds(self.host, operation, num_bytes, group))
-        if found is None:
-            raise UnknownLink(f"the rate {'between' if group.num_nodes > 1 else 'inside'} nodes is unknown")
-        return found
-
-    def _seconds(self, moved: Iterable[Moved], group: Group) -> float:
-        """Return the seconds of collectives that follow each other."""
-        shared = self.plan.layout.expert_parallel
-        same = Group(max(group.size // shared, 1), group.stride * shared, group.node_ranks)
-        seconds = 0.0
-        for one in moved:
-            assert one.operation != "send"
-            seconds += one.times * self._collective(one.operation, one.num_bytes, same if one.same_experts else group)
+        seconds = self.memo.get_or_compute(key, lambda: collective_seconds(self.host, operation, num_bytes, group))
+        if seconds is None:
+            place = "between" if group.num_nodes > 1 else "inside"
+            raise UnknownLink(f"the rate {place} nodes is unknown")
         return seconds
 
-    def _context(self, group: Group) -> float:
+    def _total_seconds(self, transfers: Iterable[Transfer], group: Group) -> float:
+        """Return the seconds of collectives that follow each other."""
+        expert_parallel = self.plan.layout.expert_parallel
+        same_experts = Group(max(group.size // expert_parallel, 1), group.stride * expert_parallel, group.node_ranks)
+        seconds = 0.0
+        for transfer in transfers:
+            assert transfer.operation != "send"
+            members = same_experts if transfer.same_experts else group
+            seconds += transfer.times * self._collective_seconds(transfer.operation, transfer.num_bytes, members)
+        return seconds
+
+    def _context_seconds(self, group: Group) -> float:
         volumes = self._volumes
         if self.plan.layout.context_kind == "ulysses":
-            return self._seconds(volumes.context(), group)
-        leaves = group.num_nodes > 1  # then the slowest of the ring's links is between nodes
-        stride = group.node_ranks if leaves else group.stride
-        around = sum(one.times * self._to_next(one.num_bytes, stride) for one in volumes.context())
-        return max(around - self._hides * self.computed.attention, 0.0)
+            return self._total_seconds(volumes.context(), group)
+        leaves_node = group.num_nodes > 1  # then the slowest of the ring's links is between nodes
+        stride = group.node_ranks if leaves_node else group.stride
+        ring_seconds = sum(transfer.times * self._send_seconds(transfer.num_bytes, stride) for transfer in volumes.context())
+        return max(ring_seconds - self._hidden_share * self.compute.attention, 0.0)
 
-    def _sharded(self, group: Group) -> float:
-        plan, volumes = self.plan, self._volumes
-        gather, reduce = self._seconds(volumes.gathered(), group), self._seconds(volumes.reduced(), group)
-        gather_outside, reduce_outside = (
-            self._seconds(moved, group) for moved in (volumes.gathered_outside(), volumes.reduced_outside())
-        )
-        total = self._hides * self.computed.total * plan.gradient_accumulation_steps
-        forward, backward = total * (1.0 - BACKWARD_SHARE), total * BACKWARD_SHARE
-        in_forward = min(plan.gradient_accumulation_steps, volumes.gathers)
-        first = in_forward * gather / max(volumes.layers, 1)  # nothing computes yet
-        waited = first + max(in_forward * gather - first - forward, 0.0)
-        waited += max((volumes.gathers - in_forward) * gather + volumes.reductions * reduce - backward, 0.0)
-        return waited + volumes.gathers_outside * gather_outside + volumes.reductions * reduce_outside
+    def _sharded_seconds(self, group: Group) -> float:
+        plan = self.plan
+        volumes = self._volumes
+        gather_seconds = self._total_seconds(volumes.layer_gathers(), group)
+        reduce_seconds = self._total_seconds(volumes.layer_reductions(), group)
+        gather_outside = self._total_seconds(volumes.outside_gathers(), group)
+        reduce_outside = self._total_seconds(volumes.outside_reductions(), group)
+        hidden = self._hidden_share * self.compute.total * plan.gradient_accumulation_steps
+        hidden_forward = hidden * (1.0 - BACKWARD_SHARE)
+        hidden_backward = hidden * BACKWARD_SHARE
+        forward_gathers = min(plan.gradient_accumulation_steps, volumes.num_gathers)
+        first_gather = forward_gathers * gather_seconds / max(volumes.layers, 1)  # nothing computes yet
+        waiting = first_gather + max(forward_gathers * gather_seconds - first_gather - hidden_forward, 0.0)
+        backward_gathers = volumes.num_gathers - forward_gathers
+        in_backward = backward_gathers * gather_seconds + volumes.num_reductions * reduce_seconds
+        waiting += max(in_backward - hidden_backward, 0.0)
+        return waiting + volumes.num_outside_gathers * gather_outside + volumes.num_reductions * reduce_outside
 
-    def _gradients(self, groups: Groups) -> float:
+    def _gradient_seconds(self, groups: RankGroups) -> float:
         """Return the seconds of the gradient exchange that the last backward pass does not hide.
 
         It never hides the weights that ZeRO 1 sends back.
         """
-        hidden = self._hides * self.computed.total * BACKWARD_SHARE
-        by_group = {"replicas": groups.replicas, "shard": groups.shard}
-        moved = self._volumes.gradients()
-        if self.plan.layout.fully_shard != "optimizer":
-            return max(sum(self._seconds((one,), by_group[one.among]) for one in moved) - hidden, 0.0)
-        reduce, back, between = (
-            self._seconds([one for one in moved if one.operation == operation], by_group[among])
-            for operation, among in (("reduce_scatter", "shard"), ("all_gather", "shard"), ("all_reduce", "replicas"))
-        )
-        return max(reduce - hidden, 0.0) + back + between
+        hidden = self._hidden_share * self.compute.total * BACKWARD_SHARE
+        transfers = self._volumes.gradients()
 
-    def _pipeline(self, groups: Groups) -> float:
+        def seconds(operation: Operation, group: Group) -> float:
+            return self._total_seconds([transfer for transfer in transfers if transfer.operation == operation], group)
+
+        if self.plan.layout.fully_shard != "optimizer":
+            by_group = {"replicas": groups.replicas, "shard": groups.shard}
+            total = sum(self._total_seconds((transfer,), by_group[transfer.group]) for transfer in transfers)
+            return max(total - hidden, 0.0)
+        reduce = seconds("reduce_scatter", groups.shard)
+        gather = seconds("all_gather", groups.shard)
+        over_replicas = seconds("all_reduce", groups.replicas)
+        return max(reduce - hidden, 0.0) + gather + over_replicas
+
+    def _pipeline_seconds(self, groups: RankGroups) -> float:
         """Return the seconds for which a pipeline rank waits for transfers while the pipeline fills and drains.
 
-        1F1B also waits in between: a stage has no more micro-batches under way than there are stages from it to the last, and
-        each of them goes there and back. In the other schedules the rank computes other micro-batches meanwhile.
+        With 1F1B a rank also waits in between: a stage has no more micro-batches in flight than there are stages from it to the
+        last, and each of them is sent there and back. With the other schedules the rank computes other micro-batches meanwhile.
         """
-        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
-        one = max(self._to_next(moved.num_bytes, groups.pipeline_stride) for moved in self._volumes.pipeline())
+        layout = self.plan.layout
+        count = self.plan.gradient_accumulation_steps
+        stride = groups.pipeline_stride
+        send_seconds = max(self._send_seconds(transfer.num_bytes, stride) for transfer in self._volumes.pipeline())
         ranks = layout.pipeline_parallel
-        waits = 2.0 * (ranks * layout.virtual_stages - 1)
+        num_waits = 2.0 * (ranks * layout.virtual_stages - 1)
         if layout.pipeline_schedule == "1f1b":
-            waits += 2.0 * (ranks - 1) / ranks * max(count - 1, 0)
-        return waits * one
+            num_waits += 2.0 * (ranks - 1) / ranks * max(count - 1, 0)
+        return num_waits * send_seconds
 
-    def _to_next(self, num_bytes: float, stride: int) -> float:
+    def _send_seconds(self, num_bytes: float, stride: int) -> float:
         node = self.host.ranks_per_node(self.plan.num_processes)
-        found = point_to_point_seconds(self.host, num_bytes, stride=stride, node_ranks=node)
-        if found is None:
+        seconds = point_to_point_seconds(self.host, num_bytes, stride=stride, node_ranks=node)
+        if seconds is None:
             raise UnknownLink("the rate between nodes is unknown")
-        return found
+        return seconds

@@ -8,16 +8,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Known:
+class Memo:
     """A cache for one host, model and workload. A key names the fields of a plan that determine the value."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        found: T
+    def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return the value of ``key``. Compute it the first time."""
+        value: T
         try:
-            found = self._values[key]  # one look-up: keys are long, and each look-up hashes them anew
+            value = self._values[key]  # one look-up: keys are long, and each look-up hashes them anew
         except KeyError:
-            found = self._values[key] = make()
-        return found
+            value = self._values[key] = compute()
+        return value

@@ -1,10 +1,10 @@
-"""Predict the seconds of collectives: latency and bandwidth inside a node, and the node's share of the network between nodes.
+"""Predict the seconds of collectives from latency and bandwidth inside a node and between nodes.
 
 A collective that leaves a node moves each node's missing part through that node's ports once, whatever the ranks inside do
 (hierarchical or rail-aligned rings). Groups side by side on a node share its ports (COSTS.md D5: contention as in SimuMax). The
-part inside a node and the part between nodes overlap: the slower one counts.
+part inside a node and the part between nodes overlap, so the slower one counts.
 
-Processes on CPUs use gloo, whose rings know no nodes: in each of their steps every rank sends to the next one. gloo's
+Processes on CPUs use gloo, whose rings ignore nodes: in each of their steps every rank sends to the next one. gloo's
 reduce_scatter sums the whole tensor and keeps a part, so it moves as much as an all_reduce (counted on the loopback device, torch
 2.13; docs/log.md). Inside a node the time is scaled from what two processes were measured to need there. More processes than
 cores take turns. Computation hides nothing, because the cores that would compute move the bytes.
@@ -29,7 +29,8 @@ NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
 MEASURED_PROCESSES = 2
 GLOO_SUMS = ("all_reduce", "reduce_scatter")  # gloo's reduce_scatter is an all_reduce of which a rank keeps a part
 # Of two processes that were not measured; a sum on a 2-core Zen 4 takes 0.3 ms, and goes at 1 to 2 GB/s.
-GLOO_LATENCY, GLOO_BYTES_PER_SECOND = 300e-6, 2.5e9
+GLOO_LATENCY = 300e-6
+GLOO_BYTES_PER_SECOND = 2.5e9
 GLOO_NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
 TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %
 
@@ -57,9 +58,9 @@ class Group(NamedTuple):
 
 
 def collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
-    """Return the seconds of a collective. None: a link is unknown.
+    """Return the seconds of a collective; None where a link is unknown.
 
-    ``num_bytes``: of the whole tensor, as it is when gathered or before it is reduced. For all_to_all: of one rank's own tensor.
+    ``num_bytes``: of the whole tensor, as it is when gathered or before it is reduced. For all_to_all: of one rank's tensor.
     """
     if group.size == 1 or num_bytes <= 0:
         return 0.0
@@ -71,7 +72,7 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
 
 
 def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
-    """Return the seconds to send to the rank that is ``stride`` further. None: a link is unknown.
+    """Return the seconds to send to the rank that is ``stride`` further; None where a link is unknown.
 
     If the transfer leaves the node, all ranks of the node send at once.
     """
@@ -86,7 +87,7 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
     return HOP_SECONDS + num_bytes / share
 
 
-def _volume(operation: Collective, ranks: int) -> float:
+def _ring_volume(operation: Collective, ranks: int) -> float:
     """Return the part of the tensor that one rank sends (or receives) over its own link."""
     return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
@@ -94,14 +95,14 @@ def _volume(operation: Collective, ranks: int) -> float:
 def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int) -> float | None:
     if ranks == 1:
         return 0.0
-    fit = collective(host.gpu.table_key or "", operation) if host.gpu else None
-    if fit is not None:
-        wire = fit.bytes_per_second * _volume(operation, FITTED_RANKS) * _link_share(host)
-        return (fit.latency_seconds or 0.0) + num_bytes * _volume(operation, ranks) / wire
+    measured_fit = collective(host.gpu.table_key or "", operation) if host.gpu else None
+    if measured_fit is not None:
+        wire = measured_fit.bytes_per_second * _ring_volume(operation, FITTED_RANKS) * _link_share(host)
+        return (measured_fit.latency_seconds or 0.0) + num_bytes * _ring_volume(operation, ranks) / wire
     rate = _node_rate(host)
     if rate is None:
         return None
-    return NODE_LATENCY["other"] + num_bytes * _volume(operation, ranks) / rate
+    return NODE_LATENCY["other"] + num_bytes * _ring_volume(operation, ranks) / rate
 
 
 def _link_share(host: Host) -> float:
@@ -118,7 +119,9 @@ def _node_rate(host: Host) -> float | None:
     link = host.intra_node
     if link is None:
         return None
-    return link.bytes_per_second * (1.0 if link.measured else PCIE_EFFICIENCY if "PCIe" in link.name else NODE_EFFICIENCY)
+    if link.measured:
+        return link.bytes_per_second
+    return link.bytes_per_second * (PCIE_EFFICIENCY if "PCIe" in link.name else NODE_EFFICIENCY)
 
 
 def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
@@ -138,7 +141,7 @@ def _between_nodes(host: Host, operation: Collective, num_bytes: float, group: G
 
 
 def _gloo_collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
-    """Return the same as collective_seconds, for a group of several ranks on CPUs. None: the link between nodes is unknown."""
+    """Return the seconds of a collective of several ranks on CPUs; None where the link between nodes is unknown."""
     inside = 0.0
     if group.per_node > 1:
         scale = _gloo_volume(operation, group.size) / _gloo_volume(operation, MEASURED_PROCESSES)
@@ -148,12 +151,12 @@ def _gloo_collective_seconds(host: Host, operation: Collective, num_bytes: float
     if host.inter_node is None:
         return None
     if operation == "all_to_all":
-        leaves = group.per_node * (group.size - group.per_node) / group.size
+        sent_share = group.per_node * (group.size - group.per_node) / group.size
     else:
-        leaves = _gloo_volume(operation, group.size)
-    sent = num_bytes * leaves * group.side_by_side
+        sent_share = _gloo_volume(operation, group.size)
+    sent_bytes = num_bytes * sent_share * group.side_by_side
     rounds = 2 if operation in GLOO_SUMS else 1  # a ring sums, and then gathers
-    return max(inside, _gloo_network_seconds(host, sent, steps=rounds * (group.size - 1)) or 0.0)
+    return max(inside, _gloo_network_seconds(host, sent_bytes, steps=rounds * (group.size - 1)) or 0.0)
 
 
 def _gloo_send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
@@ -176,16 +179,20 @@ def _gloo_between_processes(host: Host, operation: Exchange, num_bytes: float, p
 
     ``num_bytes``: of a tensor that two processes exchange in the same time.
     """
-    found = host.measured.exchanges.get(operation) if host.measured else None
-    latency = found.latency_seconds if found is not None and found.latency_seconds is not None else GLOO_LATENCY
-    rate = found.bytes_per_second if found is not None else GLOO_BYTES_PER_SECOND
+    latency = GLOO_LATENCY
+    rate = GLOO_BYTES_PER_SECOND
+    measured_link = host.measured.exchanges.get(operation) if host.measured else None
+    if measured_link is not None:
+        rate = measured_link.bytes_per_second
+        if measured_link.latency_seconds is not None:
+            latency = measured_link.latency_seconds
     cores = host.cpu.usable_cores if host.cpu else 1
-    turns = max(processes / cores, 1.0) / max(MEASURED_PROCESSES / cores, 1.0)
-    return latency * steps + num_bytes * max(turns, 1.0) / rate
+    processes_per_core = max(processes / cores, 1.0) / max(MEASURED_PROCESSES / cores, 1.0)
+    return latency * steps + num_bytes * max(processes_per_core, 1.0) / rate
 
 
 def _gloo_network_seconds(host: Host, num_bytes: float, *, steps: int = 1) -> float | None:
-    """Return the seconds to send ``num_bytes`` through a node's port. None: the link is unknown."""
+    """Return the seconds to send ``num_bytes`` through a node's port; None where the link is unknown."""
     link = host.inter_node
     if link is None:
         return None

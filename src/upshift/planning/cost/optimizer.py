@@ -27,8 +27,9 @@ MOMENTUM_WORDS = 2.0
 # What an update computes beyond moving memory, in seconds of one core a parameter, on CPUs alone; 2-core Zen 4 (docs/log.md).
 CORE_SECONDS = {"adamw_torch_8bit": 28e-9, "adamw_torch_4bit": 45e-9}
 STOCHASTIC_CORE_SECONDS = 6e-9
-# torchao compiles its update once for every shape (docs/log.md): tensors with low-bit state, and small ones.
-LOW_BIT_COMPILE_SECONDS, SMALL_COMPILE_SECONDS = 5.0, 0.5
+# torchao compiles its update once for every shape (docs/log.md). Small tensors have no low-bit state.
+LOW_BIT_COMPILE_SECONDS = 5.0
+SMALL_COMPILE_SECONDS = 0.5
 
 
 def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
@@ -37,7 +38,7 @@ def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
 
 
 def trained_elements(profile: ModelProfile) -> int:
-    """Return the number of elements of all ``trained_shapes`` together."""
+    """Return the number of elements of all trained parameters."""
     return profile.parameters.trainable
 
 
@@ -48,37 +49,42 @@ def element_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 
 def state_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Return the bytes of the optimizer state as the optimizer allocates it, in one process; 0 where it is kept on the host."""
+    """Return the bytes of the state that the optimizer allocates in one process; 0 where the state is kept on the host."""
     if plan.optim_offload:
         return 0.0
     optim = ALIASES.get(plan.optim, plan.optim)
     if optim == "muon":
         return _muon_state_bytes(profile, plan)
-    of_shape = _state_of(optim, plan, element_bytes(profile, plan))
-    return sum(float(shape.count * of_shape(shape)) for shape in trained_shapes(profile))
+    state_bytes_of = _state_bytes_function(optim, plan, element_bytes(profile, plan))
+    return sum(float(shape.count * state_bytes_of(shape)) for shape in trained_shapes(profile))
 
 
-def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape], float]:
-    """Return a function from a parameter's shape to the bytes of its state. ``size``: bytes of one element of a parameter."""
-    options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
+def _state_bytes_function(optim: str, plan: Plan, element_size: float) -> Callable[[ParameterShape], float]:
+    """Return a function from a parameter's shape to the bytes of its state.
+
+    ``element_size``: bytes of one element of a parameter.
+    """
+    options = read_optim_args(plan.optim, plan.optim_args)
+    added = optimizers()[plan.optim].added
     if added is not None:
-        return lambda shape: added.state_words * size * shape.elements
+        return lambda shape: added.state_words * element_size * shape.elements
     if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        bits, block = (8 if optim == "adamw_torch_8bit" else 4), int(options.get("block_size", LOW_BIT_BLOCK))
-        return lambda shape: STEP_BYTES + _low_bit_state(shape.elements, bits, block, size)
+        bits = 8 if optim == "adamw_torch_8bit" else 4
+        block = int(options.get("block_size", LOW_BIT_BLOCK))
+        return lambda shape: STEP_BYTES + _low_bit_state(shape.elements, bits, block, element_size)
     if optim == "adamw_bnb_8bit":
         return lambda shape: _bitsandbytes_state(shape.elements)
     if optim == "adafactor":
-        return lambda shape: 4.0 + _adafactor_state(shape.shape) * size
+        return lambda shape: 4.0 + _adafactor_state(shape.shape) * element_size
     if optim == "sgd":
-        return lambda shape: size * float(shape.elements) if options.get("momentum") else 0.0
+        return lambda shape: element_size * float(shape.elements) if options.get("momentum") else 0.0
     if optim == "adagrad":
-        return lambda shape: STEP_BYTES + size * shape.elements
+        return lambda shape: STEP_BYTES + element_size * shape.elements
     if optim == "rmsprop":
         moments = 1 + bool(options.get("momentum")) + bool(options.get("centered"))
-        return lambda shape: STEP_BYTES + moments * size * shape.elements
-    steps = 0.0 if rounds_stochastically(plan) else STEP_BYTES
-    return lambda shape: steps + 2.0 * size * shape.elements
+        return lambda shape: STEP_BYTES + moments * element_size * shape.elements
+    step_bytes = 0.0 if rounds_stochastically(plan) else STEP_BYTES
+    return lambda shape: step_bytes + 2.0 * element_size * shape.elements
 
 
 def rounds_stochastically(plan: Plan) -> bool:
@@ -101,9 +107,9 @@ def _bitsandbytes_state(elements: int) -> float:
 
 
 def _adafactor_state(shape: tuple[int, ...]) -> float:
-    """Return the elements of the second moments: rows and columns of matrices, all of vectors.
+    """Return the number of elements of the second moments: rows and columns of a matrix, all elements of a vector.
 
-    The scale of transformers.Adafactor is one element more.
+    The scale of transformers.Adafactor is not counted here. It is one element more.
     """
     if len(shape) < 2:
         return float(prod(shape))
@@ -123,15 +129,16 @@ def _hidden_elements(profile: ModelProfile) -> float:
 
     The profile does not say which vectors belong to the layers. Those outside are one or two of the hidden size.
     """
-    others = sum(shape.count * shape.elements for shape in trained_shapes(profile) if len(shape.shape) != 2)
-    return max(float(profile.parameters.trainable_layers - others), 0.0)
+    other_elements = sum(shape.count * shape.elements for shape in trained_shapes(profile) if len(shape.shape) != 2)
+    return max(float(profile.parameters.trainable_layers - other_elements), 0.0)
 
 
 def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """Return the bytes of one moment for the layers' matrices, and of two moments and a step count for everything else."""
-    shapes, total = trained_shapes(profile), trained_elements(profile)
-    steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
-    return steps + element_bytes(profile, plan) * (2.0 * total - _hidden_elements(profile))
+    shapes = trained_shapes(profile)
+    num_elements = trained_elements(profile)
+    step_bytes = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
+    return step_bytes + element_bytes(profile, plan) * (2.0 * num_elements - _hidden_elements(profile))
 
 
 def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
@@ -150,7 +157,7 @@ def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> float:
     """Return the bytes of temporaries when one parameter of ``elements`` elements is updated."""
-    size = element_bytes(profile, plan)
+    element_size = element_bytes(profile, plan)
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(elements, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "muon":
@@ -159,8 +166,9 @@ def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> 
     if plan.optim in LOW_BIT_WORKSPACE:
         return LOW_BIT_WORKSPACE[plan.optim] * elements
     added = optimizers()[plan.optim].added
-    copies = {"adamw_torch": 1.0, "adafactor": 2.0, "rmsprop": 2.0}.get(plan.optim, added.update_copies if added else 0.0)
-    return copies * elements * size
+    default_copies = added.update_copies if added else 0.0
+    copies = {"adamw_torch": 1.0, "adafactor": 2.0, "rmsprop": 2.0}.get(plan.optim, default_copies)
+    return copies * elements * element_size
 
 
 def _newton_schulz_bytes(shape: tuple[int, ...]) -> float:
@@ -169,7 +177,7 @@ def _newton_schulz_bytes(shape: tuple[int, ...]) -> float:
 
 
 def update_words(plan: Plan) -> float:
-    """Return how much the update reads and writes for each parameter, in words of a parameter's size."""
+    """Return how much the update reads and writes for each parameter, in words of the parameter's size."""
     added = optimizers()[plan.optim].added
     if added is not None:
         return added.update_words
@@ -181,11 +189,16 @@ def update_core_seconds(plan: Plan) -> float:
     """Return the seconds of one core for each parameter, where the update computes more than it moves."""
     if plan.device != "cpu":
         return 0.0
-    return STOCHASTIC_CORE_SECONDS if rounds_stochastically(plan) else CORE_SECONDS.get(plan.optim, 0.0)
+    if rounds_stochastically(plan):
+        return STOCHASTIC_CORE_SECONDS
+    return CORE_SECONDS.get(plan.optim, 0.0)
 
 
 def update_flops(profile: ModelProfile, plan: Plan) -> float:
-    """Return the FLOPs of Newton-Schulz iterations (Muon): each needs 4 m^2 n + 2 m^3 for a matrix m x n, with m the smaller."""
+    """Return the FLOPs of Muon's Newton-Schulz iterations.
+
+    Each iteration needs 4 m^2 n + 2 m^3 FLOPs for a matrix m x n, with m the smaller side.
+    """
     if plan.optim != "muon":
         return 0.0
     flops = 0.0

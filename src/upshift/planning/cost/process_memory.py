@@ -17,7 +17,9 @@ from upshift.units import GIB, MIB
 FIRST_STEP_BYTES = 75 * MIB  # code and kernels that the first step loads
 ADAPTER_BYTES = 48 * MIB  # peft and what it imports, measured beside torch and transformers
 COMPILED_BYTES = {"off": 0, "layer": 65 * MIB, "model": 65 * MIB}  # seven rows of layer; model is taken to be the same
-WEIGHTS_SHARE, ACTIVATIONS_SHARE, LOSS_SHARE = 0.15, 0.17, 1.1
+WEIGHTS_SHARE = 0.15
+ACTIVATIONS_SHARE = 0.17
+LOSS_SHARE = 1.1
 # A recomputed layer's tensors are made among gradients that stay. Fitted on the 48 recomputed rows of docs/accuracy.md.
 RECOMPUTED_SHARE = 1.4
 MMAP_BYTES = 32 * MIB  # glibc maps larger blocks one by one and leaves no holes (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3))
@@ -34,11 +36,13 @@ USABLE_SHARE = 0.95  # of the free memory
 
 
 def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: bool) -> float:
-    """Return the bytes that one process holds in host memory, or that are held on the device. ``adapter``: peft is in the
-    process."""
+    """Return the bytes that one process holds in host memory, or on the device if the plan is for a GPU.
+
+    ``adapter``: the process has imported peft.
+    """
     if plan.device == "cuda":
         return outside_allocator(plan) + predict_reserved(memory)
-    highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
+    highest = {name: max(peak.parts.get(name, 0.0) for peak in memory.phases.values()) for name in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
         WEIGHTS_SHARE * highest["weights"]
@@ -53,13 +57,14 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
 
 
 def outside_allocator(plan: Plan) -> float:
-    """Return the bytes of a GPU that a process holds beside what torch's allocator has: CUDA's context and NCCL's buffers."""
-    return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan)
+    """Return the bytes of a GPU that a process holds outside torch's allocator: CUDA's context and NCCL's buffers."""
+    return CUDA_CONTEXT_BYTES + NCCL_BYTES * _num_communicators(plan)
 
 
 def base_bytes(host: Host) -> float:
     """Return the bytes of a process that has imported what a step needs and has no tensors."""
-    return ((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES) + FIRST_STEP_BYTES
+    measured = host.measured.base_resident_bytes if host.measured else None
+    return (measured or DEFAULT_BASE_BYTES) + FIRST_STEP_BYTES
 
 
 def predict_reserved(memory: StepMemory) -> float:
@@ -72,25 +77,25 @@ def predict_reserved(memory: StepMemory) -> float:
     return CUDA_SLACK * memory.peak + memory.half_logits * at_loss
 
 
-def _communicators(plan: Plan) -> int:
-    """Return the number of kinds of groups that a rank exchanges with: each has buffers of its own."""
+def _num_communicators(plan: Plan) -> int:
+    """Return the number of kinds of groups in which a rank exchanges. Each kind has its own buffers."""
     layout = plan.layout
-    sharing = plan.data_parallel * layout.context_parallel
+    num_summing = plan.data_parallel * layout.context_parallel
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
     sizes = (
         layout.tensor_parallel, layout.context_parallel, layout.pipeline_parallel, layout.expert_parallel, sharded,
-        sharing // sharded,
+        num_summing // sharded,
     )  # fmt: skip
     return sum(size > 1 for size in sizes)
 
 
 def _heap_share(loss: float, plan: Plan) -> float:
     """Return the share of the loss's memory that is in blocks from the heap."""
-    full = plan.traced_precision == "fp32"
-    block = loss / LOSS_BLOCKS["fp32" if full else "bf16"]
+    is_fp32 = plan.traced_precision == "fp32"
+    block = loss / LOSS_BLOCKS["fp32" if is_fp32 else "bf16"]
     if plan.host_memory == "keep" or block <= MMAP_BYTES:
         return 1.0
-    return BF16_LOSS_SHARE if not full and block / 2 <= MMAP_BYTES else 0.0
+    return BF16_LOSS_SHARE if not is_fp32 and block / 2 <= MMAP_BYTES else 0.0
 
 
 def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: float | None = None) -> float | None:
@@ -102,11 +107,11 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
     free = free_memory(plan, host)
     if free is None:
         return None
-    return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
+    return free * USABLE_SHARE if risk is None else free / _held_distribution(plan, spread).inv_cdf(1.0 - risk)
 
 
 def unknown_memory(host: Host) -> str | None:
-    """Return a note that no plan was held against the host's memory, or None if the host says how much it has."""
+    """Return a note that no plan was compared with the host's memory, or None if the host says how much it has."""
     if stated_memory(host.cpu if host.device == "cpu" else host.gpu) is not None:
         return None
     stated = "state it behind the name, as in epyc-9654-768gb, or as memory_bytes in a Host JSON file"
@@ -115,17 +120,18 @@ def unknown_memory(host: Host) -> str | None:
 
 def free_memory(plan: Plan, host: Host) -> float | None:
     """Return the bytes for one process of the plan; None where the host does not say."""
-    part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, host.ranks_per_node(plan.num_processes))
-    free = stated_memory(part)
-    return None if free is None else free / sharing
+    if plan.device == "cuda":
+        return stated_memory(host.gpu)
+    free = stated_memory(host.cpu)
+    return None if free is None else free / host.ranks_per_node(plan.num_processes)
 
 
 def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:
     """Return the probability that the plan holds more than is free; None where the host does not say how much is free."""
     free = free_memory(plan, host)
-    return None if free is None else 1.0 - _truth(plan, spread).cdf(free / resident)
+    return None if free is None else 1.0 - _held_distribution(plan, spread).cdf(free / resident)
 
 
-def _truth(plan: Plan, spread: float | None) -> NormalDist:
+def _held_distribution(plan: Plan, spread: float | None) -> NormalDist:
     """Return the distribution of held memory, measured over predicted."""
     return NormalDist(1.0, spread or HELD_SPREAD[plan.device])

@@ -1,12 +1,12 @@
-"""Compute the rates that one rank of a plan has to itself: matrix products, attention, memory and dispatch.
+"""Predict the rates that one rank of a plan has to itself, and the cost of weights that are read from the host or from disk.
 
-The rates are measured where the host was probed. Elsewhere they are the datasheet's, times the efficiency that such parts reach.
+The rates are those of matrix products, attention, memory and dispatch. They are measured where the host was probed. Elsewhere
+they are the datasheet's, times the efficiency that such parts reach.
 
-Predict the memory and time of frozen layer weights that are kept on the host or on disk.
-
-A step reads these weights layer by layer, forward and backward. Two buffers of a layer's size stay in memory: the step reads
-into one while the other computes. An embedding that is not tied to the head is looked up in its file, so a step reads only the
-rows of a batch's tokens. All other weights, such as the head, stay in memory.
+Frozen weights of layers may be kept on the host or on disk. A step reads these weights layer by layer, forward and backward.
+Two buffers of a layer's size stay in memory: the step reads into one while the other is computed with. An embedding that is not
+tied to the head is looked up in its file, so a step reads only the rows of a batch's tokens. All other weights, such as the
+head, stay in memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ BLOCK_ATTENTION_SHARE = 0.9  # measured likewise, for the products that block at
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
-TRAINED_PRODUCTS, FROZEN_PRODUCTS = 3, 2  # of a weight in a step: its output, its input's gradient, its own gradient
-DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
+# Matrix products with a weight in a step: its output, its input's gradient and, if it is trained, its own gradient.
+TRAINED_PRODUCTS = 3
+FROZEN_PRODUCTS = 2
+# For devices outside the fitted table (COSTS.md D7).
+DEFAULT_GEMM_EFFICIENCY = 0.7
+DEFAULT_MEMORY_EFFICIENCY = 0.75
 
 
 class Sustained(NamedTuple):
@@ -54,8 +58,10 @@ SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
 
 class Rates(NamedTuple):
-    """The rates that one process of the plan has to itself, per second; ``dispatch`` in seconds, ``first_touch`` in seconds a
-    byte."""
+    """The rates that one process of the plan has to itself, per second.
+
+    ``dispatch`` is in seconds a kernel, and ``first_touch`` in seconds a byte.
+    """
 
     matrix: float
     outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
@@ -66,60 +72,83 @@ class Rates(NamedTuple):
     first_touch: float
 
 
-def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
-    """Return the rates of one process, or None where the host's rate in this precision is unknown: such a plan
-    cannot be ranked.
+def predict_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
+    """Return the rates of one process.
+
+    Return None where the host's rate in this precision is unknown. Such a plan cannot be ranked.
     """
-    measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
     if plan.device == "cuda":
         return _gpu_rates(host, profile, plan)
+    measured = host.measured
     if host.cpu is None or (measured is None and host.cpu.peak is None):
         return None
     if measured is not None:
-        known, threads, reached, moved = measured.cpu, measured.num_threads, 1.0, 1.0
+        peak_rates = measured.cpu
+        threads = measured.num_threads
+        matrix_efficiency = 1.0
+        bandwidth_efficiency = 1.0
     else:
-        known, threads = host.cpu.peak or MatrixRates(), host.cpu.usable_cores
-        reached, moved = DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY
-    matrix, fp32, memory = known.matrix(precision), known.fp32, known.memory_bytes_per_second
-    if matrix is None or fp32 is None or memory is None:
+        peak_rates = host.cpu.peak or MatrixRates()
+        threads = host.cpu.usable_cores
+        matrix_efficiency = DEFAULT_GEMM_EFFICIENCY
+        bandwidth_efficiency = DEFAULT_MEMORY_EFFICIENCY
+    matrix = peak_rates.matrix(MATRIX_PRECISION[plan.precision])
+    fp32 = peak_rates.fp32
+    bandwidth = peak_rates.memory_bytes_per_second
+    if matrix is None or fp32 is None or bandwidth is None:
         return None
-    here = host.ranks_per_node(plan.num_processes)
-    turns = max(here / threads, 1.0)  # of processes that share a core
-    share = min(plan.threads_per_process / threads, 1.0) * reached / turns
+    ranks_here = host.ranks_per_node(plan.num_processes)
+    processes_per_core = max(ranks_here / threads, 1.0)
+    matrix_share = min(plan.threads_per_process / threads, 1.0) * matrix_efficiency / processes_per_core
+    attention_share = BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE
+    dispatch_seconds = measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS
     return Rates(
-        matrix=matrix * share,
-        outside=matrix * share,
-        attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
-        memory=memory * moved / here,
-        stream=memory * moved / here,
-        dispatch=(measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS) * DISPATCHES_PER_KERNEL * turns,
+        matrix=matrix * matrix_share,
+        outside=matrix * matrix_share,
+        attention=attention_share * fp32 * matrix_share,
+        memory=bandwidth * bandwidth_efficiency / ranks_here,
+        stream=bandwidth * bandwidth_efficiency / ranks_here,
+        dispatch=dispatch_seconds * DISPATCHES_PER_KERNEL * processes_per_core,
         first_touch=(measured.first_touch_seconds_per_byte or 0.0) if measured else 0.0,
     )
 
 
 def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
-    gpu, measured, precision = host.gpu, host.measured, MATRIX_PRECISION[plan.precision]
-    beside: MatrixPrecision = "bf16" if precision == "fp8" else precision
+    gpu = host.gpu
+    measured = host.measured
+    precision = MATRIX_PRECISION[plan.precision]
+    outside_precision: MatrixPrecision = "bf16" if precision == "fp8" else precision
     if gpu is None:
         return None
     dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
     probed = host.measured_gpu
     if probed is not None:
-        matrix, memory = probed.matrix(precision), probed.memory_bytes_per_second
-        outside = probed.matrix(beside)
+        matrix = probed.matrix(precision)
+        memory = probed.memory_bytes_per_second
+        outside = probed.matrix(outside_precision)
     elif gpu.peak is not None:
         key = gpu.table_key or ""
         bandwidth = gpu.peak.memory_bytes_per_second
         share = product_efficiency(key, profile, plan)
-        matrix, outside = (peak * share if peak else None for peak in (gpu.peak.matrix(precision), gpu.peak.matrix(beside)))
+        peak_matrix = gpu.peak.matrix(precision)
+        peak_outside = gpu.peak.matrix(outside_precision)
+        matrix = peak_matrix * share if peak_matrix else None
+        outside = peak_outside * share if peak_outside else None
         memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
     else:
         return None
     if matrix is None or outside is None or memory is None:
         return None
-    kept = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
-    products, beside_them = kept.matrix * matrix, kept.matrix * outside
-    return Rates(products, beside_them, kept.attention * outside, kept.memory * memory, memory, dispatch, 0.0)
+    sustained = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
+    return Rates(
+        matrix=sustained.matrix * matrix,
+        outside=sustained.matrix * outside,
+        attention=sustained.attention * outside,
+        memory=sustained.memory * memory,
+        stream=memory,
+        dispatch=dispatch,
+        first_touch=0.0,
+    )
 
 
 def host_link(host: Host) -> float | None:
@@ -132,33 +161,32 @@ def host_link(host: Host) -> float | None:
 def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float:
     """Return the share of the peak that the model's matrix products reach together, each by its size.
 
-    A weight's product is as large as the tokens it meets and the part of it that a rank has. Frozen weights, as below an adapter,
-    have no product for a gradient of their own.
+    The size of a weight's product follows from the tokens that are multiplied with it, and from the part of the weight that a
+    rank has. Frozen weights, such as those below an adapter, have no product for a gradient of their own.
     """
     tokens = plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
     flops = seconds = 0.0
     parameters = profile.parameters
-    for shape, products in (
-        *((shape, TRAINED_PRODUCTS) for shape in parameters.trainable_shapes),
-        *((shape, FROZEN_PRODUCTS) for shape in parameters.frozen_shapes),
-    ):
+    trained = [(shape, TRAINED_PRODUCTS) for shape in parameters.trainable_shapes]
+    frozen = [(shape, FROZEN_PRODUCTS) for shape in parameters.frozen_shapes]
+    for shape, num_products in trained + frozen:
         if len(shape.shape) < 2 or shape.elements == parameters.embedding != parameters.head:
             continue
-        met = tokens
+        product_tokens = tokens
         if len(shape.shape) == 3 and profile.experts is not None:  # one kernel computes all experts' products
-            met *= profile.experts.per_token / profile.experts.count
-        one = 2.0 * met * prod(shape.shape) / plan.layout.tensor_parallel
-        total = products * one * shape.count
+            product_tokens *= profile.experts.per_token / profile.experts.count
+        product_flops = 2.0 * product_tokens * prod(shape.shape) / plan.layout.tensor_parallel
+        total = num_products * product_flops * shape.count
         flops += total
-        seconds += total / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
+        seconds += total / (gemm_efficiency(gpu_key, product_flops) or DEFAULT_GEMM_EFFICIENCY)
     return flops / seconds if seconds else DEFAULT_GEMM_EFFICIENCY
 
 
-PASSES = 2  # forward and backward; what is recomputed is there already when its backward pass begins
-BUFFERS = 2  # the next pass goes the other way, and begins with the layers that the buffers hold
+OFFLOAD_PASSES = 2  # forward and backward; the weights of a recomputed layer are there when its backward pass begins
+OFFLOAD_BUFFERS = 2  # the next pass goes the other way, and begins with the layers that the buffers hold
 
 
-class Offloaded(NamedTuple):
+class OffloadedWeights(NamedTuple):
     """Bytes of the weights that are not kept in memory, and of the buffers for them."""
 
     layers: float = 0.0  # read by each pass
@@ -167,47 +195,49 @@ class Offloaded(NamedTuple):
 
     @property
     def saved(self) -> float:
+        """Return the bytes of memory that the offload saves."""
         return self.layers + self.rows - self.buffers
 
 
-NOTHING = Offloaded()
+NO_OFFLOAD = OffloadedWeights()
 
 
-def offloaded(profile: ModelProfile, plan: Plan) -> Offloaded:
+def offloaded_weights(profile: ModelProfile, plan: Plan) -> OffloadedWeights:
+    """Return the bytes of the weights that the plan keeps outside the device's memory."""
     if plan.weight_offload == "none":
-        return NOTHING
+        return NO_OFFLOAD
     size = frozen_bytes(profile, plan)
-    trained = [sizes for stack in profile.stacks for sizes in (stack.layer_trainable[index] for index in stack.assignment)]
+    trained_sizes = [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
     # An adapter around every product grows with its layer.
-    largest = max(trained) / sum(trained) if sum(trained) else 1.0 / max(profile.num_layers, 1)
+    largest = max(trained_sizes) / sum(trained_sizes) if sum(trained_sizes) else 1.0 / max(profile.num_layers, 1)
     parameters = profile.parameters
     outside = parameters.trainable - parameters.trainable_layers - parameters.trainable_head
-    looked_up = plan.weight_offload == "disk" and not parameters.tied and outside == 0
-    rows = parameters.embedding * _element(profile, plan) if looked_up else 0.0
-    return Offloaded(size, rows, min(BUFFERS * largest, 1.0) * size)
+    reads_rows = plan.weight_offload == "disk" and not parameters.tied and outside == 0
+    rows = parameters.embedding * _element_bytes(profile, plan) if reads_rows else 0.0
+    return OffloadedWeights(size, rows, min(OFFLOAD_BUFFERS * largest, 1.0) * size)
 
 
 def frozen_bytes(profile: ModelProfile, plan: Plan) -> float:
     """Return the bytes of the frozen weights of the layers."""
     parameters = profile.parameters
-    return float(parameters.layers - parameters.trainable_layers) * _element(profile, plan)
+    return float(parameters.layers - parameters.trainable_layers) * _element_bytes(profile, plan)
 
 
-def _element(profile: ModelProfile, plan: Plan) -> int:
+def _element_bytes(profile: ModelProfile, plan: Plan) -> int:
     return 2 if profile.parameters.always_bf16 else plan.parameter_bytes
 
 
-def waiting_seconds(profile: ModelProfile, plan: Plan, host: Host, computed: float) -> dict[str, float]:
-    """Return the seconds for which a step waits for weights, by the place that it waits for; empty if no weights are offloaded.
+def offload_wait_seconds(profile: ModelProfile, plan: Plan, host: Host, compute_seconds: float) -> dict[str, float]:
+    """Return the seconds for which a step waits for weights, by the place they come from. Empty if no weights are offloaded.
 
-    ``computed``: the seconds for which the step's micro-batches compute, while the next layer is read.
+    ``compute_seconds``: for which the step's micro-batches compute, while the next layer is read.
     """
     if plan.weight_offload == "none":
         return {}
     link = host_link(host) if plan.device == "cuda" else None
     rates = {"host": link, "disk": host.disk_bytes_per_second if plan.weight_offload == "disk" else None}
-    known = {place: rate for place, rate in rates.items() if rate is not None}
-    slowest = min(known, key=lambda place: known[place])  # the two go on at the same time
-    of_plan = offloaded(profile, plan)
-    read = plan.gradient_accumulation_steps * (PASSES * of_plan.layers - of_plan.buffers) / known[slowest]
-    return {f"weights from the {slowest}": max(read - computed, 0.0)}
+    known_rates = {place: rate for place, rate in rates.items() if rate is not None}
+    slowest = min(known_rates, key=lambda place: known_rates[place])  # the two go on at the same time
+    weights = offloaded_weights(profile, plan)
+    read_seconds = plan.gradient_accumulation_steps * (OFFLOAD_PASSES * weights.layers - weights.buffers) / known_rates[slowest]
+    return {f"weights from the {slowest}": max(read_seconds - compute_seconds, 0.0)}

@@ -1,13 +1,11 @@
-"""Place the segments that one rank runs, in forward order: which trace it follows, and where each traced layer stands.
+"""Place the segments that one rank runs, and adapt their traces to compilation, fused kernels and the kernel of the loss.
 
-Adapt a layer's segment to torch.compile: it keeps what the compiler's partition keeps, and moves less memory.
+Compiled layers: a layer saves what the compiler's partition saves, and moves less memory.
 
-Predict what layers keep and move through memory if norms, rotary embedding and gated activations are one kernel each.
-
-Such a kernel keeps its input and none of its intermediate results (Liger Kernel, arXiv 2410.10989; Transformer Engine). So
-between the passes a layer keeps for every token the inputs and outputs of its matrix products, and the input of each norm. It
-keeps no fp32 copies, no rotated and unrotated queries, and no activation beside the gate. The sizes follow from the shapes of
-the weights:
+Fused kernels: norms, rotary embedding and gated activations are one kernel each. Such a kernel saves its input and none of its
+intermediate results (Liger Kernel, arXiv 2410.10989; Transformer Engine). So between the passes a layer keeps for every token the
+inputs and outputs of its matrix products, and the input of each norm. It keeps no fp32 copies, no rotated and unrotated queries,
+and no activation beside the gate. The sizes follow from the shapes of the weights:
 
 - A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. Of a square matrix
   one side is kept.
@@ -18,23 +16,20 @@ the weights:
   causal kernel computes half of the scores. The backward pass computes the scores again.
 
 A kernel between two products reads or writes each of these once in the forward pass. In the backward pass it reads them and
-writes their gradients. Beside them are the residual sums, and the copies of tokens for experts, which are sorted on their way.
+writes their gradients. The residual sums add to this, and so do the copies of tokens for experts, which are sorted on their way.
 Where gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
-fusion).
+fusion). Two things are ignored: the copies that a kernel makes to have its input contiguous, and keys of latent attention that
+are joined from two parts.
 
-Ignored: the copies that a kernel makes to have its input contiguous, and keys of latent attention that are joined from two
-parts.
-
-Predict the segment with the head and the loss if the loss has a kernel of its own, or if ranks divide its words.
-
-The traced segment holds some live bytes for every word and token: bf16 logits, their fp32 copy, log-probabilities, gradients.
+Kernel of the loss: the traced segment with the head and the loss holds some live bytes for every word and token: bf16 logits,
+their fp32 copy, log-probabilities and gradients.
 
 - loss_kernel=compiled: fp32 values live in registers alone. The logits stay, and in the backward pass their gradient beside
   them.
 - loss_kernel=fused: the gradient takes the place of the logits (Transformer Engine's and Liger Kernel's cross entropy).
 - vocabulary_parallel: a rank has the logits of its own words alone (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et al.
   2019, section 3; torch.distributed.tensor.parallel.loss_parallel). With sequence parallelism ranks gather the head's input.
-  torch's loss_parallel computes the loss and its gradient operator by operator: at their height, with one fp32 value more.
+  torch's loss_parallel computes the loss and its gradient operator by operator: at their peak, with one more fp32 value.
 """
 
 from __future__ import annotations
@@ -44,28 +39,28 @@ from dataclasses import dataclass
 
 from upshift.models.profile import (
     LOSS_CHUNK_TOKENS,
-    GradientsGo,
     ModelProfile,
     PassCost,
     Polynomial,
+    ReleasedGradients,
     Segment,
     StackTrace,
     StepTrace,
 )
-from upshift.planning.cost.memo import Known
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.partition import (
     GATHERED_INPUTS,
     MASTERED_BYTES,
     REDUCED_BYTES,
     Stage,
+    add,
+    add_saved_bytes,
     compute_bytes,
-    divide,
-    divide_experts,
-    keep_more,
-    of_constants,
-    scaled,
-    total,
+    expert_parallel_trace,
+    scale,
+    scale_constants,
+    tensor_parallel_trace,
 )
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS
@@ -74,104 +69,114 @@ from upshift.planning.workload import Workload
 
 def compiled_trace(trace: StepTrace) -> StepTrace:
     """Return the trace of the same step with every layer compiled."""
-    return trace.model_copy(update={"stacks": tuple(_stack(stack) for stack in trace.stacks)})
+    return trace.model_copy(update={"stacks": tuple(_compile_stack(stack) for stack in trace.stacks)})
 
 
-def _stack(stack: StackTrace) -> StackTrace:
+def _compile_stack(stack: StackTrace) -> StackTrace:
     return StackTrace(
-        plain=tuple(when_compiled(plain, plain) for plain in stack.plain),
+        plain=tuple(compiled_segment(plain, plain) for plain in stack.plain),
         recomputed={
-            way: tuple(when_compiled(layer, plain) for layer, plain in zip(layers, stack.plain, strict=True))
-            for way, layers in stack.recomputed.items()
+            granularity: tuple(compiled_segment(*pair) for pair in zip(layers, stack.plain, strict=True))
+            for granularity, layers in stack.recomputed.items()
         },
     )
 
 
-def when_compiled(segment: Segment, plain: Segment) -> Segment:
-    """Return the segment of the compiled layer, or ``segment`` if nothing says what the compiled layer keeps.
+def compiled_segment(segment: Segment, plain: Segment) -> Segment:
+    """Return the segment of the compiled layer, or ``segment`` if it is unknown what the compiled layer saves.
 
     ``plain``: the segment of the same layer without recomputation. The temporaries of fused kernels are taken to be those of the
-    operators that they replace, which is more.
+    operators that they replace, which is an upper bound.
     """
     if plain.compiled is None:
         return segment
-    stays = total(plain.forward.left, scaled(plain.forward.released, -1.0))
-    less = total(stays, scaled(plain.compiled, -1.0))
-    if segment is not plain:  # the backward pass makes it again, and holds less at its highest
+    stays = add(plain.forward.left, scale(plain.forward.released, -1.0))
+    saving = add(stays, scale(plain.compiled, -1.0))
+    if segment is not plain:  # the backward pass recomputes the layer, and holds less at its peak
         return segment.model_copy(
             update={
-                "backward": _lower(segment.backward, less),
-                "backward_accumulating": _lower(segment.backward_accumulating, less),
-                "gradients_go": _without(segment.gradients_go, less),
+                "backward": _lower_rise(segment.backward, saving),
+                "backward_accumulating": _lower_rise(segment.backward_accumulating, saving),
+                "gradients_go": _lower_gradient_moments(segment.gradients_go, saving),
             }
         )
-    forward = _lower(segment.forward, total(less, plain.forward.released))
+    forward = _lower_rise(segment.forward, add(saving, plain.forward.released))
     forward = forward.model_copy(
         update={"left": plain.compiled, "released": Polynomial(), "rise": (*forward.rise, plain.compiled)}
     )
     return Segment(
-        forward=forward, backward=_frees_less(segment.backward, less),
-        backward_accumulating=_frees_less(segment.backward_accumulating, less), compiled=plain.compiled,
+        forward=forward,
+        backward=_free_less(segment.backward, saving),
+        backward_accumulating=_free_less(segment.backward_accumulating, saving),
+        compiled=plain.compiled,
         gradients_go=segment.gradients_go,
-    )  # fmt: skip
+    )
 
 
-def _lower(cost: PassCost, less: Polynomial) -> PassCost:
-    return cost.model_copy(update={"rise": tuple(total(term, scaled(less, -1.0)) for term in cost.rise)})
+def _lower_rise(cost: PassCost, saving: Polynomial) -> PassCost:
+    return cost.model_copy(update={"rise": tuple(add(term, scale(saving, -1.0)) for term in cost.rise)})
 
 
-def _without(gone: GradientsGo | None, less: Polynomial) -> GradientsGo | None:
-    if gone is None:
+def _lower_gradient_moments(gradients_go: ReleasedGradients | None, saving: Polynomial) -> ReleasedGradients | None:
+    if gradients_go is None:
         return None
-    rise = tuple(total(term, scaled(less, -1.0)) for term in gone.rise)
-    moments = tuple((size, total(live, scaled(less, -1.0))) for size, live in gone.moments)
-    return GradientsGo(rise=rise, moments=moments, born=gone.born)
+    rise = tuple(add(term, scale(saving, -1.0)) for term in gradients_go.rise)
+    moments = tuple((size, add(live, scale(saving, -1.0))) for size, live in gradients_go.moments)
+    return ReleasedGradients(rise=rise, moments=moments, born=gradients_go.born)
 
 
-def _frees_less(cost: PassCost, less: Polynomial) -> PassCost:
-    return cost.model_copy(update={"left": total(cost.left, less)})
+def _free_less(cost: PassCost, saving: Polynomial) -> PassCost:
+    return cost.model_copy(update={"left": add(cost.left, saving)})
 
 
-STATISTICS_BYTES = 4  # attention keeps the logarithm of each head's sum in fp32
-SUM_WORDS = 2 * 3  # of the residual stream: two sums a layer, each reads two and writes one
-# Copies of a token for its experts: written, read when their results are summed; between ranks each exchange is between an order
-# by experts and one by ranks, and sorting reads and writes them (Megatron Core's MoEAlltoAllTokenDispatcher).
-COPIED, COPIED_BETWEEN_RANKS = 2, 6
-TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added up: by a separate operator, by the product itself
+STATISTICS_BYTES = 4  # attention saves the logarithm of each head's sum in fp32
+SUM_WORDS = 2 * 3  # of the residual stream: two sums a layer, each reads two words and writes one
+# How often the copies of a token for its experts are moved: written, and read when their results are summed. Between ranks each
+# exchange is between an order by experts and one by ranks, and sorting reads and writes them (Megatron Core's
+# MoEAlltoAllTokenDispatcher).
+COPY_PASSES = 2
+COPY_PASSES_BETWEEN_RANKS = 6
+TRACED_WORDS = 3  # words moved to add up a gradient by a separate operator
+FUSED_WORDS = 2  # the same by the matrix product itself
 
 
 def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
     """Return the trace of the same step with the kernels of every layer fused."""
-    kept, fused = Polynomial(bs=kept_bytes(profile, plan)), _Fused.of(profile, plan)
-    stacks = tuple(
-        StackTrace(
-            plain=tuple(fused.layer(layer, again=0).model_copy(update={"compiled": kept}) for layer in stack.plain),
-            recomputed={way: tuple(fused.layer(layer, again=1) for layer in layers) for way, layers in stack.recomputed.items()},
-        )
-        for stack in trace.stacks
-    )
-    gaps = tuple(map(fused.gap, trace.gaps))
-    again = {way: tuple(map(fused.gap, gaps)) for way, gaps in trace.gaps_recomputed.items()}
-    return compiled_trace(trace.model_copy(update={"stacks": stacks, "gaps": gaps, "gaps_recomputed": again}))
+    saved = Polynomial(bs=saved_bytes_per_token(profile, plan))
+    kernels = _FusedKernels.of(profile, plan)
+    stacks = []
+    for stack in trace.stacks:
+        plain = tuple(kernels.layer(layer, repeats=0).model_copy(update={"compiled": saved}) for layer in stack.plain)
+        recomputed = {
+            granularity: tuple(kernels.layer(layer, repeats=1) for layer in layers)
+            for granularity, layers in stack.recomputed.items()
+        }
+        stacks.append(StackTrace(plain=plain, recomputed=recomputed))
+    gaps = tuple(map(kernels.gap, trace.gaps))
+    gaps_recomputed = {granularity: tuple(map(kernels.gap, gaps)) for granularity, gaps in trace.gaps_recomputed.items()}
+    update = {"stacks": tuple(stacks), "gaps": gaps, "gaps_recomputed": gaps_recomputed}
+    return compiled_trace(trace.model_copy(update=update))
 
 
 @dataclass(frozen=True)
-class _Fused:
-    forward: float  # bytes that a layer moves, of a token
+class _FusedKernels:
+    """The memory traffic and the work of the fused kernels of a plan's layers."""
+
+    forward: float  # bytes that a layer moves for a token
     backward: float
-    accumulating: float  # bytes moved to add to a gradient, over those traced
+    accumulating: float  # bytes moved to add to a gradient, over those of the trace
     visible: float  # share of the scores that attention computes
 
     @classmethod
-    def of(cls, profile: ModelProfile, plan: Plan) -> _Fused:
-        forward, backward = moved_bytes(profile, plan)
-        fused = FUSED_WORDS * REDUCED_BYTES / (TRACED_WORDS * MASTERED_BYTES) if plan.layout.master_weights else 1.0
-        return cls(forward, backward, fused, 0.5 if profile.objective == "causal-lm" else 1.0)
+    def of(cls, profile: ModelProfile, plan: Plan) -> _FusedKernels:
+        forward, backward = moved_bytes_per_token(profile, plan)
+        accumulating = FUSED_WORDS * REDUCED_BYTES / (TRACED_WORDS * MASTERED_BYTES) if plan.layout.master_weights else 1.0
+        return cls(forward, backward, accumulating, 0.5 if profile.objective == "causal-lm" else 1.0)
 
-    def layer(self, layer: Segment, *, again: int) -> Segment:
-        """Return the layer with fused kernels. ``again``: how often the backward pass repeats the forward pass."""
-        scores = scaled(layer.forward.matmul_flops, 0.5)
-        backward = self.backward + again * self.forward
+    def layer(self, layer: Segment, *, repeats: int) -> Segment:
+        """Return the layer with fused kernels. ``repeats``: how often the backward pass repeats the forward pass."""
+        scores = scale(layer.forward.matmul_flops, 0.5)
+        backward = self.backward + repeats * self.forward
         return layer.model_copy(
             update={
                 "forward": self._pass(layer.forward, self.forward, Polynomial()),
@@ -198,7 +203,7 @@ class _Fused:
             update={
                 "left": linear(cost.left), "released": linear(cost.released), "rise": tuple(map(linear, cost.rise)),
                 "matmul_flops": linear(products), "matmul_bytes": linear(cost.matmul_bytes),
-                "attention_flops": total(cost.attention_flops, scaled(attention, self.visible)),
+                "attention_flops": add(cost.attention_flops, scale(attention, self.visible)),
                 "moved_bytes": Polynomial(one=cost.moved_bytes.one, bs=moved),
             }
         )  # fmt: skip
@@ -208,99 +213,115 @@ class _Fused:
         return cost.model_copy(update={"moved_bytes": moved._replace(one=moved.one * self.accumulating)})
 
 
-def kept_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Return the bytes that one layer (the mean of all) keeps for each token, on one of the ranks that share the layer."""
-    layout, hidden = plan.layout, float(profile.hidden_size or 0)
-    norms = GATHERED_INPUTS * hidden
-    outputs = norms / (_sharing_tokens(plan) if layout.gather_again else 1)
+def saved_bytes_per_token(profile: ModelProfile, plan: Plan) -> float:
+    """Return the bytes that one layer (the mean of all) saves for each token, on one of the ranks that share the layer."""
+    layout = plan.layout
+    hidden = float(profile.hidden_size or 0)
+    norm_inputs = GATHERED_INPUTS * hidden
+    norm_outputs = norm_inputs / (_ranks_sharing_tokens(plan) if layout.gather_again else 1)
     heads = profile.heads[0] if profile.heads else 0
-    inner = (_widths(profile, hidden) + _copies(profile, hidden)) / layout.tensor_parallel
-    kept = inner + norms / _sharing_tokens(plan) + outputs
-    return compute_bytes(plan) * kept + STATISTICS_BYTES * heads / layout.tensor_parallel
+    inner = (_product_widths(profile, hidden) + _expert_copies(profile, hidden)) / layout.tensor_parallel
+    saved_elements = inner + norm_inputs / _ranks_sharing_tokens(plan) + norm_outputs
+    return compute_bytes(plan) * saved_elements + STATISTICS_BYTES * heads / layout.tensor_parallel
 
 
-def moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
+def moved_bytes_per_token(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
     """Return the bytes that one layer (the mean of all) moves for each token, forward and backward.
 
     The bytes are those of one of the ranks that share the layer.
     """
-    layout, hidden, size = plan.layout, float(profile.hidden_size or 0), compute_bytes(plan)
-    passes = COPIED if layout.expert_parallel == 1 else COPIED_BETWEEN_RANKS
-    copies = passes * _copies(profile, hidden) / layout.tensor_parallel
-    kept = _widths(profile, hidden) / layout.tensor_parallel + 2 * GATHERED_INPUTS * hidden / _sharing_tokens(plan)
-    beside = SUM_WORDS * hidden / _sharing_tokens(plan) + copies
-    return size * (kept + beside), size * (2 * kept + beside)
+    layout = plan.layout
+    hidden = float(profile.hidden_size or 0)
+    element_size = compute_bytes(plan)
+    copy_passes = COPY_PASSES if layout.expert_parallel == 1 else COPY_PASSES_BETWEEN_RANKS
+    copies = copy_passes * _expert_copies(profile, hidden) / layout.tensor_parallel
+    saved = _product_widths(profile, hidden) / layout.tensor_parallel + 2 * GATHERED_INPUTS * hidden / _ranks_sharing_tokens(plan)
+    unsaved = SUM_WORDS * hidden / _ranks_sharing_tokens(plan) + copies
+    return element_size * (saved + unsaved), element_size * (2 * saved + unsaved)
 
 
-def _sharing_tokens(plan: Plan) -> int:
+def _ranks_sharing_tokens(plan: Plan) -> int:
     """Return the number of ranks among which the tokens between the matrices are divided."""
     return plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
 
 
-def _widths(profile: ModelProfile, hidden: float) -> float:
-    """Return the elements of a token around the matrix products of one layer, without those of the hidden size between the
-    products."""
-    total = 0.0
+def _product_widths(profile: ModelProfile, hidden: float) -> float:
+    """Return the elements of a token around the matrix products of one layer.
+
+    Elements of the hidden size between the products are left out.
+    """
+    elements = 0.0
     for shape in trained_shapes(profile):
         if len(shape.shape) == 2 and shape.shape[0] != profile.vocab_size:
             inner = [size for size in shape.shape if size != hidden]
-            total += shape.count * (sum(inner) if inner else hidden)
+            elements += shape.count * (sum(inner) if inner else hidden)
         elif len(shape.shape) == 3 and profile.experts is not None:
-            sides = sum(size for size in shape.shape[1:] if size != hidden)
-            total += shape.count * sides * profile.experts.per_token
-    return total / max(profile.num_layers, 1)
+            expert_inner = sum(size for size in shape.shape[1:] if size != hidden)
+            elements += shape.count * expert_inner * profile.experts.per_token
+    return elements / max(profile.num_layers, 1)
 
 
-def _copies(profile: ModelProfile, hidden: float) -> float:
-    """Return the elements of a token's copies for its experts. Each layer with experts has two stacks of matrices, in and out of
-    them."""
+def _expert_copies(profile: ModelProfile, hidden: float) -> float:
+    """Return the elements of a token's copies for its experts.
+
+    Each layer with experts has two stacks of matrices: one into the experts, and one out of them.
+    """
     if profile.experts is None:
         return 0.0
-    mixtures = sum(shape.count for shape in trained_shapes(profile) if len(shape.shape) == 3) / 2.0
-    return hidden * profile.experts.per_token * mixtures / max(profile.num_layers, 1)
+    layers_with_experts = sum(shape.count for shape in trained_shapes(profile) if len(shape.shape) == 3) / 2.0
+    return hidden * profile.experts.per_token * layers_with_experts / max(profile.num_layers, 1)
 
 
-MOST_BYTES = 32  # at most, for a word of a token, or for an element of its hidden state
-LABEL_BYTES = 64  # of a token's labels, beside these bytes
+MAX_BYTES = 32  # the most for a word of a token, or for an element of its hidden state
+LABEL_BYTES = 64  # of a token's labels, which come on top
 FULL_BYTES = 4  # of an fp32 value
-# Words of the logits' size that a loss kernel moves, forward and backward: compiled, they are read for the sum of exponentials
-# and for the loss, then read and their gradient written; fused, read once and the gradient written over them.
+# How often a loss kernel moves bytes of the logits' size, forward and backward. A compiled one reads them for the sum of
+# exponentials and for the loss, then reads them and writes their gradient. A fused one reads them once and writes the gradient
+# over them.
 MOVED_WORDS = {"compiled": (2.0, 2.0), "fused": (2.0, 0.0)}
 
 
-def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
-    """Return the trace with the plan's way of computing the loss.
+def apply_loss_kernel(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
+    """Return the trace with the loss computed by the plan's kernel.
 
-    Return the same trace if that is the model's own way, over all words.
+    Return the same trace if the model's own code computes the loss over all words.
     """
     if plan.loss_kernel == "eager" and not plan.layout.vocabulary_parallel:
         return trace
-    head = _Head(profile.vocab_size or 0, profile.hidden_size or 0, plan)
-    declared = "embedding_rowwise" in profile.declares.tensor_parallel_plan.values()
-    part = 1.0 / plan.layout.tensor_parallel if plan.layout.vocabulary_parallel and not declared else 1.0
+    head = _LossHead(profile.vocab_size or 0, profile.hidden_size or 0, plan)
+    declares_rowwise = "embedding_rowwise" in profile.declares.tensor_parallel_plan.values()
+    embedding_part = 1.0
+    if plan.layout.vocabulary_parallel and not declares_rowwise:
+        embedding_part = 1.0 / plan.layout.tensor_parallel
 
-    def divided(gaps: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return (of_constants(gaps[0], part), *gaps[1:-1], head.segment(gaps[-1]))
+    def adapt(gaps: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return (scale_constants(gaps[0], embedding_part), *gaps[1:-1], head.segment(gaps[-1]))
 
-    again = {way: divided(gaps) for way, gaps in trace.gaps_recomputed.items()}
-    return trace.model_copy(update={"gaps": divided(trace.gaps), "gaps_recomputed": again})
+    gaps_recomputed = {granularity: adapt(gaps) for granularity, gaps in trace.gaps_recomputed.items()}
+    return trace.model_copy(update={"gaps": adapt(trace.gaps), "gaps_recomputed": gaps_recomputed})
 
 
-def bytes_a_word(size: float, vocabulary: int, hidden: int) -> float:
+def bytes_per_word(size: float, vocabulary: int, hidden: int) -> float:
     """Return how many of ``size`` bytes a token belong to each word of the vocabulary.
 
-    It is the multiple of 2 that leaves the fewest whole elements of hidden states, or the nearest if no multiple leaves whole
-    ones.
+    It is the multiple of 2 that leaves the fewest whole bytes of hidden states. If no multiple leaves whole ones, it is the
+    nearest.
     """
-    words = range(-MOST_BYTES, MOST_BYTES + 1, 2)
-    rests = [(abs(rest := round((size - word * vocabulary) / hidden)), rest, word) for word in words]
-    exact = [entry for entry in rests if abs(size - entry[2] * vocabulary - entry[1] * hidden) <= LABEL_BYTES]
-    whole = [entry for entry in exact if entry[0] <= MOST_BYTES]
-    return float(min(whole or rests)[2])
+    candidates = []  # (size of the remainder, remainder in bytes of each hidden element, bytes of a word)
+    exact = []
+    for word in range(-MAX_BYTES, MAX_BYTES + 1, 2):
+        remainder = round((size - word * vocabulary) / hidden)
+        candidate = (abs(remainder), remainder, word)
+        candidates.append(candidate)
+        if abs(size - word * vocabulary - remainder * hidden) <= LABEL_BYTES and abs(remainder) <= MAX_BYTES:
+            exact.append(candidate)
+    return float(min(exact or candidates)[2])
 
 
 @dataclass(frozen=True)
-class _Head:
+class _LossHead:
+    """The head and the loss of a plan, for a model of ``vocabulary`` words and ``hidden`` elements of a hidden state."""
+
     vocabulary: int
     hidden: int
     plan: Plan
@@ -313,57 +334,80 @@ class _Head:
     def _gathered(self) -> Polynomial:
         """Return the bytes of the other ranks' tokens in the head's input; nothing where each rank has all tokens."""
         layout = self.plan.layout
-        others = 1.0 - 1.0 / layout.tensor_parallel if layout.vocabulary_parallel and layout.sequence_parallel else 0.0
-        return Polynomial(bs=compute_bytes(self.plan) * self.hidden * others)
+        others_share = 0.0
+        if layout.vocabulary_parallel and layout.sequence_parallel:
+            others_share = 1.0 - 1.0 / layout.tensor_parallel
+        return Polynomial(bs=compute_bytes(self.plan) * self.hidden * others_share)
 
     def segment(self, gap: Segment) -> Segment:
-        nothing, gathered = Polynomial(), self._gathered
-        left, again = (nothing, gathered) if self.plan.layout.gather_again else (gathered, nothing)
-        entered = bytes_a_word(gap.forward.left.bs, self.vocabulary, self.hidden)
-        size = compute_bytes(self.plan)
-        most = {"eager": float(MOST_BYTES), "compiled": 2.0 * size, "fused": 1.0 * size}[self.plan.loss_kernel]
-        stays = min(entered, most if self.plan.loss_kernel == "eager" else size)
-        before, after, freed = (0.0, 0.0), (entered, stays), scaled(left, -1.0)
+        """Return the traced segment ``gap`` with the plan's kernel of the loss."""
+        nothing = Polynomial()
+        gathered = self._gathered
+        saved = nothing if self.plan.layout.gather_again else gathered
+        gathered_again = gathered if self.plan.layout.gather_again else nothing
+        element_size = compute_bytes(self.plan)
+        traced_logits = bytes_per_word(gap.forward.left.bs, self.vocabulary, self.hidden)
+        if self.plan.loss_kernel == "eager":
+            limit = float(MAX_BYTES)
+            logits = min(traced_logits, limit)
+            forward_limit = limit
+        else:
+            limit = {"compiled": 2.0 * element_size, "fused": 1.0 * element_size}[self.plan.loss_kernel]
+            logits = min(traced_logits, element_size)
+            forward_limit = logits
+        before_forward = (0.0, 0.0)
+        before_backward = (traced_logits, logits)
+        freed = scale(saved, -1.0)
+        forward = self._adapt_pass(gap.forward, before_forward, forward_limit, saved, gathered)
+        backward = self._adapt_pass(gap.backward, before_backward, limit, freed, gathered_again)
+        accumulating = self._adapt_pass(gap.backward_accumulating, before_backward, limit, freed, gathered_again)
         return Segment(
-            forward=self._moves(
-                self._pass(gap.forward, before, stays if self.plan.loss_kernel != "eager" else most, left, gathered), 0
-            ),
-            backward=self._moves(self._pass(gap.backward, after, most, freed, again), 1),
-            backward_accumulating=self._moves(self._pass(gap.backward_accumulating, after, most, freed, again), 1),
+            forward=self._adapt_traffic(forward, 0),
+            backward=self._adapt_traffic(backward, 1),
+            backward_accumulating=self._adapt_traffic(accumulating, 1),
         )
 
-    def _moves(self, cost: PassCost, direction: int) -> PassCost:
-        """Return the cost with the bytes of logits that the kernel moves. The norm before the head, small beside them, is left
-        out."""
+    def _adapt_traffic(self, cost: PassCost, direction: int) -> PassCost:
+        """Return the cost with the bytes of logits that the kernel moves. ``direction``: 0 is forward, 1 is backward.
+
+        The norm before the head is left out: it is small beside them.
+        """
         if self.plan.loss_kernel == "eager":
             return cost
-        words = MOVED_WORDS[self.plan.loss_kernel][direction] * compute_bytes(self.plan) * self.vocabulary / self._ranks
-        return cost.model_copy(update={"moved_bytes": cost.moved_bytes._replace(bs=words)})
+        logits_bytes = MOVED_WORDS[self.plan.loss_kernel][direction] * compute_bytes(self.plan) * self.vocabulary / self._ranks
+        return cost.model_copy(update={"moved_bytes": cost.moved_bytes._replace(bs=logits_bytes)})
 
-    def _pass(self, cost: PassCost, entered: tuple[float, float], most: float, left: Polynomial, rise: Polynomial) -> PassCost:
-        """Return the cost of a pass with the plan's way of computing the loss.
+    def _adapt_pass(
+        self, cost: PassCost, live_before: tuple[float, float], limit: float, left: Polynomial, rise: Polynomial
+    ) -> PassCost:
+        """Return the cost of a pass with the plan's kernel of the loss.
 
-        ``entered``: bytes of a word that are live before the pass, as traced and now. ``most``: bytes of a word that may be live
-        in it.
+        Args:
+            live_before: bytes of a word that are live before the pass, in the trace and with the kernel.
+            limit: the most bytes of a word that may be live in the pass.
+            left: bytes of gathered tokens that the pass leaves.
+            rise: bytes of gathered tokens while the pass runs.
         """
 
-        def now(size: Polynomial) -> Polynomial:
-            word = bytes_a_word(size.bs, self.vocabulary, self.hidden)
-            live = min(max(entered[0] + word, 0.0), most)
+        def adapt(size: Polynomial) -> Polynomial:
+            word = bytes_per_word(size.bs, self.vocabulary, self.hidden)
+            traced_before, adapted_before = live_before
+            live = min(max(traced_before + word, 0.0), limit)
             if self.plan.loss_kernel == "eager" and live > 2 * FULL_BYTES:
                 live += FULL_BYTES
-            rest = (size.bs - word * self.vocabulary) / (self._ranks if self.plan.layout.sequence_parallel else 1)
-            words = (live - entered[1]) * self.vocabulary / self._ranks
-            return size._replace(one=size.one / self._ranks, bs=rest + words)
+            ranks_sharing_tokens = self._ranks if self.plan.layout.sequence_parallel else 1
+            hidden_bytes = (size.bs - word * self.vocabulary) / ranks_sharing_tokens
+            logits_bytes = (live - adapted_before) * self.vocabulary / self._ranks
+            return size._replace(one=size.one / self._ranks, bs=hidden_bytes + logits_bytes)
 
-        def work(size: Polynomial) -> Polynomial:
-            return scaled(size, 1.0 / self._ranks)
+        def divide(size: Polynomial) -> Polynomial:
+            return scale(size, 1.0 / self._ranks)
 
         return cost.model_copy(
             update={
-                "left": total(now(cost.left), left), "rise": tuple(total(now(term), rise) for term in cost.rise),
-                "released": work(cost.released), "matmul_flops": work(cost.matmul_flops),
-                "moved_bytes": work(cost.moved_bytes), "matmul_bytes": work(cost.matmul_bytes),
+                "left": add(adapt(cost.left), left), "rise": tuple(add(adapt(term), rise) for term in cost.rise),
+                "released": divide(cost.released), "matmul_flops": divide(cost.matmul_flops),
+                "moved_bytes": divide(cost.moved_bytes), "matmul_bytes": divide(cost.matmul_bytes),
             }
         )  # fmt: skip
 
@@ -372,10 +416,10 @@ RANDOM_STATE = Polynomial(one=5056.0)  # of the generator: torch.utils.checkpoin
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A run of ``count`` equal segments at its place in the full model.
+class PlacedSegment:
+    """A run of ``count`` equal segments, in the full model.
 
-    Each segment of a run leaves the same bytes, so the highest moment of a run is in its first or its last segment.
+    Each segment of a run leaves the same bytes, so the peak of a run is in its first or its last segment.
     """
 
     segment: Segment
@@ -387,10 +431,10 @@ class Placed:
     is_recomputed: bool = False
 
 
-def trace_for(profile: ModelProfile, plan: Plan, workload: Workload, *, known: Known | None = None) -> StepTrace | None:
-    """Return the trace that the plan's tensors follow, on one of the ranks that share its layers.
+def plan_trace(profile: ModelProfile, plan: Plan, workload: Workload, *, memo: Memo | None = None) -> StepTrace | None:
+    """Return the trace of a step with the plan's tensors, on one of the ranks that share its layers.
 
-    Return None where the profile has no such trace: the plan cannot be predicted.
+    Return None where the profile has no such trace. Such a plan cannot be predicted.
     """
     layout = plan.layout
     key = (
@@ -398,33 +442,36 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload, *, known: K
         plan.loss_kernel, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel, layout.gather_again,
         layout.vocabulary_parallel,
     )  # fmt: skip
-    return (known or Known()).get(key, lambda: _trace(profile, plan, workload))
+    memo = memo or Memo()
+    return memo.get_or_compute(key, lambda: _adapt_trace(profile, plan, workload))
 
 
-def _trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
-    masked = plan.packing and workload.lengths is not None
-    if profile.masks_padding and workload.lengths is not None:
-        masked = True
-    if plan.attention == "eager":
-        masked = False  # it builds its mask in any case
+def _adapt_trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
     attention = plan.attention
+    is_masked = (plan.packing or profile.masks_padding) and workload.lengths is not None
+    if attention == "eager":
+        is_masked = False  # it builds its mask in any case
     if attention in PACKED_KERNELS:
-        attention, masked = "sdpa", False  # they keep what PyTorch's flash kernel keeps
-    whole = profile.step(precision=plan.traced_precision, attention=attention, masked=masked)
+        attention = "sdpa"  # these kernels save what PyTorch's flash kernel saves
+        is_masked = False
+    trace = profile.step(precision=plan.traced_precision, attention=attention, masked=is_masked)
     ranks = plan.layout.tensor_parallel
-    if ranks > 1 and whole is not None:
-        half = profile.step(precision=plan.traced_precision, attention=attention, masked=masked, tensor_parallel=2)
-        if half is None:
+    if trace is None:
+        return None
+    if ranks > 1:
+        halved = profile.step(precision=plan.traced_precision, attention=attention, masked=is_masked, tensor_parallel=2)
+        if halved is None:
             return None
-        hidden, sequence_parallel = profile.hidden_size or 0, plan.layout.sequence_parallel
-        keeps = not plan.layout.gather_again
-        whole = divide(whole, half, ranks, sequence_parallel=sequence_parallel, hidden_size=hidden, keeps_inputs=keeps)
-    if whole is not None and plan.layout.expert_parallel > 1:
-        whole = divide_experts(profile, whole, plan.layout.expert_parallel)
-    return None if whole is None else _fused(profile, with_own_loss(profile, whole, plan), plan)
+        trace = tensor_parallel_trace(
+            trace, halved, ranks, sequence_parallel=plan.layout.sequence_parallel,
+            hidden_size=profile.hidden_size or 0, saves_inputs=not plan.layout.gather_again,
+        )  # fmt: skip
+    if plan.layout.expert_parallel > 1:
+        trace = expert_parallel_trace(profile, trace, plan.layout.expert_parallel)
+    return _fuse_kernels(profile, apply_loss_kernel(profile, trace, plan), plan)
 
 
-def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
+def _fuse_kernels(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
     """Return the trace with kernels fused by torch.compile, or by kernels that are written for it."""
     if plan.fused_kernels:
         return fused_trace(profile, trace, plan)
@@ -432,67 +479,77 @@ def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
 
 
 def place_segments(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None, *, known: Known | None = None
-) -> list[Placed]:
+    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None, *, memo: Memo | None = None
+) -> list[PlacedSegment]:
     """Return every segment of the model, or of a stage of it, in forward order.
 
     The stage has its part of the plan's ``activation_checkpointing`` layers. Its first layers are the recomputed ones.
     """
     stage = stage or Stage(0, profile.num_layers, profile.num_layers)
-    return (known or Known()).get(("placed", segments_key(trace, plan, stage)), lambda: _place(profile, trace, plan, stage))
+    memo = memo or Memo()
+    key = ("placed", segments_key(trace, plan, stage))
+    return memo.get_or_compute(key, lambda: _place_segments(profile, trace, plan, stage))
 
 
-def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) -> list[Placed]:
-    head = profile.parameters.trainable_head
-    outside = profile.parameters.trainable - profile.parameters.trainable_layers
-    placed: list[Placed] = []
+def _place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) -> list[PlacedSegment]:
+    trained_head = profile.parameters.trainable_head
+    trained_outside = profile.parameters.trainable - profile.parameters.trainable_layers
+    num_stacks = len(profile.stacks)
+    granularity = plan.recompute_granularity
     to_recompute = -(-plan.activation_checkpointing * (stage.last - stage.first) // max(profile.num_layers, 1))
-    recompute, way, passed = to_recompute > 0, plan.recompute_granularity, 0
-    last = len(profile.stacks)
+    is_recomputed = to_recompute > 0
+    exchanges_heads = plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses"
+    first_layer = 0  # of the stack
+    placed: list[PlacedSegment] = []
     for number, stack in enumerate(profile.stacks):
-        gap = trace.gaps_recomputed[way][number] if recompute else trace.gaps[number]
+        gap = trace.gaps_recomputed[granularity][number] if is_recomputed else trace.gaps[number]
         if stage.has_embedding or number:
-            placed.append(Placed(gap, 1, outside - head if number == 0 else 0))
+            placed.append(PlacedSegment(gap, 1, trained_outside - trained_head if number == 0 else 0))
         traced = trace.stacks[number]
-        mine = stack.assignment[max(stage.first - passed, 0) : max(stage.last - passed, 0)]
-        passed += stack.num_layers
-        for index, count in _runs(mine, to_recompute):
-            recompute = to_recompute > 0
+        stage_layers = stack.assignment[max(stage.first - first_layer, 0) : max(stage.last - first_layer, 0)]
+        first_layer += stack.num_layers
+        for index, count in _runs(stage_layers, to_recompute):
+            is_recomputed = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
-            segment = _with_random_state(traced.recomputed[way][index], plan) if recompute else traced.plain[index]
-            if plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses":
-                segment = keep_more(segment, _exchanged_back(profile, plan), keeps=not recompute)
-            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
-    gap = trace.gaps_recomputed[way][last] if recompute else trace.gaps[last]
-    scratch = 0.0
-    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
+            segment = traced.plain[index]
+            if is_recomputed:
+                segment = _with_random_state(traced.recomputed[granularity][index], plan)
+            if exchanges_heads:
+                segment = add_saved_bytes(segment, _exchanged_result(profile, plan), saves=not is_recomputed)
+            placed.append(PlacedSegment(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=is_recomputed))
     if stage.has_head:
-        placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
+        gap = trace.gaps_recomputed[granularity][num_stacks] if is_recomputed else trace.gaps[num_stacks]
+        scratch = 0.0
+        if plan.loss_chunk_tokens and trace.chunked_gap is not None:
+            gap = trace.chunked_gap
+            scratch = chunk_scratch_bytes(profile, plan)
+        trained = trained_head if num_stacks else trained_outside
+        placed.append(PlacedSegment(gap, 1, trained, is_loss=True, scratch=scratch))
     return placed
 
 
 def _with_random_state(layer: Segment, plan: Plan) -> Segment:
     """Return a recomputed layer that also keeps its random state, which fake tensors do not show.
 
-    GPUs have their own few bytes.
+    On a GPU it is a few bytes, which are not counted.
     """
     if plan.device != "cpu":
         return layer
-    freed = scaled(RANDOM_STATE, -1.0)
+    freed = scale(RANDOM_STATE, -1.0)
     return layer.model_copy(
         update={
-            "forward": _leaving(layer.forward, RANDOM_STATE), "backward": _leaving(layer.backward, freed),
-            "backward_accumulating": _leaving(layer.backward_accumulating, freed),
+            "forward": _add_left(layer.forward, RANDOM_STATE),
+            "backward": _add_left(layer.backward, freed),
+            "backward_accumulating": _add_left(layer.backward_accumulating, freed),
         }
-    )  # fmt: skip
+    )
 
 
-def _leaving(cost: PassCost, more: Polynomial) -> PassCost:
-    return cost.model_copy(update={"left": total(cost.left, more)})
+def _add_left(cost: PassCost, extra: Polynomial) -> PassCost:
+    return cost.model_copy(update={"left": add(cost.left, extra)})
 
 
-def _exchanged_back(profile: ModelProfile, plan: Plan) -> Polynomial:
+def _exchanged_result(profile: ModelProfile, plan: Plan) -> Polynomial:
     """Return the bytes of attention's result as it comes back from the ranks that computed its heads.
 
     The kernel's own result is kept beside it.
@@ -503,18 +560,19 @@ def _exchanged_back(profile: ModelProfile, plan: Plan) -> Polynomial:
 def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
     """Return the bytes that larger chunks than the traced ones hold.
 
-    On a GPU they include two copies of the chunk's logits in fp32 and the product for the weight's gradient, which the traced
-    CPU makes by blocks.
+    On a GPU they include two copies of the chunk's logits in fp32, and the product for the weight's gradient. The CPU of the
+    trace makes this product by blocks.
     """
-    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
-    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
+    vocabulary = profile.vocab_size or 0
+    product_bytes = 4 if plan.precision in ("fp32", "tf32") else 2
+    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * vocabulary * product_bytes
     if plan.device != "cuda":
         return float(larger)
-    return float(larger + words * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
+    return float(larger + vocabulary * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
 
 
 def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
-    """Return runs of equal layers as (traced layer, how many in a row), cut where recomputation ends."""
+    """Return runs of equal layers as (index of the traced layer, number in a row), cut where recomputation ends."""
     runs: list[tuple[int, int]] = []
     for layer, index in enumerate(assignment):
         if runs and runs[-1][0] == index and layer != to_recompute:
@@ -524,16 +582,13 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
     return runs
 
 
-def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
-    """Return a key of the plan.
-
-    Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``.
-    """
+def micro_batch_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
+    """Return a key that is the same for plans whose ranks at ``stage`` run the same segments on as many tokens."""
     return segments_key(trace, plan, stage), plan.per_device_train_batch_size, plan.sequence_length
 
 
 def segments_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
-    """Return a key of the plan. Plans with the same key run the same segments on a rank at ``stage``, on any number of tokens."""
+    """Return a key that is the same for plans whose ranks at ``stage`` run the same segments, on any number of tokens."""
     layout = plan.layout
     return (
         trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel,

@@ -13,8 +13,8 @@ from typing import Literal
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
-from upshift.planning.cost.communication import Computed, Exchange
-from upshift.planning.cost.memo import Known
+from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.optimizer import (
     compile_seconds,
@@ -24,24 +24,29 @@ from upshift.planning.cost.optimizer import (
     update_flops,
     update_words,
 )
-from upshift.planning.cost.partition import Stage, shares
-from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, rates_for, waiting_seconds
-from upshift.planning.cost.segments import place_segments, rank_key
+from upshift.planning.cost.partition import Stage, deciding_shares
+from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, offload_wait_seconds, predict_rates
+from upshift.planning.cost.segments import micro_batch_key, place_segments
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.search.constraints import PACKED_KERNELS
 from upshift.planning.workload import Workload
 
-Takes = Literal["tokens", "images"]
-COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
+SampleUnit = Literal["tokens", "images"]
+# What fusion leaves of memory traffic, and of the number of kernels.
+COMPILED_MOVED_SHARE = 0.5
+COMPILED_KERNEL_SHARE = 0.3
 LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled once for all equal ones; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
-UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
+# Python and operators of one parameter's own step, over one bare operator (docs/log.md).
+DISPATCHES_PER_UPDATE_IN_BACKWARD = 30.0
 # torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine
 # tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
 # Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted
 # from sources, never measured here.
-FP8_CAST_SHARE, FUSED_FP8_CAST_SHARE, FP8_KERNELS = 2.5 * 5 / 9, 2.0 * 3 / 9, 3.0
+FP8_CAST_SHARE = 2.5 * 5 / 9
+FUSED_FP8_CAST_SHARE = 2.0 * 3 / 9
+FP8_KERNELS = 3.0
 # Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's
 # MPT of 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
 WAITING_SHARE = 0.01
@@ -49,7 +54,9 @@ WAITING_SHARE = 0.01
 
 @dataclass(frozen=True)
 class StepTime:
-    terms: dict[str, float]  # seconds of one optimizer step
+    """The seconds of one optimizer step, by term, and those that are spent once before the first step."""
+
+    terms: dict[str, float]
     one_time: float
 
     @property
@@ -69,7 +76,7 @@ def micro_batch_terms(
     *,
     link: float | None = None,
     stage: Stage | None = None,
-    known: Known | None = None,
+    memo: Memo | None = None,
     head_alone: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of forward and backward of one full-length micro-batch on a rank of ``stage``, by term.
@@ -77,40 +84,46 @@ def micro_batch_terms(
     ``link``: bytes per second between host and device. ``head_alone``: count only what comes after the layers.
     """
     ranks = plan.layout.context_parallel
-    batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
+    batch = plan.per_device_train_batch_size
+    sequence = -(-plan.sequence_length // ranks)
     cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
-    matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
-    placed = place_segments(profile, trace, plan, stage, known=known)
-    for item in [one for one in placed if one.is_loss] if head_alone else placed:
-        in_fp8 = plan.precision == "fp8" and item.is_layer
-        # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
+    matmul = matmul_outside = attention = moved = kernels = activation_bytes = offloaded_bytes = 0.0
+    placed = place_segments(profile, trace, plan, stage, memo=memo)
+    if head_alone:
+        placed = [item for item in placed if item.is_loss]
+    for item in placed:
+        is_fp8 = plan.precision == "fp8" and item.is_layer
+        # In chunks only rows with a label are computed. The operators between the layers and the head are small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
             products = count * cost.matmul_flops.at(batch, sequence)
-            matmul, outside = matmul + products * item.is_layer, outside + products * (not item.is_layer)
+            if item.is_layer:
+                matmul += products
+            else:
+                matmul_outside += products
             attention += count * cost.attention_flops.at(batch, plan.sequence_length) / ranks  # each query sees all keys
             moved += count * cost.moved_bytes.at(batch, sequence)
-            kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
-            if in_fp8:
+            kernels += item.count * cost.num_kernels * (FP8_KERNELS if is_fp8 else 1.0)
+            if is_fp8:
                 moved += item.count * cost.matmul_bytes.at(batch, sequence) * cast
-        left = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
-        kept += left
+        saved = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
+        activation_bytes += saved
         if plan.activation_offload and item.is_layer:
-            offloaded += left
+            offloaded_bytes += saved
     if plan.torch_compile != "off" or plan.fused_kernels:
         kernels *= COMPILED_KERNEL_SHARE
-    if plan.torch_compile != "off":  # cost/fused.py counts what fused kernels move
+    if plan.torch_compile != "off":  # fused_trace counts what fused kernels move
         moved *= COMPILED_MOVED_SHARE
     terms = {
-        "matrix products": matmul / rates.matrix + outside / rates.outside,
+        "matrix products": matmul / rates.matrix + matmul_outside / rates.outside,
         "attention": attention / rates.attention,
         "memory traffic": moved / rates.memory,
-        "page faults": 0.0 if plan.host_memory == "keep" else kept * rates.first_touch,
+        "page faults": 0.0 if plan.host_memory == "keep" else activation_bytes * rates.first_touch,
     }
-    hidden = sum(terms.values()) if plan.device == "cuda" else 0.0  # the host queues kernels while the device computes
-    terms["dispatch"] = max(kernels * rates.dispatch - hidden, 0.0)
-    if offloaded and link is not None:
-        terms["activations to the host and back"] = 2.0 * offloaded / link
+    compute_seconds = sum(terms.values()) if plan.device == "cuda" else 0.0  # the host queues kernels while the device computes
+    terms["dispatch"] = max(kernels * rates.dispatch - compute_seconds, 0.0)
+    if offloaded_bytes and link is not None:
+        terms["activations to the host and back"] = 2.0 * offloaded_bytes / link
     return terms
 
 
@@ -121,23 +134,23 @@ def predict_time(
     workload: Workload,
     host: Host,
     *,
-    known: Known | None = None,
+    memo: Memo | None = None,
 ) -> StepTime | None:
     """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
-    known = known or Known()
+    memo = memo or Memo()
     key = (
         "rates", plan.precision, plan.attention, plan.threads_per_process, plan.num_processes, plan.per_device_train_batch_size,
         plan.sequence_length, plan.layout.tensor_parallel, plan.layout.context_parallel,
     )  # fmt: skip
-    rates = known.get(key, lambda: rates_for(host, profile, plan))
+    rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan))
     if rates is None:
         return None
     if plan.device != "cpu" or plan.layout != ALONE or host.num_nodes > 1:
-        return _shared_time(profile, trace, plan, workload, host, rates, known)
-    micro_batches = full_micro_batches(plan, workload)
-    of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
-    terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
-    terms |= waiting_seconds(profile, plan, host, sum(terms.values()))
+        return _slowest_rank_time(profile, trace, plan, workload, host, rates, memo)
+    num_micro_batches = num_full_micro_batches(plan, workload)
+    one_micro_batch = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
+    terms = {name: seconds * num_micro_batches for name, seconds in one_micro_batch.items()}
+    terms |= offload_wait_seconds(profile, plan, host, sum(terms.values()))
     if plan.flattens and workload.lengths is not None:
         terms["attention"] *= workload.lengths.visible_share(BLOCK_QUERIES)
     update = _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients)
@@ -151,33 +164,34 @@ def predict_time(
     return StepTime(terms=terms, one_time=_compiling_seconds(profile, plan))
 
 
-def _shared_time(
+def _slowest_rank_time(
     profile: ModelProfile,
     trace: StepTrace,
     plan: Plan,
     workload: Workload,
     host: Host,
     rates: Rates,
-    known: Known,
+    memo: Memo,
 ) -> StepTime | None:
     """Return the time of the slowest rank: its computation, exchanges that are not hidden, and the pipeline's idle time."""
-    micro_batches, slowest = full_micro_batches(plan, workload), None
+    num_micro_batches = num_full_micro_batches(plan, workload)
+    slowest = None
     key = ("update", plan.optim, plan.optim_args, plan.precision, plan.optim_offload, rates)
-    update = known.get(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
+    update = memo.get_or_compute(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
     if update is None:
         return None
-    for stage, share in shares(profile, plan, known):
-        of_one = _micro_batch(profile, trace, plan, host, rates, stage, known)
-        terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
+    for stage, share in deciding_shares(profile, plan, memo):
+        one_micro_batch = _cached_micro_batch_terms(profile, trace, plan, host, rates, stage, memo)
+        terms = {name: seconds * num_micro_batches for name, seconds in one_micro_batch.items()}
         if plan.packing and plan.attention in PACKED_KERNELS and workload.lengths is not None:
             terms["attention"] *= min(2.0 * workload.lengths.visible_share(BLOCK_QUERIES), 1.0)  # the trace counts half of all
-        computed = Computed(total=sum(of_one.values()), attention=of_one["attention"])
-        terms |= waiting_seconds(profile, plan, host, sum(terms.values()))
+        compute = ComputeSeconds(total=sum(one_micro_batch.values()), attention=one_micro_batch["attention"])
+        terms |= offload_wait_seconds(profile, plan, host, sum(terms.values()))
         terms["update"] = update * share.updated
         if plan.layout.pipeline_parallel > 1:
-            terms["pipeline idle"] = computed.total * idle_micro_batches(plan)
+            terms["pipeline idle"] = compute.total * idle_micro_batches(plan)
         if plan.num_processes > 1:
-            terms |= Exchange(host, profile, plan, stage, computed, known).seconds()
+            terms |= ExchangeCost(host, profile, plan, stage, compute, memo).seconds()
         nodes = max(plan.num_processes / host.ranks_per_node(plan.num_processes), 1.0)
         if nodes > 1.0:
             terms["waiting for the slowest node"] = WAITING_SHARE * log2(nodes) * sum(terms.values())
@@ -186,11 +200,13 @@ def _shared_time(
     return StepTime(terms=slowest or {}, one_time=_compiling_seconds(profile, plan))
 
 
-def _micro_batch(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, host: Host, rates: Rates, stage: Stage, known: Known
+def _cached_micro_batch_terms(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, host: Host, rates: Rates, stage: Stage, memo: Memo
 ) -> dict[str, float]:
-    key = ("micro-batch", rank_key(trace, plan, stage), plan.torch_compile, plan.host_memory, plan.num_processes)
-    return known.get(key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage, known=known))
+    key = ("micro-batch", micro_batch_key(trace, plan, stage), plan.torch_compile, plan.host_memory, plan.num_processes)
+    return memo.get_or_compute(
+        key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage, memo=memo)
+    )
 
 
 def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:
@@ -202,56 +218,64 @@ def idle_micro_batches(plan: Plan) -> float:
     """Return for how many micro-batches' time a pipeline rank waits in a step.
 
     The formula is from Narayanan et al. 2021 (section 2.2). For zero_bubble it is the third that is left when weights' gradients
-    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay
-    (planning/cost/pipeline_schedule.py simulates
-    them).
+    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay, as a simulation of the schedules
+    shows.
     """
     layout = plan.layout
-    ranks, missing = layout.pipeline_parallel, max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
+    ranks = layout.pipeline_parallel
+    missing_micro_batches = max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
     if layout.pipeline_schedule == "zero_bubble":
-        return (ranks - 1 + missing) / 3.0
+        return (ranks - 1 + missing_micro_batches) / 3.0
     if layout.pipeline_schedule == "interleaved_1f1b":
-        each = layout.virtual_stages
-        return (ranks - 1 + missing * (each - 1)) / each
+        stages_per_rank = layout.virtual_stages
+        return (ranks - 1 + missing_micro_batches * (stages_per_rank - 1)) / stages_per_rank
     return float(ranks - 1)
 
 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
     """Return the seconds of the optimizer's update; None where it runs on a host whose memory or link was not measured."""
     elements = trained_elements(profile)
-    size = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
-    moved, clipped = size * update_words(plan), size * CLIP_WORDS * clips
+    gradient_bytes = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
+    moved_bytes = gradient_bytes * update_words(plan)
+    clip_bytes = gradient_bytes * CLIP_WORDS * clips
     if plan.optim_offload:
-        link, memory = host_link(host), host.measured.cpu.memory_bytes_per_second if host.measured else None
-        if link is None or memory is None:
+        link = host_link(host)
+        host_memory_rate = host.measured.cpu.memory_bytes_per_second if host.measured else None
+        if link is None or host_memory_rate is None:
             return None
-        # A gradient goes to the host, a weight comes back.
-        return clipped / rates.stream + 2.0 * size / link + moved / memory
-    seconds = (moved + clipped) / rates.stream + update_flops(profile, plan) / rates.matrix
+        # A gradient goes to the host, and a weight comes back.
+        return clip_bytes / rates.stream + 2.0 * gradient_bytes / link + moved_bytes / host_memory_rate
+    seconds = (moved_bytes + clip_bytes) / rates.stream + update_flops(profile, plan) / rates.matrix
     seconds += elements * update_core_seconds(plan) / plan.threads_per_process
     if plan.optimizer_in_backward and plan.device == "cpu":
         num_tensors = sum(shape.count for shape in trained_shapes(profile))
-        seconds += num_tensors * UPDATE_IN_BACKWARD_DISPATCHES * rates.dispatch / DISPATCHES_PER_KERNEL
+        seconds += num_tensors * DISPATCHES_PER_UPDATE_IN_BACKWARD * rates.dispatch / DISPATCHES_PER_KERNEL
     return seconds
 
 
-def full_micro_batches(plan: Plan, workload: Workload) -> float:
+def num_full_micro_batches(plan: Plan, workload: Workload) -> float:
     """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
     sequences = workload.global_batch / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
-    lengths, pad = workload.lengths, plan.pad_multiple
-    full = plan.per_device_train_batch_size * lengths.sequence_length
+    lengths = workload.lengths
+    pad_multiple = plan.pad_multiple
+    full_tokens = plan.per_device_train_batch_size * lengths.sequence_length
     if plan.flattens:
         ratio = lengths.flat_tokens_ratio(
-            plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad, processes=plan.data_parallel
+            plan.per_device_train_batch_size,
+            global_batch=workload.global_batch,
+            pad_multiple=pad_multiple,
+            processes=plan.data_parallel,
         )
-        return sequences * lengths.mean * ratio / full
+        return sequences * lengths.mean * ratio / full_tokens
     if plan.packing:
         rows = sequences * lengths.packed_rows_per_sequence(global_batch=workload.global_batch)
         return max(rows / plan.per_device_train_batch_size, 1.0)
-    ratio = lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad)
-    return sequences * lengths.mean * ratio / full
+    ratio = lengths.padded_tokens_ratio(
+        plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad_multiple
+    )
+    return sequences * lengths.mean * ratio / full_tokens
 
 
 def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
@@ -265,14 +289,14 @@ def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
     return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.data_parallel)
 
 
-def takes(profile: ModelProfile) -> Takes:
-    """Return what the model reads, which is also the unit of its speed."""
+def sample_unit(profile: ModelProfile) -> SampleUnit:
+    """Return the unit of what the model reads, in which its speed is given."""
     return "images" if profile.objective == "image-classification" else "tokens"
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
     """Return the number of real tokens of a global batch; an image counts as one."""
-    if takes(profile) == "images":
+    if sample_unit(profile) == "images":
         return workload.global_batch
     mean = workload.lengths.mean if workload.lengths else workload.sequence_length * num_sides(profile.objective)
     return workload.global_batch * mean

@@ -1,7 +1,7 @@
-"""Say how sure a predicted number is: by formula alone, carried over from other runs here, or measured here.
+"""Estimate how sure a predicted number is: by formula alone, corrected by other runs here, or measured here.
 
-An interval holds measured over predicted. The interval narrows from the formula's own to the spread of the ratios that earlier
-runs left. The formula's interval counts as MIN_RECORDS records, so there is no jump at the first record.
+An interval bounds measured over predicted. It narrows from the formula's interval to the spread of the ratios that earlier runs
+left. The formula's interval counts as MIN_RECORDS records, so there is no jump at the first record.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ MIN_RECORDS = 3  # plans measured here before their median is trusted whole; wit
 INTERVAL_SIGMAS = 2.0  # half an interval, in standard deviations
 SIGMAS_OF_MEDIAN = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
-STEP = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
+STEP_INTERVAL = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
 # Live tensors of an eager step: 0.1 % (docs/accuracy.md), 5.6 % too much for adamw_torch (docs/log.md), 3.5 % among ranks
 # (tests/cpu). Temporaries of compiled layers are predicted as if nothing were fused: 25 % too much for GPT-2 (tests/cpu).
-ALLOCATED, ALLOCATED_COMPILED = (0.94, 1.04), (0.75, 1.04)
+ALLOCATED_INTERVAL = (0.94, 1.04)
+COMPILED_ALLOCATED_INTERVAL = (0.75, 1.04)
 # A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md). Held: holes that later steps leave in
 # the heap, up to what the run gives back (training/held_memory.py), and one step on top of that.
-AGAIN: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
+AGAIN_INTERVALS: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.9, 1.15)}
 
 
 @dataclass(frozen=True)
@@ -41,50 +42,51 @@ class Correction:
 def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
     """Return the interval of measured over predicted before anything ran on the host."""
     if number == "step":
-        return STEP
+        return STEP_INTERVAL
     if number == "allocated":
-        return ALLOCATED_COMPILED if plan.torch_compile != "off" else ALLOCATED
+        return COMPILED_ALLOCATED_INTERVAL if plan.torch_compile != "off" else ALLOCATED_INTERVAL
     half = INTERVAL_SIGMAS * HELD_SPREAD[plan.device]
     return math.exp(-half), math.exp(half)
 
 
-def by_formula(number: Number, plan: Plan) -> Basis:
+def formula_basis(number: Number, plan: Plan) -> Basis:
+    """Return the basis of a number that no run has corrected."""
     return Basis(tier="formula", interval=formula_interval(number, plan))
 
 
-def measured_again(number: Number, ratios: Sequence[float]) -> Correction:
+def remeasured(number: Number, ratios: Sequence[float]) -> Correction:
     """Return the correction of a plan that ran before, with the same model on the same host.
 
     ``ratios``: measured over formula, at least one.
     """
-    middle = median(sorted(math.log(ratio) for ratio in ratios))
-    interval = _interval(AGAIN[number], [math.log(ratio) - middle for ratio in ratios], own=1)
-    return Correction(math.exp(middle), Basis(tier="measured", interval=interval, num_records=len(ratios)))
+    log_median = median(sorted(math.log(ratio) for ratio in ratios))
+    interval = _interval(AGAIN_INTERVALS[number], [math.log(ratio) - log_median for ratio in ratios], num_fitted=1)
+    return Correction(math.exp(log_median), Basis(tier="measured", interval=interval, num_records=len(ratios)))
 
 
-def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
+def transfer(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
     """Return the correction that other plans or models on the host suggest.
 
     ``ratios``: measured over formula, one for each plan. ``interval``: the formula's own.
     """
-    trusted = min(len(ratios) / MIN_RECORDS, 1.0)
-    moved = trusted * median(sorted(math.log(ratio) for ratio in ratios))
-    spread = _interval(interval, [math.log(ratio) - moved for ratio in ratios], own=0)
-    return Correction(math.exp(moved), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
+    trust = min(len(ratios) / MIN_RECORDS, 1.0)
+    log_shift = trust * median(sorted(math.log(ratio) for ratio in ratios))
+    spread = _interval(interval, [math.log(ratio) - log_shift for ratio in ratios], num_fitted=0)
+    return Correction(math.exp(log_shift), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
 
 
-def held_spread(basis: Basis) -> float:
+def held_memory_spread(basis: Basis) -> float:
     """Return the standard deviation of held memory, measured over predicted, that an interval stands for."""
     low, high = basis.interval or (1.0, 1.0)
     return max(-math.log(low), math.log(high)) / INTERVAL_SIGMAS
 
 
-def _interval(prior: tuple[float, float], deviations: Sequence[float], *, own: int) -> tuple[float, float]:
+def _interval(prior: tuple[float, float], deviations: Sequence[float], *, num_fitted: int) -> tuple[float, float]:
     """Return ``prior`` narrowed by the median deviation: one run beside a busy neighbour must not widen the interval.
 
-    ``own``: the number of deviations that do not count, because the middle was taken from them.
+    ``num_fitted``: the number of deviations that do not count, because their median was fitted to them.
     """
     spread = INTERVAL_SIGMAS * SIGMAS_OF_MEDIAN * median(sorted(abs(deviation) for deviation in deviations))
-    count = len(deviations) - own
-    low, high = (math.sqrt((MIN_RECORDS * math.log(side) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for side in prior)
+    count = len(deviations) - num_fitted
+    low, high = (math.sqrt((MIN_RECORDS * math.log(bound) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for bound in prior)
     return math.exp(-low), math.exp(high)

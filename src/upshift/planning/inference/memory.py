@@ -1,10 +1,7 @@
-"""Predict the bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights.
+"""Predict the bytes of the fullest device of a replica, by part, and the largest number of sequences that fit.
 
-Compute the bytes of a sequence's cached keys and values, and what attention computes over them.
-
-Layers with a sliding window keep and read no more than the window.
-
-Read the model's matrix products off its parameters' shapes: what each computes and reads for a number of tokens.
+They follow from a sequence's cached keys and values, and from the model's matrix products, which are read from the shapes of its
+parameters. Layers with a sliding window cache and read no more than the window.
 """
 
 from __future__ import annotations
@@ -32,18 +29,22 @@ from upshift.units import GIB, MIB
 
 def cached_bytes(profile: ModelProfile, precision: CachePrecision, tokens: int, *, ranks: int = 1) -> float:
     """Return the bytes of a sequence of ``tokens`` in all layers, on one of ``ranks`` tensor-parallel devices."""
-    return sum(layers.count * _bytes(layers, precision, min(tokens, layers.window or tokens), ranks) for layers in profile.cache)
+    return sum(
+        layers.count * _layer_cache_bytes(layers, precision, min(tokens, layers.window or tokens), ranks)
+        for layers in profile.cache
+    )
 
 
 def mean_read_bytes(profile: ModelProfile, precision: CachePrecision, start: int, steps: int, *, ranks: int = 1) -> float:
-    """Return the ``cached_bytes`` that a decode step reads, in the mean of ``steps`` steps that begin with ``start`` tokens."""
+    """Return the cached bytes that a decode step reads, as the mean over ``steps`` steps that begin with ``start`` tokens."""
     return sum(
-        layers.count * _bytes(layers, precision, mean_visible(layers.window, start, steps), ranks) for layers in profile.cache
+        layers.count * _layer_cache_bytes(layers, precision, mean_visible(layers.window, start, steps), ranks)
+        for layers in profile.cache
     )
 
 
 def mean_visible(window: int | None, start: int, steps: int) -> float:
-    """Return how many tokens a new one sees, in the mean of steps over which the sequence grows from ``start`` by one each."""
+    """Return the number of tokens that a new token sees, as the mean over steps that each add a token to ``start`` tokens."""
     end = start + max(steps, 1)
     if window is None or end <= window:
         return (start + end) / 2
@@ -56,8 +57,8 @@ def mean_visible(window: int | None, start: int, steps: int) -> float:
 def prompt_attention_flops(profile: ModelProfile, tokens: int) -> float:
     """Return the FLOPs of attention over a prompt; one multiply-add = 2 FLOPs.
 
-    They are as the trace counted them, with causal attention as half. Models with windows are counted from the cached elements:
-    kernels skip what is outside a window, and a trace of few tokens does not reach that far.
+    They are those of the trace, which counts half of the scores of causal attention. For models with windows they are computed
+    from the cached elements: kernels skip tokens outside a window, and the traced sequence is shorter than a window.
     """
     if not _has_windows(profile):
         return profile.forward_flops.bss * tokens * tokens
@@ -67,7 +68,7 @@ def prompt_attention_flops(profile: ModelProfile, tokens: int) -> float:
 
 
 def decode_attention_flops(profile: ModelProfile, start: int, steps: int) -> float:
-    """Return the FLOPs of attention for one token, in the mean of ``steps``."""
+    """Return the FLOPs of attention for one token, as the mean over ``steps``."""
     if not _has_windows(profile):
         return 2.0 * profile.forward_flops.bss * mean_visible(None, start, steps)
     return sum(
@@ -80,18 +81,21 @@ def _has_windows(profile: ModelProfile) -> bool:
 
 
 def _pair_flops(profile: ModelProfile, layers: CachedLayers) -> float:
-    """Return the FLOPs for a query token and a cached one: every query head multiplies one head of keys and one of values."""
+    """Return the FLOPs for one query token and one cached token.
+
+    Every query head is multiplied with one head of keys and one of values.
+    """
     queries = profile.heads[0] if profile.heads else layers.heads
     return 2.0 * layers.per_token * queries / layers.heads
 
 
-def _bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks: int) -> float:
+def _layer_cache_bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks: int) -> float:
     """Return the bytes of one layer's cache on a rank.
 
     Ranks share heads. A single head, such as the compressed keys and values of latent attention, is on each of them.
     """
     vectors = 2 * layers.heads * tokens * (CACHE_SCALE_BYTES.get(precision, 0.0) if layers.per_token else 0.0)
-    # States of recurrences are summed into at every step: they stay in 16 bits beside a quantized cache.
+    # States of recurrences are accumulated at every step, so they stay in 16 bits if the cache is quantized.
     state = layers.per_sequence * max(CACHE_BYTES[precision], 2.0)
     return (layers.per_token * tokens * CACHE_BYTES[precision] + vectors) / min(ranks, layers.heads) + state / ranks
 
@@ -99,7 +103,7 @@ def _bytes(layers: CachedLayers, precision: CachePrecision, tokens: float, ranks
 class Product(NamedTuple):
     """Matrices of one shape, in the layers of the whole model.
 
-    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` of which a token meets
+    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` matrices, of which each token uses
     ``per_token``. Without a mixture both are 1.
     """
 
@@ -120,8 +124,7 @@ class Product(NamedTuple):
         return self.elements * weights.weight_bytes + scales
 
     def touched(self, tokens: float) -> float:
-        """Return the expected number of a mixture's matrices that ``tokens`` meet, if each token goes to any ``per_token`` of
-        them alike."""
+        """Return the expected number of a mixture's matrices that ``tokens`` use, if all experts are equally likely."""
         if self.experts == 1:
             return 1.0
         missed: float = (1.0 - self.per_token / self.experts) ** tokens
@@ -129,18 +132,19 @@ class Product(NamedTuple):
 
 
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
-    """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
-    parameters, found = profile.parameters, []
+    """Return the products of the layers, without the head and without embedding tables."""
+    parameters = profile.parameters
+    products = []
     outside = {parameters.embedding, parameters.head} - {0}
     for entry in parameters.product_shapes:
         shape = entry.shape
         if entry.elements in outside:
             continue
         if len(shape) == 3 and profile.experts is not None and shape[0] == profile.experts.count:
-            found.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))
+            products.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))
         else:
-            found.append(Product(shape[0], prod(shape[1:]), entry.count))
-    return tuple(found)
+            products.append(Product(shape[0], prod(shape[1:]), entry.count))
+    return tuple(products)
 
 
 COMMUNICATOR_BYTES = 370 * MIB  # NCCL's buffers: 342 to 392 MB in AIConfigurator's table (COSTS.md D2)
@@ -154,7 +158,7 @@ PARTS = ("weights", "kv cache", "activations", "workspace", "communication", "co
 class ReplicaMemory:
     """The bytes of one device.
 
-    ``sequence``: what one more sequence takes. The other parts do not depend on how many sequences there are.
+    ``sequence``: the bytes of one more sequence. The other parts do not depend on the number of sequences.
     """
 
     weights: float
@@ -175,41 +179,45 @@ class ReplicaMemory:
         return self.sequence_cache + self.sequence_activations
 
     def parts(self, sequences: int) -> dict[str, float]:
-        found = (
+        """Return the bytes by part with a number of sequences."""
+        sizes = (
             self.weights, self.sequence_cache * sequences, self.step_activations + self.sequence_activations * sequences,
             self.workspace, self.communication, self.context,
         )  # fmt: skip
-        return dict(zip(PARTS, found, strict=True))
+        return dict(zip(PARTS, sizes, strict=True))
 
     def total(self, sequences: int) -> float:
         return self.fixed + self.sequence * sequences
 
     @property
     def largest_concurrency(self) -> int | None:
-        """Return the sequences at their full length that fit at once; None: the host does not say how much memory it has."""
+        """Return the number of sequences of full length that fit at once; None where the host's memory is unknown."""
         if self.limit is None:
             return None
-        left = self.limit - self.fixed
-        return max(int(left // self.sequence), 0) if self.sequence > 0 else int(left >= 0) * 2**31
+        free_bytes = self.limit - self.fixed
+        return max(int(free_bytes // self.sequence), 0) if self.sequence > 0 else int(free_bytes >= 0) * 2**31
 
 
 def replica_memory(
     host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape, *, chunk_tokens: int
 ) -> ReplicaMemory:
-    degree, stages, size = shape.tensor_parallel, shape.pipeline_parallel, plain_bytes(shape.weights)
+    """Return the predicted memory of the fullest device of a replica."""
+    degree = shape.tensor_parallel
+    stages = shape.pipeline_parallel
+    size = plain_bytes(shape.weights)
     generates = workload.task == "generate"
     cache = cached_bytes(profile, shape.kv_cache, workload.longest, ranks=degree) if generates else 0.0
     vocabulary = profile.vocab_size or 0
-    gpu = host.device != "cpu"
+    is_gpu = host.device != "cpu"
     of_token = activation_bytes(profile, size=size, tensor_parallel=degree)
     return ReplicaMemory(
         weights=weight_bytes(profile, shape.weights, shape.group_size, tensor_parallel=degree, pipeline_parallel=stages),
         sequence_cache=cache / stages,
         sequence_activations=float(LOGITS_BYTES * vocabulary) / stages if generates else of_token * workload.prompt_length,
         step_activations=of_token * chunk_tokens if generates else 0.0,
-        workspace=(LIBRARY_BYTES if gpu else 0.0) + (GRAPH_BYTES if gpu and shape.execution == "graphs" else 0.0),
-        communication=float(COMMUNICATOR_BYTES * ((degree > 1) + (stages > 1))) if gpu else 0.0,
-        context=CUDA_CONTEXT_BYTES if gpu else _base_bytes(host),
+        workspace=(LIBRARY_BYTES if is_gpu else 0.0) + (GRAPH_BYTES if is_gpu and shape.execution == "graphs" else 0.0),
+        communication=float(COMMUNICATOR_BYTES * ((degree > 1) + (stages > 1))) if is_gpu else 0.0,
+        context=CUDA_CONTEXT_BYTES if is_gpu else _base_bytes(host),
         limit=memory_limit(host),
     )
 
@@ -221,25 +229,28 @@ def weight_bytes(
 
     A tied embedding counts once on one stage, and at both ends of a pipeline.
     """
-    parameters, size, stored = profile.parameters, plain_bytes(weights), WEIGHTS[weights]
+    parameters = profile.parameters
+    size = plain_bytes(weights)
+    stored = WEIGHTS[weights]
     products = products_of(profile)
     matrices = sum(item.stored_bytes(stored, group_size) for item in products)
     in_layers = matrices + size * max(parameters.layers - sum(item.elements for item in products), 0)
     divided = outside_divided = 0.0
     if tensor_parallel > 1 and profile.tensor_parallel is not None:
-        kept = 1.0 - 1.0 / tensor_parallel
-        divided = kept * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
-        outside_divided = kept * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
-    first, last = parameters.embedding, parameters.head or (parameters.embedding if parameters.tied else 0)
+        saved_share = 1.0 - 1.0 / tensor_parallel
+        divided = saved_share * min(profile.tensor_parallel.layers / max(parameters.layers, 1), 1.0)
+        outside_divided = saved_share * min(profile.tensor_parallel.outside / max(parameters.embedding + parameters.head, 1), 1.0)
+    first = parameters.embedding
+    last = parameters.head or (parameters.embedding if parameters.tied else 0)
     ends = parameters.embedding + parameters.head if pipeline_parallel == 1 else max(first, last)
     outside = size * (ends * (1.0 - outside_divided) + parameters.other)
     return in_layers * (1.0 - divided) / pipeline_parallel + outside + parameters.buffers_bytes
 
 
 def activation_bytes(profile: ModelProfile, *, size: int, tensor_parallel: int) -> float:
-    """Return the bytes of a token at the widest moment of a layer.
+    """Return the bytes of a token at the peak of a layer.
 
-    They are the residual and its norm, the operand and the result of the widest product, and what is made of these.
+    They are the residual and its norm, the operand and the result of the widest product, and the tensors made from these.
     """
     widest = max((item.outputs + item.inputs for item in products_of(profile)), default=0)
     return float(size * (2 * (profile.hidden_size or 0) + 2 * widest / tensor_parallel))
@@ -252,4 +263,5 @@ def memory_limit(host: Host) -> float | None:
 
 
 def _base_bytes(host: Host) -> float:
-    return float((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES)
+    measured = host.measured.base_resident_bytes if host.measured else None
+    return float(measured or DEFAULT_BASE_BYTES)

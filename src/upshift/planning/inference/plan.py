@@ -1,8 +1,7 @@
-"""Define the InferencePlan: every choice that changes how a model is served, and nothing else.
+"""Define the inference workload, the formats of weights and of cached keys and values, and the InferencePlan.
 
-Define the inference workload: the requests to the model, and how fast its answers must be.
-
-Define the formats of weights and of cached keys and values: bytes with their scales, compute precision, read speed.
+The workload is the requests to the model, and how fast its answers must be. A format has the bytes with their scales, the compute
+precision and the read speed. The plan has every choice that changes how a model is served, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from upshift.value import Value
 
 
 class InferenceWorkload(Value):
+    """The requests to a model, the limits of its latency, and the changes of the mathematics that the user allows."""
+
     task: Literal["generate", "encode"] = "generate"
     prompt_length: int = Field(gt=0, description="tokens of a prompt; of a sequence to encode")
     output_length: int = Field(0, ge=0, description="tokens generated for a prompt; none to encode")
@@ -27,12 +28,12 @@ class InferenceWorkload(Value):
 
     @property
     def longest(self) -> int:
-        """Return the tokens of a sequence when its last token is there."""
+        """Return the number of tokens of a complete sequence."""
         return self.prompt_length + self.output_length
 
     @property
     def decode_steps(self) -> int:
-        """Return the decode steps of a sequence: its first token comes from the prompt's own pass."""
+        """Return the number of decode steps of a sequence. Its first token comes from the prompt's pass."""
         return max(self.output_length - 1, 0)
 
 
@@ -50,6 +51,8 @@ CHANGES_MATHEMATICS: dict[str, str] = {
 
 
 class WeightFormat(NamedTuple):
+    """The bytes of stored weights, and the rates of products with them."""
+
     weight_bytes: float  # of one weight of a layer's matrix, without its scale
     scale_bytes: float  # of one scale, zero point included
     grouped: bool  # one scale for a group of inputs of an output; else one for an output
@@ -59,13 +62,13 @@ class WeightFormat(NamedTuple):
     allow: str | None
 
 
-# Shares of what plain weights reach.
+# The shares are those of the rates that plain weights reach.
 # fp8: vLLM 0.13's prefill of Llama-3.1-8B on an H100 is 1.46 times as fast in fp8 (rowwise) as in bf16, with twice the peak
 # (torchao README, commit 36027d8): 0.73, the scaling of activations included.
 # int8, int4, read: gpt-fast's Llama-2-7B at batch 1 on an A100 takes 0.674 of bf16's time with 8 bits and 0.533 with 4 bits
 # (groups of 32, 5 bits a weight with scale and zero point): 0.75 and 0.59 of the bytes a second.
-# int8, int4, products: weights are dequantized to bf16 on their way. 0.9 is assumed, for kernels that fuse this; the one
-# measurement at hand, vLLM's int8 without fusing at 128 sequences, is less than half as fast as predicted with it.
+# int8, int4, products: weights are dequantized to bf16 inside the kernel. 0.9 is assumed, for kernels that fuse this; the only
+# known measurement, vLLM's int8 without fusing at 128 sequences, is less than half as fast as predicted with it.
 WEIGHTS: dict[WeightPrecision, WeightFormat] = {
     "fp32": WeightFormat(4.0, 0.0, False, "fp32", 1.0, 1.0, None),
     "bf16": WeightFormat(2.0, 0.0, False, "bf16", 1.0, 1.0, None),

@@ -1,10 +1,7 @@
 """Rank the inference plans for a host, a ModelProfile and an InferenceWorkload: the entry point of this package.
 
-Cost every plan of the space: memory first, then time. Drop what does not fit or is too slow to answer, and keep the reason.
-
-Predict the numbers of an inference plan: speed, latency and memory.
-
-Say why: what each choice of the best plan brings, and what the runner-up would cost.
+For every plan of the space the memory is predicted first, then the time. Plans that do not fit, or that answer too slowly, are
+rejected with the reason. Then come a plan's predicted numbers, the reasons for the choices of the best plan, and the result.
 """
 
 from __future__ import annotations
@@ -23,21 +20,21 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ModelSource
-from upshift.planning.analysis.explain import MAX_REJECTED, Reason, differences, reasons_among
-from upshift.planning.cost.time import takes
+from upshift.planning.analysis.explain import MAX_REJECTED, Reason, describe_difference, reasons_among
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, InferenceWorkload, ReplicaShape
 from upshift.planning.inference.space import (
     choices,
-    chunks,
+    chunk_sizes,
     concurrencies,
-    layouts,
-    occupied,
+    default_cache,
+    device_layouts,
+    occupied_share,
     parse_fixed,
-    plain_cache,
     read_fixed,
 )
-from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, serve
+from upshift.planning.inference.time import TERM_NAMES, Engine, Service, build_engine, predict_service
 from upshift.record import Tier
 from upshift.units import format_bytes, gib
 from upshift.value import Value
@@ -47,9 +44,9 @@ MILLISECONDS = 1000.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are of all replicas.
+    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are those of all replicas.
 
-    ``occupied``: the share of the replicas' room that the workload's requests fill.
+    ``occupied``: the share of the replicas' rows that the workload's requests fill.
     """
 
     plan: InferencePlan
@@ -76,14 +73,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
+    """A plan that is not offered, and why."""
+
     plan: InferencePlan
     reason: str
 
 
 @dataclass
 class Ranking:
-    """The plans of a space, best first. ``too_big`` and ``too_slow`` are kept, the nearest first, for the plan that would nearly
-    do."""
+    """The plans of a space, best first.
+
+    ``too_big`` and ``too_slow`` have the plans that miss a limit, those that miss it by least first.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
@@ -95,24 +96,25 @@ class Ranking:
         return len(self.candidates) + len(self.rejected)
 
 
-def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
+def rank_plans(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixed: dict[str, Any]) -> Ranking:
+    """Return the ranking of all plans that have the ``fixed`` fields."""
     ranking = Ranking()
     base: dict[str, Any] = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash}
     for shape, replicas in _shapes(host, profile, workload, fixed):
         engine = build_engine(host, profile, workload, shape)
-        for chunk in chunks(workload, fixed):
+        for chunk in chunk_sizes(workload, fixed):
             memory = replica_memory(host, profile, workload, shape, chunk_tokens=chunk)
             for concurrency in concurrencies(workload, replicas, memory.largest_concurrency, fixed):
                 tokens = chunk if workload.task == "generate" else concurrency * workload.prompt_length
                 plan = InferencePlan.model_construct(
                     **base, **shape._asdict(), replicas=replicas, max_concurrency=concurrency, prefill_chunk_tokens=tokens
                 )
-                _add(ranking, plan, engine, memory, workload)
+                _add_plan(ranking, plan, engine, memory, workload)
             if workload.task == "encode":
                 break  # a batch is one step, whatever the chunks
-    ranking.candidates.sort(key=_best_first)
-    ranking.too_big.sort(key=lambda c: (c.resident, *_best_first(c)))
-    ranking.too_slow.sort(key=lambda c: (_excess(c, workload), *_best_first(c)))
+    ranking.candidates.sort(key=_sort_key)
+    ranking.too_big.sort(key=lambda candidate: (candidate.resident, *_sort_key(candidate)))
+    ranking.too_slow.sort(key=lambda candidate: (_latency_excess(candidate, workload), *_sort_key(candidate)))
     return ranking
 
 
@@ -123,47 +125,49 @@ def _shapes(
     values = choices(host, profile, workload)
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
-    ways, group_size = layouts(host, values), fixed.get("group_size", DEFAULT_GROUP)
+    device_degrees = device_layouts(host, values)
+    group_size = fixed.get("group_size", DEFAULT_GROUP)
     for weights in values["weights"]:
-        plain = plain_cache(weights, host)
-        for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [plain, *quantized]:
-            for tensor, pipeline, replicas in ways:
+        default_precision = default_cache(weights, host)
+        for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [default_precision, *quantized]:
+            for tensor, pipeline, replicas in device_degrees:
                 for execution in values["execution"]:
                     yield ReplicaShape(weights, cache, tensor, pipeline, execution, group_size), replicas
 
 
-def _add(
+def _add_plan(
     ranking: Ranking, plan: InferencePlan, engine: Engine | None, memory: ReplicaMemory, workload: InferenceWorkload
 ) -> None:
     if engine is None:
         ranking.rejected.append(Rejected(plan, f"this host's rate with {plan.weights} weights is unknown"))
         return
-    service = serve(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
+    service = predict_service(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
     if service is None:
-        unknown = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
-        ranking.rejected.append(Rejected(plan, unknown))
+        reason = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
+        ranking.rejected.append(Rejected(plan, reason))
         return
-    candidate = Candidate(plan, memory, service, occupied(workload, plan.replicas, plan.max_concurrency))
-    slow = too_slow(candidate, workload)
+    candidate = Candidate(plan, memory, service, occupied_share(workload, plan.replicas, plan.max_concurrency))
+    latency_problem = describe_latency(candidate, workload)
     if not candidate.fits:
         ranking.too_big.append(candidate)
-        ranking.rejected.append(Rejected(plan, too_big(candidate)))
-    elif slow is not None:
+        ranking.rejected.append(Rejected(plan, describe_excess(candidate)))
+    elif latency_problem is not None:
         ranking.too_slow.append(candidate)
-        ranking.rejected.append(Rejected(plan, slow))
+        ranking.rejected.append(Rejected(plan, latency_problem))
     else:
         ranking.candidates.append(candidate)
 
 
-def too_big(candidate: Candidate) -> str:
+def describe_excess(candidate: Candidate) -> str:
+    """Return how much memory the plan needs, and how many sequences would fit."""
     memory = candidate.memory
     needs = f"needs {format_bytes(candidate.resident)} of the {format_bytes(memory.limit or 0.0)} that a process may use"
     largest = memory.largest_concurrency or 0
     return f"{needs}; at most {largest:,} fit at once" if largest else f"{needs}; not one sequence fits beside the weights"
 
 
-def too_slow(candidate: Candidate, workload: InferenceWorkload) -> str | None:
-    """Return in words which limit of the request the plan exceeds; None: none."""
+def describe_latency(candidate: Candidate, workload: InferenceWorkload) -> str | None:
+    """Return the first latency limit of the request that the plan exceeds; None where it exceeds none."""
     for name, milliseconds, limit in _latencies(candidate, workload):
         if limit is not None and milliseconds > limit:
             return f"{name} {milliseconds:,.1f} ms, over --max-{name.lower()}-ms {limit:g}"
@@ -178,22 +182,25 @@ def _latencies(candidate: Candidate, workload: InferenceWorkload) -> list[tuple[
     ]
 
 
-def _excess(candidate: Candidate, workload: InferenceWorkload) -> float:
-    """Return how many times over its limits the plan is, at the worst of them."""
+def _latency_excess(candidate: Candidate, workload: InferenceWorkload) -> float:
+    """Return the largest ratio of a latency to its limit."""
     return max(milliseconds / limit for _, milliseconds, limit in _latencies(candidate, workload) if limit is not None)
 
 
-def _best_first(candidate: Candidate) -> tuple[Any, ...]:
-    """Return the sort key: throughput, then latency, memory and name, so that the order never depends on the order
-    of the space.
+def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
+    """Return the sort key: throughput, then latency, memory and name.
+
+    With the name the ranking never depends on the order of the space.
     """
     service = candidate.service
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()
 
 
-# Measured over predicted tokens/s, 95 of 100 published rows (docs/inference_planning.md), of products whose matrix products were
-# measured; between those whose collectives were not, such as those on PCIe, predictions are far too low. None: no rows.
-FORMULA_INTERVAL, UNMEASURED_LINK_INTERVAL = (0.7, 1.25), (0.7, 3.1)
+# Measured over predicted tokens/s of 95 of 100 published rows (docs/inference_planning.md), for devices whose matrix products
+# were measured. Between devices whose collectives were not measured, such as those on PCIe, predictions are far too low. None: no
+# rows.
+FORMULA_INTERVAL = (0.7, 1.25)
+UNMEASURED_LINK_INTERVAL = (0.7, 3.1)
 
 
 class InferenceNumbers(Value):
@@ -215,7 +222,10 @@ class InferenceNumbers(Value):
 
 
 def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
-    plan, memory, service = candidate.plan, candidate.memory, candidate.service
+    """Return the predicted numbers of a plan."""
+    plan = candidate.plan
+    memory = candidate.memory
+    service = candidate.service
     largest = memory.largest_concurrency
     return InferenceNumbers(
         ttft_ms=MILLISECONDS * service.ttft,
@@ -229,18 +239,18 @@ def numbers_of(candidate: Candidate, host: Host) -> InferenceNumbers:
         largest_concurrency=None if largest is None else largest * plan.replicas,
         step_ms=dict(zip(TERM_NAMES, (MILLISECONDS * seconds for seconds in service.step), strict=True)),
         binding_term=service.step.binding_term,
-        interval=_interval(host, plan.tensor_parallel),
+        interval=_formula_interval(host, plan.tensor_parallel),
     )
 
 
-def _interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
+def _formula_interval(host: Host, tensor_parallel: int) -> tuple[float, float] | None:
     key = host.gpu.table_key if host.gpu is not None else None
     if key is None or key not in GEMM_EFFICIENCY:
         return None
     return FORMULA_INTERVAL if tensor_parallel == 1 or collective(key, "all_reduce") else UNMEASURED_LINK_INTERVAL
 
 
-BECAUSE = {
+REASON_BY_CHOICE = {
     "weights": "bytes read for every step, and the rate of matrix products",
     "kv_cache": "sequences that fit, and bytes read for each of them",
     "tensor_parallel": "weights and cache shared in a step, against exchanges in every layer",
@@ -249,29 +259,29 @@ BECAUSE = {
     "prefill_chunk_tokens": "efficient products for prompts, against longer steps for those that decode",
     "execution": "kernels replayed without a gap, against none recorded",
 }
-OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
+GENERATION_CHOICES = ("kv_cache", "prefill_chunk_tokens")
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
     encodes = best.service.tpot is None
-    because = {name: why for name, why in BECAUSE.items() if not (encodes and name in OF_GENERATION)}
-    cost = partial(_cost, best)
+    because = {name: why for name, why in REASON_BY_CHOICE.items() if not (encodes and name in GENERATION_CHOICES)}
+    cost = partial(_describe_cost, best)
     return reasons_among(ranking.candidates, ranking.rejected, because, cost=cost, blocked_cost="does not fit, or is too slow")
 
 
-def _cost(best: Candidate, other: Candidate) -> str:
-    return differences(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
+def _describe_cost(best: Candidate, other: Candidate) -> str:
+    return describe_difference(other.tokens_per_second / best.tokens_per_second, other.resident - best.resident)
 
 
-def representative(rejected: list[Rejected]) -> list[Rejected]:
-    """Return at most 200 rejections, evenly drawn in the order of the space."""
-    step = -(-len(rejected) // MAX_REJECTED) if rejected else 1
-    return rejected[::step]
+def sample_rejections(rejected: list[Rejected]) -> list[Rejected]:
+    """Return at most MAX_REJECTED rejections, evenly drawn in the order of the space."""
+    stride = -(-len(rejected) // MAX_REJECTED) if rejected else 1
+    return rejected[::stride]
 
 
-PROFILE_LENGTH = 128  # tokens; nothing that inference plans take from a profile depends on it
+PROFILE_LENGTH = 128  # tokens; no number that inference plans use depends on it
 MAX_SHOWN_PLANS = 50
 Progress = Callable[[int, int], None]
 
@@ -299,8 +309,12 @@ class InferencePlanning:
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``upshift plan --generate --json``."""
         plans: list[dict[str, Any]] = [
-            {"plan": c.plan.model_dump(mode="json"), "predicted": numbers_of(c, self.host).model_dump(mode="json"), "reasons": []}
-            for c in self.ranking.candidates[:MAX_SHOWN_PLANS]
+            {
+                "plan": candidate.plan.model_dump(mode="json"),
+                "predicted": self.numbers(candidate).model_dump(mode="json"),
+                "reasons": [],
+            }
+            for candidate in self.ranking.candidates[:MAX_SHOWN_PLANS]
         ]
         plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -309,7 +323,8 @@ class InferencePlanning:
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
             "rejected": [
-                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
+                {"plan": rejection.plan.model_dump(mode="json"), "reason": rejection.reason}
+                for rejection in sample_rejections(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": len(self.ranking.rejected),
@@ -339,29 +354,29 @@ def plan_profile(
     profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...] = ()
 ) -> InferencePlanning:
     """Rank the plan space of a model that has a profile already. Raises the same errors as ``plan_inference``."""
-    _check(profile, host, workload, fixed)
-    ranking = rank(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
+    _check_request(profile, host, workload, fixed)
+    ranking = rank_plans(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if not ranking.candidates:
-        _refuse(ranking, host, workload)
+        _raise_no_plan(ranking, host, workload)
     return InferencePlanning(host, profile, workload, ranking)
 
 
-def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]) -> None:
+def _check_request(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...]) -> None:
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         raise RequestError(f"{host.name} has different devices ({names}); plan for one kind of them")
     if workload.task == "generate" and profile.objective == "seq2seq-lm":
-        two = "encodes prompts with one stack and generates with another"
-        raise RequestError(f"{profile.architecture} {two}, which is not planned yet; plan its encoder with --encode")
+        reason = "encodes prompts with one stack and generates with another"
+        raise RequestError(f"{profile.architecture} {reason}, which is not planned yet; plan its encoder with --encode")
     if profile.max_positions is not None and workload.longest > profile.max_positions:
-        what = "--prompt-length + --output-length" if workload.task == "generate" else "--sequence-length"
+        options = "--prompt-length + --output-length" if workload.task == "generate" else "--sequence-length"
         raise RequestError(
-            f"{what} {workload.longest} is longer than the model's {profile.max_positions} positions; "
+            f"{options} {workload.longest} is longer than the model's {profile.max_positions} positions; "
             f"use at most {profile.max_positions}"
         )
-    if takes(profile) == "images":
-        asked = f"--{workload.task}"
-        raise RequestError(f"{profile.architecture} takes images, and {asked} plans for tokens; leave {asked} out")
+    if sample_unit(profile) == "images":
+        option = f"--{workload.task}"
+        raise RequestError(f"{profile.architecture} takes images, and {option} plans for tokens; leave {option} out")
     if workload.task == "encode":
         return
     if workload.output_length < 1:
@@ -372,11 +387,11 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
         raise RequestError("--concurrency and --set max_concurrency both say how many sequences there are; give one of them")
 
 
-def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
+def _raise_no_plan(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
     if ranking.too_slow:
         nearest = ranking.too_slow[0]
         raise NothingFits(
-            f"no plan for {host.name} answers fast enough; the nearest has {too_slow(nearest, workload)}: "
+            f"no plan for {host.name} answers fast enough; the nearest has {describe_latency(nearest, workload)}: "
             f"{nearest.plan.label()}; use looser limits, a lower --concurrency, "
             "--allow fp8-weights,int8-weights,int4-weights, or faster devices"
         )
@@ -384,8 +399,9 @@ def _refuse(ranking: Ranking, host: Host, workload: InferenceWorkload) -> None:
         nearest = ranking.too_big[0]
         shorter = "--prompt-length and --output-length" if workload.task == "generate" else "--sequence-length"
         raise NothingFits(
-            f"nothing fits on {host.name}; the nearest plan {too_big(nearest)}: {nearest.plan.label()}; use a shorter {shorter}, "
-            "fewer requests at once, --allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
+            f"nothing fits on {host.name}; the nearest plan {describe_excess(nearest)}: {nearest.plan.label()}; "
+            f"use a shorter {shorter}, fewer requests at once, "
+            "--allow fp8-weights,int8-weights,int4-weights,fp8-kv,int8-kv, or larger or more devices"
         )
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
     raise RequestError(f"no plan for {host.name}: {reason}")

@@ -1,4 +1,4 @@
-"""Define the space of inference plans: what each field may be on a host, for a model, around what the user fixed."""
+"""Define the space of inference plans: the values of each field for a host and a model, and the values that a user fixes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from upshift.planning.inference.plan import (
     InferenceWorkload,
     WeightPrecision,
 )
-from upshift.planning.inference.time import beside_rounded
+from upshift.planning.inference.time import activation_precision
 from upshift.planning.layout import divisors
-from upshift.planning.search.space import check_allowed_names, check_legal, one_of, parse_field, read_assignments
+from upshift.planning.search.space import check_allowed_names, check_legal, list_valid_values, parse_field, read_assignments
 
-CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
-MOST_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more
+CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: fewer favour decoding latency, more favour efficient products
+MAX_SEQUENCES = 2048  # at once in a replica, unless requested: TensorRT-LLM's default, and schedulers are built for no more
 FIXED_BY_REQUEST = ("device", "host", "model", "replicas")
 REPLAYED = ("cuda", "hpu", "xla")  # devices that replay a recorded step
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 
 
 def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
-    """Return the values that each field takes unasked; no list is empty."""
+    """Return the values of each field that are searched without a request. No list is empty."""
     legal = legal_values(host, profile, workload)
     if {"bf16", "fp16"} <= set(legal["weights"]):  # they cost the same
         legal["weights"].remove("fp16")
@@ -38,71 +38,79 @@ def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> d
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
+    """Return the legal values of each field."""
     degrees = {"tensor_parallel": _tensor_degrees(host, profile), "pipeline_parallel": _pipeline_degrees(host, profile)}
     return {**_legal_here(host, workload), **degrees}
 
 
 def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
-    return {"weights": _weights(host, workload), "kv_cache": _caches(host, workload), "execution": _executions(host)}
+    return {
+        "weights": _weight_precisions(host, workload),
+        "kv_cache": _cache_precisions(host, workload),
+        "execution": _executions(host),
+    }
 
 
-def plain_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
-    """Return the precision that keys and values are computed in beside these weights."""
+def default_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
+    """Return the precision in which keys and values are computed with these weights."""
     if weights in ("fp32", "bf16", "fp16"):
         return weights
-    return beside_rounded(host)
+    return activation_precision(host)
 
 
-def chunks(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
-    """Return the numbers of prompt tokens of a step to look at. Chunks larger than all prompts together change nothing."""
+def chunk_sizes(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
+    """Return the numbers of prompt tokens of a step to search. Chunks larger than all prompts together change nothing."""
     if "prefill_chunk_tokens" in fixed:
         return [fixed["prefill_chunk_tokens"]]
-    most = workload.prompt_length * (workload.concurrency or MOST_SEQUENCES)
-    return [size for size in CHUNKS if size < most] or [CHUNKS[0]]
+    max_tokens = workload.prompt_length * (workload.concurrency or MAX_SEQUENCES)
+    return [size for size in CHUNKS if size < max_tokens] or [CHUNKS[0]]
 
 
 def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | None, fixed: dict[str, Any]) -> list[int]:
     """Return the numbers of sequences at once in one replica.
 
-    If the user asked for a number, each replica has its share. Else they are powers of two, and sizes between them, up to what
-    fits. The first that does not fit is left among them, so that its reason is shown.
+    If the user gave a number of requests, each replica has its share. Otherwise they are powers of two, and sizes between them,
+    up to the largest that fits. The first that does not fit is included, so that its reason is shown.
     """
     if "max_concurrency" in fixed:
         return [fixed["max_concurrency"]]
     if workload.concurrency is not None and workload.task == "generate":
         return [ceil(workload.concurrency / replicas)]
-    most = MOST_SEQUENCES if workload.concurrency is None else ceil(workload.concurrency / replicas)
-    steps = sorted({size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)} | {most})
-    steps = [size for size in steps if size <= most]
-    if largest is None or largest >= most:
-        return steps
-    fitting = [size for size in steps if size <= largest]
-    return sorted({*fitting, *([largest] if largest else []), steps[len(fitting)]})
+    max_sequences = MAX_SEQUENCES if workload.concurrency is None else ceil(workload.concurrency / replicas)
+    sizes = sorted(
+        {size for power in range(max_sequences.bit_length()) for size in (2**power, 3 * 2**power // 2)} | {max_sequences}
+    )
+    sizes = [size for size in sizes if size <= max_sequences]
+    if largest is None or largest >= max_sequences:
+        return sizes
+    fitting = [size for size in sizes if size <= largest]
+    return sorted({*fitting, *([largest] if largest else []), sizes[len(fitting)]})
 
 
-def occupied(workload: InferenceWorkload, replicas: int, rows: int) -> float:
-    """Return the share of the replicas' rows that requests fill, where the workload says how many requests there are.
+def occupied_share(workload: InferenceWorkload, replicas: int, rows: int) -> float:
+    """Return the share of the replicas' rows that requests fill; 1 where the number of requests is not given.
 
-    Some replicas have one request less than the fullest, or none. When encoding, a replica takes its share of the batch in
-    several steps.
+    Some replicas have one request less than the fullest one, or none. When encoding, a replica computes its share of the batch
+    in several steps.
     """
     if workload.concurrency is None:
         return 1.0
     return workload.concurrency / (replicas * max(rows, ceil(workload.concurrency / replicas)))
 
 
-def layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
-    """Return (tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
-    found = []
+def device_layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
+    """Return all (tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
+    degrees = []
     for tensor in values["tensor_parallel"]:
         for pipeline in values["pipeline_parallel"]:
             if host.num_devices % (tensor * pipeline) == 0:
-                found.append((tensor, pipeline, host.num_devices // (tensor * pipeline)))
-    return found
+                degrees.append((tensor, pipeline, host.num_devices // (tensor * pipeline)))
+    return degrees
 
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of --allow. Raise RequestError for an unknown one."""
     return check_allowed_names(names, CHANGES_MATHEMATICS, of=" of inference")
 
 
@@ -113,30 +121,31 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWork
     """
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
     fixed = read_assignments(assignments, settable, _parse_value)
-    check_legal(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
+    check_legal(fixed, _legal_here(host, workload), lambda name: _reason_not_legal_here(name, fixed[name], host, workload))
     return fixed
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
     """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
-    fixed, legal = read_fixed(assignments, host, workload), legal_values(host, profile, workload)
-    check_legal(fixed, legal, lambda name: _why_degree(name, profile))
-    if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
-        asked = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
-        raise RequestError(f"{asked} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
+    fixed = read_fixed(assignments, host, workload)
+    legal = legal_values(host, profile, workload)
+    check_legal(fixed, legal, lambda name: _reason_not_legal_degree(name, profile))
+    if not device_layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
+        requested = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
+        raise RequestError(f"{requested} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
     return fixed
 
 
 def _parse_value(name: str, text: str) -> Any:
-    plain = {
+    required = {
         "device": "cpu", "host": "", "model": "", "weights": "bf16", "kv_cache": "bf16", "max_concurrency": 1,
         "prefill_chunk_tokens": 1, "execution": "eager",
     }  # fmt: skip
     options = get_args(get_type_hints(InferencePlan)[name])
-    return parse_field(InferencePlan, plain, name, text, valid=one_of(options, "; use a whole number from 1"))
+    return parse_field(InferencePlan, required, name, text, valid=list_valid_values(options, "; use a whole number from 1"))
 
 
-def _why_degree(name: str, profile: ModelProfile) -> str:
+def _reason_not_legal_degree(name: str, profile: ModelProfile) -> str:
     if name == "tensor_parallel":
         degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
         return f" (the devices of a node; {profile.tensor_parallel_reason}{degrees})"
@@ -144,50 +153,55 @@ def _why_degree(name: str, profile: ModelProfile) -> str:
     return f" (the model {declared} pipeline stages, and has {profile.num_layers} layers to divide evenly)"
 
 
-def _why_here(name: str, value: Any, host: Host, workload: InferenceWorkload) -> str:
+def _reason_not_legal_here(name: str, value: Any, host: Host, workload: InferenceWorkload) -> str:
     if name == "kv_cache" and workload.task == "encode":
         return " (encoding keeps no cache)"
     if value in ("bf16", "fp16", "fp8") and host.supports(value) is False:
         return f" ({host.name} has no instructions for it)"
-    needed = WEIGHTS[value].allow if name == "weights" else CACHE_ALLOW.get(value) if name == "kv_cache" else None
-    if needed is not None and needed not in workload.allow:
-        return f" (it changes the mathematics; add --allow {needed})"
+    change: str | None = None
+    if name == "weights":
+        change = WEIGHTS[value].allow
+    elif name == "kv_cache":
+        change = CACHE_ALLOW.get(value)
+    if change is not None and change not in workload.allow:
+        return f" (it changes the mathematics; add --allow {change})"
     return f" (of {host.name})"
 
 
-def _half(host: Host) -> list[WeightPrecision]:
+def _half_precisions(host: Host) -> list[WeightPrecision]:
     return [name for name in ("bf16", "fp16") if host.supports(name) is not False]
 
 
-def _weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
-    half, allowed = _half(host), set(workload.allow)
-    found: list[WeightPrecision] = ["fp32", *half]
-    if "fp8-weights" in allowed and half and host.device != "cpu" and host.supports("fp8"):
-        found.append("fp8")
-    if half or host.device == "cpu":
-        found += [name for name in ("int8", "int4") if WEIGHTS[name].allow in allowed]
-    return found
+def _weight_precisions(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+    half_precisions = _half_precisions(host)
+    allowed = set(workload.allow)
+    precisions: list[WeightPrecision] = ["fp32", *half_precisions]
+    if "fp8-weights" in allowed and half_precisions and host.device != "cpu" and host.supports("fp8"):
+        precisions.append("fp8")
+    if half_precisions or host.device == "cpu":
+        precisions += [name for name in ("int8", "int4") if WEIGHTS[name].allow in allowed]
+    return precisions
 
 
-def _caches(host: Host, workload: InferenceWorkload) -> list[CachePrecision]:
-    found: list[CachePrecision] = ["fp32", *_half(host)]  # type: ignore[list-item]
+def _cache_precisions(host: Host, workload: InferenceWorkload) -> list[CachePrecision]:
+    precisions: list[CachePrecision] = ["fp32", *_half_precisions(host)]  # type: ignore[list-item]
     if workload.task == "generate":
         if "fp8-kv" in workload.allow and host.supports("fp8"):
-            found.append("fp8")
+            precisions.append("fp8")
         if "int8-kv" in workload.allow:
-            found.append("int8")
-    return found
+            precisions.append("int8")
+    return precisions
 
 
 def _tensor_degrees(host: Host, profile: ModelProfile) -> list[int]:
-    """Return the tensor-parallel degrees inside a node: two exchanges a layer hide behind nothing."""
+    """Return the tensor-parallel degrees inside a node. Two exchanges a layer are hidden by no computation."""
     divisor = profile.tensor_parallel.divisor if profile.tensor_parallel is not None else 1
     return [degree for degree in divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
 
 
 def _pipeline_degrees(host: Host, profile: ModelProfile) -> list[int]:
-    can = bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1 and host.device != "cpu"
-    return [degree for degree in divisors(host.num_devices) if degree == 1 or (can and profile.num_layers % degree == 0)]
+    can_pipeline = bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1 and host.device != "cpu"
+    return [degree for degree in divisors(host.num_devices) if degree == 1 or (can_pipeline and profile.num_layers % degree == 0)]
 
 
 def _executions(host: Host) -> list[Execution]:

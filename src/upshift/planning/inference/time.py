@@ -1,18 +1,16 @@
-"""Predict the seconds of a step of one replica of a model, for a number of prompt tokens and of decoding sequences.
+"""Predict the rates of one device, the seconds of a step of one replica, and the latency and throughput under load.
 
-Each matrix product has a roofline: t = max(FLOPs / (rate x efficiency of its size), weights / bandwidth). Beside the products
-are the cache that is read, attention of prompts, activations that go through memory, exchanges between devices, and launches.
+Rates are those of matrix products by size, memory and launches. They are measured where the host was probed. Elsewhere they are
+the datasheet's, times the share that such parts reach.
 
-Compute the rates of one device: matrix products by size, memory, launches.
+A step computes a number of prompt tokens and of decoding sequences. Each matrix product has a roofline: t = max(FLOPs / (rate x
+efficiency of its size), weights / bandwidth). The time of the products is increased by cache reads, attention of prompts, memory
+traffic of activations, exchanges between devices, and launches.
 
-Rates are measured where the host was probed, else the datasheet's times the share that such parts reach.
-
-Predict a replica under load: from the time of single steps to time to first token, time per token and throughput.
-
-Batching is continuous: a request that ends makes room for the next, whose prompt is computed in chunks beside the decoding of
-the others. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences
-decode, prompts have I tokens, answers O). Little's law ties the requests that are inside to throughput and latency: concurrency
-= requests/s x (time to first token + (O - 1) x time per token).
+Batching is continuous: when a request ends, the next one takes its place, and its prompt is computed in chunks while the others
+decode. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences decode,
+prompts have I tokens, answers O). Little's law relates concurrency, throughput and latency: concurrency = requests/s x (time to
+first token + (O - 1) x time per token).
 """
 
 from __future__ import annotations
@@ -45,9 +43,10 @@ from upshift.planning.inference.memory import (
 from upshift.planning.inference.plan import WEIGHTS, Execution, InferenceWorkload, ReplicaShape, WeightPrecision, plain_bytes
 
 GPU_ATTENTION_SHARE = 0.6  # of the matrix rate: forward FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
-# Reading the cache, of the bandwidth: split over the sequence, as FlashDecoding and paged attention do, it is a plain stream.
+# Share of the bandwidth that reading the cache reaches. Split over the sequence, as in FlashDecoding and paged attention, it is a
+# plain stream.
 CACHE_READ_SHARE = 0.8
-# Reading weights for few tokens, likewise: gpt-fast's Llama-2-7B on an A100 (batch 1, bf16) and TensorRT-LLM's Llama 3.1 8B on
+# The same for reading weights for few tokens: gpt-fast's Llama-2-7B on an A100 (batch 1, bf16) and TensorRT-LLM's Llama 3.1 8B on
 # an H100 (2 requests/s, bf16) leave 7.8 and 5.3 ms for 13.2 and 15.0 GB, launches taken off: 0.83 and 0.85.
 WEIGHT_READ_SHARE = 0.84
 # Seconds a layer. Replayed, gaps between some ten kernels that the device cannot fill; eagerly, what Python takes to queue them
@@ -60,8 +59,10 @@ LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the cl
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The rates of one device. ``efficiencies``: shares of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every
-    size."""
+    """The rates of one device.
+
+    ``efficiencies``: shares of ``matrix`` at the centres of GEMM_CLASSES; empty: the same rate for every size.
+    """
 
     matrix: float
     outside: float  # of products with embedding and head, which are not quantized
@@ -80,41 +81,50 @@ class DeviceRates:
         shares = self.efficiencies
         if not shares:
             return 1.0
-        place = log(flops) if flops > 1.0 else 0.0
-        if place <= LOG_CENTRES[0]:
+        log_flops = log(flops) if flops > 1.0 else 0.0
+        if log_flops <= LOG_CENTRES[0]:
             return shares[0]
-        if place >= LOG_CENTRES[-1]:
+        if log_flops >= LOG_CENTRES[-1]:
             return shares[-1]
-        above = bisect(LOG_CENTRES, place)
-        low, high = LOG_CENTRES[above - 1], LOG_CENTRES[above]
-        return shares[above - 1] + (shares[above] - shares[above - 1]) * (place - low) / (high - low)
+        above = bisect(LOG_CENTRES, log_flops)
+        low = LOG_CENTRES[above - 1]
+        high = LOG_CENTRES[above]
+        return shares[above - 1] + (shares[above] - shares[above - 1]) * (log_flops - low) / (high - low)
 
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
-    beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
+    """Return the device's rates; None where the rate in this precision is unknown. Such a plan cannot be ranked."""
+    outside_precision: MatrixPrecision = weights if weights in ("fp32", "fp16") else activation_precision(host)
     if computes == "bf16":
-        computes = beside
-    return _cpu(host, computes, beside, execution) if host.device == "cpu" else _accelerator(host, computes, beside, execution)
+        computes = outside_precision
+    if host.device == "cpu":
+        return _cpu_rates(host, computes, outside_precision, execution)
+    return _gpu_rates(host, computes, outside_precision, execution)
 
 
-def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
-    """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
+def activation_precision(host: Host) -> Literal["bf16", "fp16", "fp32"]:
+    """Return the precision of activations with weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"
 
 
-def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    gpu, measured = host.gpu, host.measured_gpu
+def _gpu_rates(
+    host: Host, computes: MatrixPrecision, outside_precision: MatrixPrecision, execution: Execution
+) -> DeviceRates | None:
+    gpu = host.gpu
+    measured = host.measured_gpu
     if gpu is None or (gpu.peak is None and measured is None):
         return None
-    key, rates = gpu.table_key or "", measured or gpu.peak
+    key = gpu.table_key or ""
+    rates = measured or gpu.peak
     assert rates is not None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    matrix = rates.matrix(computes)
+    outside = rates.matrix(outside_precision)
+    bandwidth = rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
         return None
-    shares = _shares(key)
+    shares = _efficiencies_by_class(key)
     if measured is not None:  # large products were measured, so only the loss of smaller ones counts
         shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
         memory = bandwidth
@@ -133,28 +143,35 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
     )
 
 
-def _shares(key: str) -> tuple[float, ...]:
-    """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
-    known = GEMM_EFFICIENCY.get(key, ())
+def _efficiencies_by_class(key: str) -> tuple[float, ...]:
+    """Return the efficiencies by class. For classes that were not measured, it is that of the class below."""
+    measured = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
-    for share in known:
+    for share in measured:
         shares.append(share if share is not None else shares[-1])
     return tuple(shares)
 
 
-def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    measured, cpu = host.measured, host.cpu
-    rates: Rates | None = measured.cpu if measured else cpu.peak if cpu else None
+def _cpu_rates(
+    host: Host, computes: MatrixPrecision, outside_precision: MatrixPrecision, execution: Execution
+) -> DeviceRates | None:
+    measured = host.measured
+    cpu = host.cpu
+    rates: Rates | None = cpu.peak if cpu else None
+    if measured:
+        rates = measured.cpu
     if rates is None:
         return None
-    matrix, outside, bandwidth = rates.matrix(computes), rates.matrix(beside), rates.memory_bytes_per_second
+    matrix = rates.matrix(computes)
+    outside = rates.matrix(outside_precision)
+    bandwidth = rates.memory_bytes_per_second
     fp32 = rates.matrix("fp32")
     if matrix is None or outside is None or bandwidth is None or fp32 is None:
         return None
     share = 1.0 if measured else DEFAULT_GEMM_EFFICIENCY
     memory = bandwidth * (1.0 if measured else DEFAULT_MEMORY_EFFICIENCY)
     dispatch = measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS
-    left = CPU_GRAPH_SHARE if execution == "graphs" else 1.0
+    dispatch_share = CPU_GRAPH_SHARE if execution == "graphs" else 1.0
     return DeviceRates(
         matrix=matrix * share,
         outside=outside * share,
@@ -162,14 +179,15 @@ def _cpu(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, executi
         memory=memory,
         weights=memory,
         cache=memory,
-        layer_seconds=dispatch * CPU_DISPATCHES_PER_LAYER * left,
+        layer_seconds=dispatch * CPU_DISPATCHES_PER_LAYER * dispatch_share,
     )
 
 
-# Of every step, and of each sequence that decodes in it, on the host while the device waits: scheduler, sampling, tokens to
-# text. Fitted, with the next one, on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
-STEP_SECONDS, SEQUENCE_SECONDS = 1.0e-3, 4.0e-6
-MIXTURE_SHARE = 0.8  # of a product's efficiency, where experts get unequal parts of the tokens
+# Seconds of the host for every step, and for each sequence that decodes in it, while the device waits: scheduler, sampling,
+# tokens to text. Both are fitted on the rows of Llama-2-7B, Llama-3.1-8B and Mixtral-8x7B in benchmarks/published (8 points).
+STEP_SECONDS = 1.0e-3
+SEQUENCE_SECONDS = 4.0e-6
+MIXTURE_SHARE = 0.8  # of a product's efficiency, because experts get unequal parts of the tokens
 REDUCED_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: behind attention and behind the feed-forward part
 EAGER_TRAFFIC = 1.0 / COMPILED_MOVED_SHARE  # of activations, over what fused kernels leave
 
@@ -200,7 +218,7 @@ TERM_NAMES = (
 )  # fmt: skip
 
 
-class _Cost(NamedTuple):
+class _ProductCost(NamedTuple):
     """The cost of one shape of matrices, on one of the tensor-parallel devices."""
 
     product: Product
@@ -213,9 +231,11 @@ class _Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
+    """A replica, of which the time of a step can be predicted."""
+
     host: Host
     rates: DeviceRates
-    costs: tuple[_Cost, ...]
+    costs: tuple[_ProductCost, ...]
     product_share: float
     head_flops: float  # for one row of logits
     head_seconds: float  # to read the head
@@ -232,13 +252,14 @@ class Engine:
     def step(self, prompt_tokens: float, decoding: float, *, logits: float | None = None) -> StepTime | None:
         """Return the time to pass all tokens of the replica once through all stages; None where a link is unknown.
 
-        A pipeline is filled with one group of sequences for each stage, so that each works on its part of the tokens.
+        A pipeline has one group of sequences for each stage, so that each stage computes its part of the tokens.
         """
         stages = self.pipeline_parallel
-        prompt, decode = prompt_tokens / stages, max(decoding / stages, min(decoding, 1.0))  # fewer than stages: some idle
+        prompt = prompt_tokens / stages
+        decode = max(decoding / stages, min(decoding, 1.0))  # with fewer sequences than stages some stages are idle
         tokens = prompt + decode
         rows = decode if logits is None else logits / stages
-        weights, products, moved = self._products(tokens)
+        weights, products, activation_seconds = self._products(tokens)
         head_compute = self.head_flops * rows / (self.rates.outside * self.rates.efficiency(self.head_flops * rows))
         if rows and head_compute >= self.head_seconds:
             products += stages * head_compute
@@ -247,15 +268,15 @@ class Engine:
         communication = self._communication(tokens)
         if communication is None:
             return None
-        found = StepTime(
+        time = StepTime(
             weights=weights,
             products=products,
             cache=max(decode * self.cache_seconds, decode * self.decode_flops / self.rates.attention),
             attention=prompt * self.prompt_flops / self.rates.attention,
-            activations=moved,
+            activations=activation_seconds,
             communication=communication,
         )
-        return found._replace(launches=self._launches(found.total, decoding))
+        return time._replace(launches=self._launches(time.total, decoding))
 
     def _products(self, tokens: float) -> tuple[float, float, float]:
         weights = products = 0.0
@@ -274,16 +295,18 @@ class Engine:
         return weights, products, moved / self.rates.memory
 
     def _communication(self, tokens: float) -> float | None:
-        degree, stages, node = self.tensor_parallel, self.pipeline_parallel, max(self.host.gpus_per_node, 1)
-        size = tokens * self.reduced_bytes
+        degree = self.tensor_parallel
+        stages = self.pipeline_parallel
+        node_devices = max(self.host.gpus_per_node, 1)
+        num_bytes = tokens * self.reduced_bytes
         seconds = 0.0
         if degree > 1:
-            one = collective_seconds(self.host, "all_reduce", size, Group(degree, 1, node))
-            if one is None:
+            all_reduce_seconds = collective_seconds(self.host, "all_reduce", num_bytes, Group(degree, 1, node_devices))
+            if all_reduce_seconds is None:
                 return None
-            seconds += one * self.num_reduced
+            seconds += all_reduce_seconds * self.num_reduced
         if stages > 1:
-            hop = point_to_point_seconds(self.host, size, stride=degree, node_ranks=node)
+            hop = point_to_point_seconds(self.host, num_bytes, stride=degree, node_ranks=node_devices)
             if hop is None:
                 return None
             seconds += hop * stages
@@ -292,16 +315,18 @@ class Engine:
     def _launches(self, device: float, sequences: float) -> float:
         """Return the seconds of launches, and of the host's work between steps.
 
-        Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts.
+        Kernels run while the host queues the next ones. So in eager mode only launches that the device does not hide count.
         """
-        between = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
+        host_seconds = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
         hidden = device if self.eager and self.host.device != "cpu" else 0.0
-        return between + max(self.launch_seconds - hidden, 0.0)
+        return host_seconds + max(self.launch_seconds - hidden, 0.0)
 
 
 def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
     """Return an engine of the shape; None where the host's rate in this precision is unknown."""
-    stored, degree, size = WEIGHTS[shape.weights], shape.tensor_parallel, plain_bytes(shape.weights)
+    stored = WEIGHTS[shape.weights]
+    degree = shape.tensor_parallel
+    size = plain_bytes(shape.weights)
     rates = device_rates(host, shape.weights, stored.computes, shape.execution)
     if rates is None:
         return None
@@ -309,12 +334,14 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
     head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
     head = head if workload.task == "generate" else 0
-    prompt, steps = workload.prompt_length, workload.decode_steps
+    prompt = workload.prompt_length
+    steps = workload.decode_steps
     return Engine(
         host=host,
         rates=rates,
         costs=tuple(
-            _cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree) for item in products_of(profile)
+            _product_cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree)
+            for item in products_of(profile)
         ),
         product_share=stored.product_share,
         head_flops=2.0 * head / degree,
@@ -331,13 +358,13 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
     )
 
 
-def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
+def _product_cost(item: Product, seconds: float, moved: float, degree: int) -> _ProductCost:
     """Return the cost of a product. ``seconds``: to read all its matrices.
 
-    What stands between products (norms, rotation, activation, residuals) reads one product's result and writes the next one's
+    The operators between products (norms, rotation, activation, residuals) read one product's result and write the next one's
     operand, ``moved`` bytes an element.
     """
-    return _Cost(
+    return _ProductCost(
         product=item,
         flops=2.0 * item.outputs * item.inputs / degree,
         matrices=float(item.per_token),
@@ -347,7 +374,7 @@ def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
     )
 
 
-MOST_LOADED = 0.9  # share of steps with prompts up to which arrivals are taken as independent of each other
+MAX_LOAD = 0.9  # share of steps with prompts up to which arrivals are taken as independent of each other
 # From a request's arrival to its first step, and back: text to tokens, queues between processes. Fitted as STEP_SECONDS is.
 REQUEST_SECONDS = 7e-3
 
@@ -363,36 +390,38 @@ class Service:
     step: StepTime  # the mean step's
 
 
-def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """Return the service with ``concurrency`` requests inside at any time; None where a link is unknown."""
+def predict_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+    """Return the service with ``concurrency`` requests in the replica at any time; None where a link is unknown."""
     if workload.task == "encode":
-        return _encode(engine, workload, concurrency)
+        return _encode_service(engine, workload, concurrency)
     if workload.decode_steps == 0:
-        return _prefill_only(engine, workload, concurrency, chunk_tokens)
-    prompt, steps = workload.prompt_length, workload.decode_steps
+        return _prefill_service(engine, workload, concurrency, chunk_tokens)
+    prompt = workload.prompt_length
+    steps = workload.decode_steps
     block = min(chunk_tokens, prompt)  # prompt tokens that one step takes, as long as there is no more to do
     chunks = ceil(prompt / chunk_tokens)
     decoding = concurrency * steps / (steps + chunks)
-    needed = decoding * prompt / steps
-    if needed > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
-        decoding, needed = chunk_tokens * steps / prompt, float(chunk_tokens)
-    busy = engine.step(max(block, needed), decoding)
-    idle = engine.step(0.0, decoding)
-    if busy is None or idle is None:
+    prompt_tokens = decoding * prompt / steps
+    if prompt_tokens > chunk_tokens:  # prompts are the bottleneck: fewer sequences decode, the others wait for their turn
+        decoding = chunk_tokens * steps / prompt
+        prompt_tokens = float(chunk_tokens)
+    prompt_step = engine.step(max(block, prompt_tokens), decoding)
+    decode_step = engine.step(0.0, decoding)
+    if prompt_step is None or decode_step is None:
         return None
-    share = min(needed / block, 1.0)  # share of the steps that have prompt tokens
-    mean = share * busy.total + (1.0 - share) * idle.total
-    rate = decoding / steps / mean
-    load = min(share, MOST_LOADED)
-    waits = load / (2.0 * (1.0 - load)) * busy.total * chunks  # M/D/1
-    alone = REQUEST_SECONDS + mean / 2.0 + chunks * busy.total
-    ttft = max(min(alone + waits, alone * concurrency), concurrency / rate - steps * mean)
-    step = busy if share * busy.total >= (1.0 - share) * idle.total else idle
-    return Service(ttft, mean, rate, rate * workload.output_length, step)
+    prompt_share = min(prompt_tokens / block, 1.0)  # share of the steps that have prompt tokens
+    mean_step = prompt_share * prompt_step.total + (1.0 - prompt_share) * decode_step.total
+    rate = decoding / steps / mean_step
+    load = min(prompt_share, MAX_LOAD)
+    queue_seconds = load / (2.0 * (1.0 - load)) * prompt_step.total * chunks  # M/D/1
+    unloaded_ttft = REQUEST_SECONDS + mean_step / 2.0 + chunks * prompt_step.total
+    ttft = max(min(unloaded_ttft + queue_seconds, unloaded_ttft * concurrency), concurrency / rate - steps * mean_step)
+    step = prompt_step if prompt_share * prompt_step.total >= (1.0 - prompt_share) * decode_step.total else decode_step
+    return Service(ttft, mean_step, rate, rate * workload.output_length, step)
 
 
-def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """Return the service of one token for each request: prompts fill steps, one behind the other."""
+def _prefill_service(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
+    """Return the service of requests for one token: prompts fill steps, one after the other."""
     tokens = concurrency * workload.prompt_length
     steps = ceil(tokens / chunk_tokens)
     step = engine.step(tokens / steps, 0.0, logits=concurrency / steps)
@@ -402,7 +431,7 @@ def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int,
     return Service(REQUEST_SECONDS + seconds, None, concurrency / seconds, concurrency / seconds, step)
 
 
-def _encode(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
+def _encode_service(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
     """Return the service of encoding, one batch at a time."""
     step = engine.step(float(concurrency * workload.prompt_length), 0.0, logits=0.0)
     if step is None:

@@ -1,14 +1,11 @@
-"""Say in words which choices of a plan exclude each other.
+"""Find conflicts: choices of a plan that exclude each other, and the rules of attention kernels and muP behind them.
 
-List the attention kernels that compute only the visible part of packed rows, by transformers' names: needs and devices.
+Some attention kernels compute only the visible part of packed rows. They have transformers' names, and each needs certain
+devices. PyTorch's own kernel (``sdpa``) needs a mask for packed sequences. With a mask it takes a slower kernel that computes
+every pair.
 
-PyTorch's own kernel (``sdpa``) needs a mask for packed sequences. With a mask it takes a slower kernel that computes every pair.
-
-Support muP, with which learning rates of a narrow model hold for a wide one: read its base, and check the plan's other
-choices.
-
-Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), table 3: the form that needs no multiplier in the forward pass, so that
-the trained model is a model like any other.
+With muP, learning rates of a narrow model hold for a wide one. Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), table 3:
+the form that needs no multiplier in the forward pass, so that the trained model is a model like any other.
 """
 
 from __future__ import annotations
@@ -19,13 +16,15 @@ from importlib.util import find_spec
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.layout import Layout, reason_not_split
+from upshift.planning.layout import Layout, why_not_split
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import ALONE, Plan
 
 
 @dataclass(frozen=True)
 class KernelFacts:
+    """The requirements of an attention kernel."""
+
     capabilities: tuple[tuple[int, int], tuple[int, int]]  # CUDA devices from the first version to below the second
     library: str | None = None  # its import name; None: torch alone
     install: str = ""
@@ -45,19 +44,21 @@ PACKED_KERNELS: dict[str, KernelFacts] = {
 }  # fmt: skip
 
 
-def why_not(name: str, host: Host, profile: ModelProfile) -> str | None:
+def why_kernel_unusable(name: str, host: Host, profile: ModelProfile) -> str | None:
     """Return why one of PACKED_KERNELS cannot run this model on this host, or None."""
     facts = PACKED_KERNELS[name]
     if host.device != "cuda" or host.gpu is None:
         return "it trains on CUDA devices only"
     if name not in profile.declares.attention_kernels:
         return f"{profile.architecture} does not declare it, or drops attention weights"
-    first, past = facts.capabilities
-    found = host.gpu.compute_capability
-    if found is None or not first <= found < past:
-        needed = f"{first[0]}.{first[1]}" + ("" if past[0] == 99 else f" to below {past[0]}.{past[1]}")
-        has = "is unknown" if found is None else f"is {found[0]}.{found[1]}"
-        return f"it needs compute capability {needed}, and this device's {has}"
+    first, first_unsupported = facts.capabilities
+    capability = host.gpu.compute_capability
+    if capability is None or not first <= capability < first_unsupported:
+        required = f"{first[0]}.{first[1]}" + (
+            "" if first_unsupported[0] == 99 else f" to below {first_unsupported[0]}.{first_unsupported[1]}"
+        )
+        actual = "is unknown" if capability is None else f"is {capability[0]}.{capability[1]}"
+        return f"it needs compute capability {required}, and this device's {actual}"
     if facts.library is not None and find_spec(facts.library) is None:
         return f"the library {facts.library} is not installed: {facts.install}"
     return None
@@ -68,13 +69,14 @@ ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # the rule applies to the opt
 
 def read_base(text: str) -> dict[str, int]:
     """Return the fields of the config in which the base differs, from ``hidden_size=64,num_attention_heads=2``."""
-    pairs = [part.partition("=") for part in text.split(",")]
+    pairs = [assignment.partition("=") for assignment in text.split(",")]
     if not all(equals and name and value.isdecimal() and int(value) > 0 for name, equals, value in pairs):
         raise RequestError(f"mup_base={text!r}: write the widths of the base, such as hidden_size=64,num_attention_heads=2")
     return {name: int(value) for name, _, value in pairs}
 
 
 def base_text(fields: dict[str, int]) -> str:
+    """Return the text from which ``read_base`` reads the fields."""
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -99,7 +101,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
         if plan.num_processes > 1 and optimizers()[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
     if plan.attention in PACKED_KERNELS:
-        problem = _with_packed_kernel(plan)
+        problem = _packed_kernel_conflict(plan)
         if problem is not None:
             return problem
     layout = plan.layout
@@ -109,7 +111,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
     if layout.splits_backward:
-        problem = _with_zero_bubble(plan)
+        problem = _zero_bubble_conflict(plan)
         if problem is not None:
             return problem
     if _chooses_operators(plan) and plan.torch_compile != "off":
@@ -118,14 +120,16 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             "compiled; use torch_compile=off, or recompute_granularity=full"
         )
     if plan.weight_offload != "none":
-        problem = _with_weights_elsewhere(plan)
+        problem = _weight_offload_conflict(plan)
         if problem is not None:
             return problem
-    asked = _with_fused_kernels(plan) or (conflict_with_mup(plan) if plan.mup_base else None)
-    if asked is not None:
-        return asked
+    problem = _fused_kernel_conflict(plan)
+    if problem is None and plan.mup_base:
+        problem = conflict_with_mup(plan)
+    if problem is not None:
+        return problem
     if plan.optimizer_in_backward:
-        return _in_backward(plan, clips_gradients)
+        return _update_in_backward_conflict(plan, clips_gradients)
     if plan.optim_offload:
         if optimizers()[plan.optim].library is not None:
             return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
@@ -139,18 +143,19 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
 
 
-def _with_zero_bubble(plan: Plan) -> str | None:
-    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+def _zero_bubble_conflict(plan: Plan) -> str | None:
+    request = "pipeline_schedule=zero_bubble"
+    advice = "use pipeline_schedule=1f1b"
     if plan.loss_chunk_tokens:
-        return f"{asked} runs a loss's backward pass twice, and chunks of it are gone after once; {instead}"
+        return f"{request} runs a loss's backward pass twice, and chunks of it are gone after once; {advice}"
     if plan.torch_compile != "off":
-        return f"{asked} runs a part of a layer's backward pass, which is one when compiled; {instead}, or torch_compile=off"
+        return f"{request} runs a part of a layer's backward pass, which is one when compiled; {advice}, or torch_compile=off"
     if plan.activation_checkpointing:  # measured: three times the memory of 1f1b
-        return f"{asked} keeps recomputed layers until weights' gradients come; {instead}, or activation_checkpointing=0"
-    return reason_not_split(plan.layout)
+        return f"{request} keeps recomputed layers until weights' gradients come; {advice}, or activation_checkpointing=0"
+    return why_not_split(plan.layout)
 
 
-def _with_packed_kernel(plan: Plan) -> str | None:
+def _packed_kernel_conflict(plan: Plan) -> str | None:
     if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
         return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
     if _chooses_operators(plan):
@@ -165,20 +170,20 @@ def _chooses_operators(plan: Plan) -> bool:
     return plan.recompute_granularity != "full" and plan.activation_checkpointing > 0
 
 
-def _with_weights_elsewhere(plan: Plan) -> str | None:
-    asked = f"weight_offload={plan.weight_offload}"
+def _weight_offload_conflict(plan: Plan) -> str | None:
+    request = f"weight_offload={plan.weight_offload}"
     if plan.num_processes > 1:
-        return f"{asked} reads each layer for one process, and several would read it as often; use num_processes=1"
+        return f"{request} reads each layer for one process, and several would read it as often; use num_processes=1"
     if plan.torch_compile != "off":
-        return f"{asked} brings a layer's weights when it is called, and a compiled one does not wait; use torch_compile=off"
+        return f"{request} brings a layer's weights when it is called, and a compiled one does not wait; use torch_compile=off"
     if _chooses_operators(plan):
-        return f"{asked} reads a layer's weights again where its operators are chosen from; use recompute_granularity=full"
+        return f"{request} reads a layer's weights again where its operators are chosen from; use recompute_granularity=full"
     if plan.precision == "fp8":
-        return f"{asked} reads weights as they are stored, and precision=fp8 converts them; use precision=bf16"
+        return f"{request} reads weights as they are stored, and precision=fp8 converts them; use precision=bf16"
     return None
 
 
-def _with_fused_kernels(plan: Plan) -> str | None:
+def _fused_kernel_conflict(plan: Plan) -> str | None:
     if plan.layout.master_weights and plan.precision != "bf16":
         return f"master_weights keeps bf16 copies of fp32 weights, which precision={plan.precision} has no use for; use bf16"
     if plan.fused_kernels and (plan.torch_compile != "off" or _chooses_operators(plan)):
@@ -191,7 +196,7 @@ def _with_fused_kernels(plan: Plan) -> str | None:
     return None
 
 
-def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
+def _update_in_backward_conflict(plan: Plan, clips_gradients: bool) -> str | None:
     if clips_gradients:
         return (
             "optimizer_in_backward updates weights before the norm of all gradients is known; "
@@ -209,11 +214,11 @@ def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
     return None
 
 
-def repeats(plan: Plan) -> bool:
-    """Return whether the plan does the same as another one of the space. Such a plan is left out unless asked for."""
+def is_redundant(plan: Plan) -> bool:
+    """Return whether the plan runs as another one of the space does. Such a plan is left out unless it is requested."""
     if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
         return True
     if plan.recompute_granularity != "full" and not plan.activation_checkpointing:
         return True
-    stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names
+    stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # both names mean one implementation then
     return stochastic or plan.optim in ALIASES

@@ -1,6 +1,6 @@
-"""Enumerate every legal plan for one host, model and workload, around what the user fixed.
+"""Enumerate every legal plan for one host, model and workload that has the fields the user fixed.
 
-Plans come by the way that ranks share the job, then by micro-batch, then by every other choice.
+Plans are ordered by the way that ranks share the job, then by micro-batch, then by every other choice.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.row_sharing import why_not_isolated
-from upshift.planning.search.constraints import PACKED_KERNELS, conflict, repeats
-from upshift.planning.search.layouts import layouts, rank_counts, shares_work
-from upshift.planning.search.space import STARTED_WITH, choices
+from upshift.planning.search.constraints import PACKED_KERNELS, conflict, is_redundant
+from upshift.planning.search.layouts import enumerate_layouts, rank_counts, shares_work
+from upshift.planning.search.space import FIXED_IN_SEARCH, choices
 from upshift.planning.workload import Workload
 
-REPEATED = {"optim", "recompute_granularity"}  # a plan that repeats another one is kept if the user set one of these
+KEEPS_REDUNDANT = {"optim", "recompute_granularity"}  # redundant plans are kept if the user set one of these fields
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A way to share the job: the number of ranks, how many of them have sequences of their own, and the layout."""
+    """A way to share the job: the number of ranks, the number of data-parallel ranks, and the layout."""
 
     ranks: int
     data: int
     layout: Layout
 
 
-class Plans:
+class PlanSpace:
     """All legal plans for one host, model and workload.
 
-    ``fixed``: what the user set. ``only``: the values of other choices that are looked at. ``sharings``: the ways that ranks
-    share the job; None: all that are legal.
+    Args:
+        fixed: the fields that the user set.
+        only: the values of other choices to enumerate.
+        sharings: the ways to share the job; None: all that are legal.
     """
 
     def __init__(
@@ -51,77 +53,83 @@ class Plans:
         only: dict[str, list[Any]] | None = None,
         sharings: list[Sharing] | None = None,
     ) -> None:
-        self.host, self.profile, self.workload, self.fixed = host, profile, workload, fixed or {}
+        self.host = host
+        self.profile = profile
+        self.workload = workload
+        self.fixed = fixed or {}
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
-        self.combinations = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+        self.combinations = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
         self.sharings = self._legal_sharings() if sharings is None else sharings
 
     def _legal_sharings(self) -> list[Sharing]:
         batch = self.workload.global_batch
         if not shares_work(self.host, self.fixed):  # each rank has its own sequences
             return [Sharing(count, count, ALONE) for count in self._counts if batch % count == 0]
-        asked = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
-        found = [
+        layout_fields = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
+        sharings = [
             Sharing(ranks, data, layout)
             for ranks in rank_counts(self.host, self.fixed)
-            for data, layout in layouts(self.host, self.profile, self.workload, fixed=asked, ranks=ranks)
+            for data, layout in enumerate_layouts(self.host, self.profile, self.workload, fixed=layout_fields, ranks=ranks)
         ]
-        whole = [sharing for sharing in found if sharing.layout == ALONE]  # muP needs these; conflict_with_mup refuses others
-        return whole if whole and self.fixed.get("mup_base") else found
+        undivided = [
+            sharing for sharing in sharings if sharing.layout == ALONE
+        ]  # muP needs these; conflict_with_mup refuses others
+        return undivided if undivided and self.fixed.get("mup_base") else sharings
 
     def micro_batches(self, sharing: Sharing) -> list[int]:
-        """Return the micro-batches that make up the global batch, ascending: whole ones of every rank with sequences of
-        its own.
-        """
-        each = self.workload.global_batch // sharing.data
+        """Return the sizes of micro-batches into which a data-parallel rank can divide its sequences, ascending."""
+        sequences_per_rank = self.workload.global_batch // sharing.data
         if "per_device_train_batch_size" in self.fixed:
-            asked = self.fixed["per_device_train_batch_size"]
-            return [asked] if each % asked == 0 else []
+            requested = self.fixed["per_device_train_batch_size"]
+            return [requested] if sequences_per_rank % requested == 0 else []
         if "gradient_accumulation_steps" in self.fixed:
             steps = self.fixed["gradient_accumulation_steps"]
-            return [each // steps] if each % steps == 0 else []
-        return divisors(each)
+            return [sequences_per_rank // steps] if sequences_per_rank % steps == 0 else []
+        return divisors(sequences_per_rank)
 
     def start(self, sharing: Sharing, micro_batch: int) -> Plan:
-        """Return the plan that all plans of one micro-batch start from. Every other choice is the plain one."""
-        here = self.host.ranks_per_node(sharing.ranks)
+        """Return the plan from which all plans of one micro-batch are made. Every other choice has its default."""
+        ranks_here = self.host.ranks_per_node(sharing.ranks)
         return self._start.model_copy(
             update={
                 "num_processes": sharing.ranks,
                 "layout": sharing.layout,
                 "per_device_train_batch_size": micro_batch,
                 "gradient_accumulation_steps": self.workload.global_batch // sharing.data // micro_batch,
-                "threads_per_process": self.fixed.get("threads_per_process", max(self._cores // here, 1)),
+                "threads_per_process": self.fixed.get("threads_per_process", max(self._cores // ranks_here, 1)),
             }
         )
 
     def of(self, sharing: Sharing, micro_batch: int) -> Iterator[Plan | str]:
-        """Yield every plan in a fixed order; for one that is not legal, the reason. Plans that only repeat another one are left
-        out."""
+        """Yield every plan in a fixed order. Instead of a plan that is not legal, yield the reason.
+
+        Redundant plans, which run as another one does, are left out.
+        """
         start = self.start(sharing, micro_batch)
         for combination in self.combinations:
             plan = start.model_copy(update=combination)
-            excluded = conflict(plan, clips_gradients=self.workload.clips_gradients)
-            excluded = excluded or why_not_isolated(self.profile.isolation, plan)
-            if excluded is not None:
-                yield excluded
-            elif REPEATED & self.fixed.keys() or self.fixed.get("attention") in PACKED_KERNELS or not repeats(plan):
+            problem = conflict(plan, clips_gradients=self.workload.clips_gradients)
+            problem = problem or why_not_isolated(self.profile.isolation, plan)
+            if problem is not None:
+                yield problem
+            elif KEEPS_REDUNDANT & self.fixed.keys() or self.fixed.get("attention") in PACKED_KERNELS or not is_redundant(plan):
                 yield plan
 
     def all(self) -> Iterator[Plan]:
         """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
-        found, problem = False, None
+        has_plan = False
+        problem = None
         for sharing in self.sharings:
             for micro_batch in self.micro_batches(sharing):
                 for plan in self.of(sharing, micro_batch):
                     if isinstance(plan, str):
                         problem = problem or plan
                     else:
-                        found = True
+                        has_plan = True
                         yield plan
-        if problem is not None and not found:
+        if problem is not None and not has_plan:
             raise RequestError(problem)
 
     @property
@@ -130,11 +138,11 @@ class Plans:
 
     @cached_property
     def _start(self) -> Plan:
-        """Return the plan that all plans start from."""
+        """Return the plan from which all plans are made."""
         return Plan(
             device=self.host.device, host=self.host.fingerprint, model=self.profile.model_hash,
             sequence_length=self.workload.sequence_length, per_device_train_batch_size=1,
-            **{name: self.fixed[name] for name in (*STARTED_WITH, "optim_args", "mup_base") if name in self.fixed},
+            **{name: self.fixed[name] for name in (*FIXED_IN_SEARCH, "optim_args", "mup_base") if name in self.fixed},
         )  # fmt: skip
 
 
@@ -142,4 +150,4 @@ def enumerate_plans(
     host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None
 ) -> Iterator[Plan]:
     """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
-    return Plans(host, profile, workload, fixed=fixed).all()
+    return PlanSpace(host, profile, workload, fixed=fixed).all()

@@ -1,6 +1,6 @@
-"""Check that every phase of a plan's job fits, and not its step alone. Say which phase does not fit, with its bytes.
+"""Check that every phase of a plan's job fits in memory, and not its step alone. Name the phase that does not fit.
 
-The phases around a step are computed for the plans that are shown, from the best downward, until enough of them fit.
+The phases around a step are predicted for the plans that are shown, from the best downward, until enough of them fit.
 """
 
 from __future__ import annotations
@@ -9,41 +9,44 @@ from dataclasses import dataclass, field, replace
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.memo import Known
-from upshift.planning.cost.memory import WITH_LOGITS, Peak, life, needed
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.memory import WITH_LOGITS, Peak, phase_memory, required_bytes
 from upshift.planning.cost.process_memory import CUDA_SLACK, base_bytes, predict_reserved
-from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.segments import plan_trace
 from upshift.planning.cost.time import largest_micro_batch
-from upshift.planning.search.ranking import FITS_BUT, Candidate, Ranking, Rejected, limit_of
+from upshift.planning.search.ranking import STEP_FITS_PREFIX, Candidate, Ranking, Rejected, limit_of
 from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 
-MAX_WORDS = 3  # parts of memory that are named
+MAX_NAMED_PARTS = 3  # parts of memory that a message names
 
 
 @dataclass(frozen=True)
-class WholeLife:
-    """The phases of jobs of one model and workload on one host."""
+class JobMemory:
+    """The memory of every phase of a job, for one model and workload on one host."""
 
     host: Host
     profile: ModelProfile
     workload: Workload
-    _known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
+    _memo: Memo = field(default_factory=Memo, init=False, compare=False, repr=False)
 
-    def phases(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
-        """Return the allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's
-        largest."""
+    def phase_peaks(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
+        """Return the allocated bytes by phase and part, in the job's order.
+
+        ``sequences``: of a micro-batch; None: the plan's largest.
+        """
         plan = candidate.plan
-        trace = trace_for(self.profile, plan, self.workload, known=self._known)
+        trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)
         if trace is None:
             return dict(candidate.memory.phases)
         shape = largest_micro_batch(plan, self.workload) if sequences is None else (sequences, plan.sequence_length)
-        return life(self.profile, trace, plan, candidate.memory, shape=shape)
+        return phase_memory(self.profile, trace, plan, candidate.memory, shape=shape)
 
     def limit(self, candidate: Candidate) -> float | None:
+        """Return the bytes that one process may be predicted to hold; None where the host's memory is unknown."""
         return limit_of(candidate, self.host, self.workload)
 
-    def held(self, candidate: Candidate, allocated: float) -> float:
+    def held_bytes(self, candidate: Candidate, allocated: float) -> float:
         """Return the bytes that the process or device holds at a moment with ``allocated`` bytes allocated.
 
         A process's heap has holes in proportion up to the step's peak. Memory beyond the peak is mapped apart.
@@ -56,62 +59,67 @@ class WholeLife:
         base = base_bytes(self.host)
         return base + (candidate.resident - base) * allocated / candidate.memory.peak
 
-    def reserved(self, candidate: Candidate, allocated: float) -> float:
-        """Return the bytes that a CUDA allocator reserves at a moment with ``allocated`` bytes allocated: a stuck
-        segment stays.
+    def reserved_bytes(self, candidate: Candidate, allocated: float) -> float:
+        """Return the bytes that a CUDA allocator reserves at a moment with ``allocated`` bytes allocated.
+
+        Segments that it cannot reuse stay reserved.
         """
         return predict_reserved(candidate.memory) + CUDA_SLACK * (allocated - candidate.memory.peak)
 
-    def too_big(self, candidate: Candidate) -> str | None:
-        """Return, in words, the phase around the step that needs most, if it needs more than may be held; else None."""
+    def describe_excess(self, candidate: Candidate) -> str | None:
+        """Describe the phase around the step that needs most memory. Return None if the phase fits."""
         limit = self.limit(candidate)
         if limit is None:
             return None
-        phases = {name: peak for name, peak in self.phases(candidate).items() if name != WITH_LOGITS}
-        needs = {name: needed(name, peak) for name, peak in phases.items()}
-        phase = max(needs, key=lambda name: needs[name])
-        held = self.held(candidate, needs[phase])
-        if needs[phase] <= candidate.memory.peak or held <= limit:
+        phases = {name: peak for name, peak in self.phase_peaks(candidate).items() if name != WITH_LOGITS}
+        needs = {name: required_bytes(name, peak) for name, peak in phases.items()}
+        largest_phase = max(needs, key=lambda name: needs[name])
+        held_bytes = self.held_bytes(candidate, needs[largest_phase])
+        if needs[largest_phase] <= candidate.memory.peak or held_bytes <= limit:
             return None
-        parts = sorted(phases[phase].parts.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size)
-        return f"{FITS_BUT} {phase} does not: needs {format_bytes(held)} of {format_bytes(limit)} ({named})"
+        largest_parts = sorted(phases[largest_phase].parts.items(), key=lambda item: -item[1])
+        named_parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in largest_parts[:MAX_NAMED_PARTS] if size)
+        needed = f"needs {format_bytes(held_bytes)} of {format_bytes(limit)}"
+        return f"{STEP_FITS_PREFIX} {largest_phase} does not: {needed} ({named_parts})"
 
-    def does_not_fit(self, candidate: Candidate) -> tuple[str, ...]:
-        """Return in words the phase that does not fit, and evaluation with logits, which nobody has asked for yet."""
-        reasons = [self.too_big(candidate), self._logits(candidate)]
+    def describe_problems(self, candidate: Candidate) -> tuple[str, ...]:
+        """Describe the phase that does not fit, and evaluation with logits if it does not fit: a user may want it later."""
+        reasons = [self.describe_excess(candidate), self._describe_logits(candidate)]
         return tuple(reason for reason in reasons if reason is not None)
 
-    def _logits(self, candidate: Candidate) -> str | None:
-        """Return in words why evaluation with logits does not fit, with the micro-batch in which it would; None where it fits."""
-        limit, whole = self.limit(candidate), self.phases(candidate).get(WITH_LOGITS)
-        if limit is None or whole is None or self.held(candidate, whole.total) <= limit:
+    def _describe_logits(self, candidate: Candidate) -> str | None:
+        """Describe why evaluation with logits does not fit, and in which micro-batch it would. Return None where it fits."""
+        limit = self.limit(candidate)
+        with_logits = self.phase_peaks(candidate).get(WITH_LOGITS)
+        if limit is None or with_logits is None or self.held_bytes(candidate, with_logits.total) <= limit:
             return None
-        needs = f"needs {format_bytes(self.held(candidate, whole.total))} of {format_bytes(limit)}"
-        words = f"{WITH_LOGITS} in the steps' micro-batches does not fit: {needs}"
+        needs = f"needs {format_bytes(self.held_bytes(candidate, with_logits.total))} of {format_bytes(limit)}"
+        problem = f"{WITH_LOGITS} in the steps' micro-batches does not fit: {needs}"
         size = candidate.plan.per_device_train_batch_size
         while size > 1:
             size //= 2
-            if self.held(candidate, self.phases(candidate, sequences=size)[WITH_LOGITS].total) <= limit:
-                return f"{words}; in micro-batches of {size} it does"
-        return f"{words}; nor does it one sequence at a time"
+            if self.held_bytes(candidate, self.phase_peaks(candidate, sequences=size)[WITH_LOGITS].total) <= limit:
+                return f"{problem}; in micro-batches of {size} it does"
+        return f"{problem}; nor does it one sequence at a time"
 
-    def fitting(self, ranking: Ranking, *, enough: int) -> Ranking:
-        """Return the same ranking, whose first ``enough`` plans fit in every phase; those that do not are rejected with the
-        phase."""
-        kept: list[Candidate] = []
+    def drop_unfitting(self, ranking: Ranking, *, num_plans: int) -> Ranking:
+        """Return the ranking with its first ``num_plans`` plans fitting in every phase.
+
+        Plans that do not fit are rejected, and the reason names the phase.
+        """
+        fitting: list[Candidate] = []
         rejected: list[Rejected] = []
-        looked_at = 0
+        num_checked = 0
         for candidate in ranking.candidates:
-            if len(kept) == enough:
+            if len(fitting) == num_plans:
                 break
-            looked_at += 1
-            reason = self.too_big(candidate)
+            num_checked += 1
+            reason = self.describe_excess(candidate)
             if reason is None:
-                kept.append(candidate)
+                fitting.append(candidate)
             else:
                 rejected.append(Rejected(candidate.plan, reason))
         if not rejected:
             return ranking
-        candidates = [*kept, *ranking.candidates[looked_at:]]
+        candidates = [*fitting, *ranking.candidates[num_checked:]]
         return replace(ranking, candidates=candidates, rejected=[*rejected, *ranking.rejected])

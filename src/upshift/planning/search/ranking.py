@@ -9,20 +9,20 @@ from functools import partial
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
 from upshift.planning.cost.communication import UnknownLink
-from upshift.planning.cost.memo import Known
-from upshift.planning.cost.memory import Peak, StepMemory, accumulates, add_share, predict_memory, walk_stage
-from upshift.planning.cost.partition import shares
+from upshift.planning.cost.memo import Memo
+from upshift.planning.cost.memory import Peak, StepMemory, has_earlier_gradients, micro_batch_memory, predict_memory, step_memory
+from upshift.planning.cost.partition import deciding_shares
 from upshift.planning.cost.process_memory import memory_limit, out_of_memory_probability, predict_reserved, predict_resident
-from upshift.planning.cost.segments import rank_key, trace_for
+from upshift.planning.cost.segments import micro_batch_key, plan_trace
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
-from upshift.planning.cost.uncertainty import Number, by_formula, held_spread
+from upshift.planning.cost.uncertainty import Number, formula_basis, held_memory_spread
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Spread
 from upshift.units import GIB, format_bytes, gib
 
-FITS_BUT = "its step fits,"  # the reason of a plan that is rejected for another phase begins so
+STEP_FITS_PREFIX = "its step fits,"  # the reason of a plan that is rejected for another phase begins with this
 EXTRA_MEMORY_BYTES = 8 * GIB  # plans that would fit with this much more memory are kept
 COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
@@ -41,35 +41,41 @@ class Candidate:
     resident: float
     time: StepTime
     tokens_per_second: float
-    bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; a number that is left out: by formula
+    bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; default: by formula
 
     def basis(self, number: Number) -> Basis:
-        return self.bases.get(number) or by_formula(number, self.plan)
+        """Return how sure a number of the candidate is."""
+        return self.bases.get(number) or formula_basis(number, self.plan)
 
     def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
         """Return the predicted numbers.
 
-        ``phases``: of the whole job; None: a step's. ``host``: the host whose memory the plan may run out of.
+        ``phases``: of the whole job; None: those of a step. ``host``: with whose memory the plan's is compared.
         """
-        step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
-        step, held = self.basis("step"), self.basis("held")
-        risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
+        step_ms = 1000 * self.time.total
+        peaks = phases or self.memory.phases
+        step_basis = self.basis("step")
+        held_basis = self.basis("held")
+        probability = None
+        if host is not None:
+            spread = held_memory_spread(held_basis)
+            probability = out_of_memory_probability(self.resident, self.plan, host, spread=spread)
         return Numbers(
             peak_gib=gib(self.memory.peak),
             reserved_gib=gib(predict_reserved(self.memory)) if self.plan.device == "cuda" else None,
             resident_gib=gib(self.resident),
-            out_of_memory_probability=risk,
+            out_of_memory_probability=probability,
             step_ms=Spread(p20=step_ms, p50=step_ms, p80=step_ms),
             tokens_per_second=self.tokens_per_second,
             memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in peaks.items()},
             binding_term=self.time.binding_term,
             model_flops_per_second=model_flops_per_step / self.time.total,
             one_time_seconds=self.time.one_time,
-            tier=step.tier,
-            interval=step.interval,
-            num_records=step.num_records,
+            tier=step_basis.tier,
+            interval=step_basis.interval,
+            num_records=step_basis.num_records,
             peak_basis=self.basis("allocated"),
-            resident_basis=held,
+            resident_basis=held_basis,
         )
 
 
@@ -78,11 +84,13 @@ def limit_of(candidate: Candidate, host: Host, workload: Workload) -> float | No
 
     They follow from the risk that the workload accepts and from how sure the candidate's held memory is.
     """
-    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_spread(candidate.basis("held")))
+    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_memory_spread(candidate.basis("held")))
 
 
 @dataclass(frozen=True)
 class Rejected:
+    """A plan that cannot run, and why."""
+
     plan: Plan
     reason: str
 
@@ -108,53 +116,61 @@ class TooBig:
 class Ranking:
     """The plans of a space, best first.
 
-    ``too_big`` keeps what did not fit, smallest first: the nearest plan that would fit, and those that a little more memory
-    would let in. ``unseen``: plans that need more memory than one that is far too big.
+    ``too_big`` has plans that do not fit, smallest first: those that would fit with a little more memory, or else the smallest
+    one. ``num_unseen``: the number of plans that need more memory than one that is far too big.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
     rejected: list[Rejected | TooBig] = field(default_factory=list)
-    unseen: int = 0
+    num_unseen: int = 0
 
     @property
     def num_rejected(self) -> int:
-        return len(self.rejected) + self.unseen
+        return len(self.rejected) + self.num_unseen
 
     @property
-    def in_another_phase(self) -> str | None:
-        """Return why the best plan whose step fits does not fit in another phase; None: there is no such plan."""
-        return next((entry.reason for entry in self.rejected if FITS_BUT in entry.reason), None)
+    def phase_problem(self) -> str | None:
+        """Return why the best plan whose step fits does not fit in another phase; None where there is no such plan."""
+        return next((entry.reason for entry in self.rejected if STEP_FITS_PREFIX in entry.reason), None)
 
     def add(self, plan: Plan, coster: Coster) -> bool:
-        """Cost a plan and add it to the ranking. Return False where it is far too big: then its time was not predicted."""
-        limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
-        if isinstance(held, Rejected):
-            self.rejected.append(held)
+        """Predict the costs of a plan and add it to the ranking.
+
+        Return False where the plan is far too big. Its time is then not predicted.
+        """
+        limit = memory_limit(plan, coster.host, risk=coster.workload.risk)
+        estimate = coster.estimate_memory(plan)
+        if isinstance(estimate, Rejected):
+            self.rejected.append(estimate)
             return True
-        if limit is not None and held.resident > limit + EXTRA_MEMORY_BYTES:
-            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
+        if limit is not None and estimate.resident > limit + EXTRA_MEMORY_BYTES:
+            self.rejected.append(TooBig(plan, estimate.memory, estimate.resident, limit))
             return False
-        found = coster.timed(plan, held)
-        if isinstance(found, Rejected):
-            self.rejected.append(found)
-        elif limit is not None and held.resident > limit:
-            self.too_big.append(found)
-            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
+        candidate = coster.estimate_time(plan, estimate)
+        if isinstance(candidate, Rejected):
+            self.rejected.append(candidate)
+        elif limit is not None and estimate.resident > limit:
+            self.too_big.append(candidate)
+            self.rejected.append(TooBig(plan, estimate.memory, estimate.resident, limit))
         else:
-            self.candidates.append(found)
+            self.candidates.append(candidate)
         return True
 
     def sort(self, coster: Coster) -> None:
-        self.candidates.sort(key=lambda c: (-c.tokens_per_second, c.memory.peak))
+        """Sort the plans. If none is nearly small enough, add the smallest one that is too big."""
+        self.candidates.sort(key=lambda candidate: (-candidate.tokens_per_second, candidate.memory.peak))
         if not self.too_big:
-            nearest = min((entry for entry in self.rejected if isinstance(entry, TooBig)), key=lambda e: e.resident, default=None)
-            found = coster.cost(nearest.plan) if nearest is not None else None
-            self.too_big += [found] if isinstance(found, Candidate) else []
-        self.too_big.sort(key=lambda c: c.resident)
+            too_big = [entry for entry in self.rejected if isinstance(entry, TooBig)]
+            if too_big:
+                smallest = coster.cost(min(too_big, key=lambda entry: entry.resident).plan)
+                if isinstance(smallest, Candidate):
+                    self.too_big.append(smallest)
+        self.too_big.sort(key=lambda candidate: candidate.resident)
 
 
 def rank_plans(plans: Iterable[Plan], *, host: Host, profile: ModelProfile, workload: Workload) -> Ranking:
+    """Predict the costs of the plans and rank them."""
     ranking = Ranking()
     coster = Coster(host, profile, workload)
     for plan in plans:
@@ -171,7 +187,7 @@ def cost_plan(
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryEstimate:
     """The memory that a process of a plan holds, and the trace that the prediction follows."""
 
     trace: StepTrace
@@ -180,50 +196,60 @@ class Held:
 
 
 class Coster:
-    """Costs plans for one host, model and workload.
+    """Predicts the costs of plans for one host, model and workload.
 
-    It computes once what plans have in common. It remembers traces of ranks that share layers, and what comes and goes in memory
-    and time while one micro-batch runs.
+    It computes once what plans have in common: the traces of ranks that share layers, and the memory and time of one
+    micro-batch.
     """
 
     def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
-        self.host, self.profile, self.workload = host, profile, workload
-        self._known = Known()
+        self.host = host
+        self.profile = profile
+        self.workload = workload
+        self._memo = Memo()
         self._tokens = tokens_per_step(profile, workload)
 
     def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
-        held = self.held(plan, shape)
-        return held if isinstance(held, Rejected) else self.timed(plan, held)
+        """Return the predicted memory and time of a plan, whether it fits or not."""
+        estimate = self.estimate_memory(plan, shape)
+        return estimate if isinstance(estimate, Rejected) else self.estimate_time(plan, estimate)
 
-    def held(self, plan: Plan, shape: tuple[int, int] | None = None) -> Held | Rejected:
-        mixed = why_not_isolated(self.profile.isolation, plan)
-        if mixed is not None:
-            return Rejected(plan, mixed)
-        trace = trace_for(self.profile, plan, self.workload, known=self._known)
+    def estimate_memory(self, plan: Plan, shape: tuple[int, int] | None = None) -> MemoryEstimate | Rejected:
+        """Return the memory of a plan. ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own."""
+        problem = why_not_isolated(self.profile.isolation, plan)
+        if problem is not None:
+            return Rejected(plan, problem)
+        trace = plan_trace(self.profile, plan, self.workload, memo=self._memo)
         if trace is None:
-            shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
-            return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{shared}")
+            degree = plan.layout.tensor_parallel
+            sharing = f" as one of {degree} tensor-parallel ranks" if degree > 1 else ""
+            return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{sharing}")
         if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
             return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
         memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
-        return Held(trace, memory, predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter))
+        resident = predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter)
+        return MemoryEstimate(trace, memory, resident)
 
-    def timed(self, plan: Plan, held: Held) -> Candidate | Rejected:
+    def estimate_time(self, plan: Plan, estimate: MemoryEstimate) -> Candidate | Rejected:
+        """Return the plan with its memory and its predicted time."""
         try:
-            time = predict_time(self.profile, held.trace, plan, self.workload, self.host, known=self._known)
+            time = predict_time(self.profile, estimate.trace, plan, self.workload, self.host, memo=self._memo)
         except UnknownLink as problem:
             return Rejected(plan, f"{problem} of {self.host.name}; name the host with its link, as HOST@LINK, such as @ib-ndr")
         if time is None:
             return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
         amortised = time.total + time.one_time / self.workload.total_steps
-        return Candidate(plan, held.memory, held.resident, time, self._tokens / amortised)
+        return Candidate(plan, estimate.memory, estimate.resident, time, self._tokens / amortised)
 
     def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
-        if not accumulates(plan):
+        if not has_earlier_gradients(plan):
             return predict_memory(self.profile, trace, plan, shape=shape)
-        of_ranks = []
-        for stage, share in shares(self.profile, plan, self._known):
-            key = ("walk", rank_key(trace, plan, stage), shape, plan.packing)
-            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape, known=self._known))
-            of_ranks.append(add_share(walk, self.profile, plan, stage, share))
-        return max(of_ranks, key=lambda memory: memory.peak) if len(of_ranks) > 1 else of_ranks[0]
+        memory_by_rank = []
+        for stage, share in deciding_shares(self.profile, plan, self._memo):
+            key = ("walk", micro_batch_key(trace, plan, stage), shape, plan.packing)
+            compute = partial(micro_batch_memory, self.profile, trace, plan, stage, shape=shape, memo=self._memo)
+            micro_batch = self._memo.get_or_compute(key, compute)
+            memory_by_rank.append(step_memory(micro_batch, self.profile, plan, stage, share))
+        if len(memory_by_rank) == 1:
+            return memory_by_rank[0]
+        return max(memory_by_rank, key=lambda memory: memory.peak)

@@ -1,10 +1,10 @@
 """Define the plan space: the values of each choice for a host, a model and a workload, and the values that a user fixes.
 
-Read ``field=value`` texts, such as those of --set, for plans of training and of inference.
+First come the functions that read ``field=value`` texts, such as those of --set, for plans of training and of inference. Each
+text names a field of the plan, no field gets two different values, and each value is one that the field may have here.
 
-Each text names a known field, no field gets two different values, and each value is one that the field may have here.
-
-Find where frozen weights may wait outside the memory of the device. The planner looks there when nothing else fits.
+Then come the places outside the memory of the device where frozen weights may be kept. The planner uses them when nothing else
+fits.
 """
 
 from __future__ import annotations
@@ -35,138 +35,145 @@ from upshift.planning.plan import (
     WeightOffload,
     changes_of_mathematics,
 )
-from upshift.planning.row_sharing import packs, why_never_packed
-from upshift.planning.search.constraints import PACKED_KERNELS, read_base, why_not
+from upshift.planning.row_sharing import can_pack, why_never_packed
+from upshift.planning.search.constraints import PACKED_KERNELS, read_base, why_kernel_unusable
 from upshift.planning.search.layouts import check_layout, check_processes, shares_work
 from upshift.planning.workload import Workload
 from upshift.value import Value, first_problem
 
 
-def split_assignment(text: str, known: Collection[str], *, option: str = "--set") -> tuple[str, str]:
+def split_assignment(text: str, field_names: Collection[str], *, option: str = "--set") -> tuple[str, str]:
     """Return the field and the value of ``text``. Raises RequestError."""
     name, equals, value = text.partition("=")
-    if not equals and name in known:
+    if not equals and name in field_names:
         raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
-    if not equals or name not in known:
-        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(known)}")
+    if not equals or name not in field_names:
+        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(field_names)}")
     return name, value
 
 
-def read_assignments(texts: tuple[str, ...], known: Collection[str], parse: Callable[[str, str], Any]) -> dict[str, Any]:
-    """Return for each field what ``parse`` makes of the field and its value. Raises RequestError."""
-    found: dict[str, Any] = {}
+def read_assignments(texts: tuple[str, ...], field_names: Collection[str], parse: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Return the value of each field, as ``parse`` reads it from the field's name and text. Raises RequestError."""
+    values: dict[str, Any] = {}
     for text in texts:
-        name, value = split_assignment(text, known)
+        name, value = split_assignment(text, field_names)
         parsed = parse(name, value)
-        if found.setdefault(name, parsed) != parsed:
-            raise RequestError(f"--set fixes {name} twice, to {found[name]} and to {parsed}; give one of them")
-    return found
+        if values.setdefault(name, parsed) != parsed:
+            raise RequestError(f"--set fixes {name} twice, to {values[name]} and to {parsed}; give one of them")
+    return values
 
 
-def parse_field(kind: type[Value], others: dict[str, Any], name: str, text: str, *, valid: str, option: str = "--set") -> Any:
-    """Return the value that ``text`` is for a field of ``kind``. Raise RequestError that names the option.
+def parse_field(kind: type[Value], required: dict[str, Any], name: str, text: str, *, valid: str, option: str = "--set") -> Any:
+    """Return the value of a field, read from ``text``. Raise RequestError that names the option.
 
     Args:
         kind: the class of the plan.
-        others: values of the fields that ``kind`` cannot do without.
+        required: values of the fields without which no ``kind`` can be made.
         name: the field.
-        text: as the user gave it.
-        valid: the end of the refusal, which says what is valid.
-        option: the option that the text is of.
+        text: the user's text.
+        valid: the end of the error message, which lists valid values.
+        option: the option with which the user gave the text.
     """
     try:
-        return getattr(kind.model_validate({**others, name: text}), name)
+        return getattr(kind.model_validate({**required, name: text}), name)
     except ValidationError as error:
         raise RequestError(f"{option} {first_problem(kind, error)}{valid}") from None
 
 
-def one_of(values: Sequence[Any], otherwise: str = "") -> str:
-    """Return the end of a refusal: the values that a field may have, or ``otherwise`` if there is no list of them."""
+def list_valid_values(values: Sequence[Any], otherwise: str = "") -> str:
+    """Return the end of an error message: the values that a field may have, or ``otherwise`` if there is no list of them."""
     return f"; use one of {', '.join(map(str, values))}" if values else otherwise
 
 
-def check_legal(fixed: dict[str, Any], legal: dict[str, list[Any]], why: Callable[[str], str]) -> None:
-    """Raise RequestError for the first value that is not among the legal ones. ``why``: returns the reason for a field."""
+def check_legal(fixed: dict[str, Any], legal: dict[str, list[Any]], reason_for: Callable[[str], str]) -> None:
+    """Raise RequestError for the first value that is not among the legal ones. ``reason_for``: returns the reason for a field."""
     for name, value in fixed.items():
         if name in legal and value not in legal[name]:
-            refuse_value(name, value, legal[name], why(name))
+            refuse_value(name, value, legal[name], reason_for(name))
 
 
-def refuse_value(name: str, value: Any, legal: list[Any], why: str) -> NoReturn:
-    raise RequestError(f"--set {name}={value} is not possible here{one_of(legal)}{why}")
+def refuse_value(name: str, value: Any, legal: list[Any], reason: str) -> NoReturn:
+    """Raise RequestError for a value that is not legal."""
+    raise RequestError(f"--set {name}={value} is not possible here{list_valid_values(legal)}{reason}")
 
 
-def check_allowed_names(names: tuple[str, ...], known: Collection[str], *, of: str = "") -> tuple[str, ...]:
-    """Return the names of --allow. Raise RequestError for one that is not known."""
-    unknown = next((name for name in names if name not in known), None)
+def check_allowed_names(names: tuple[str, ...], valid_names: Collection[str], *, of: str = "") -> tuple[str, ...]:
+    """Return the names of --allow. Raise RequestError for an unknown one."""
+    unknown = next((name for name in names if name not in valid_names), None)
     if unknown is not None:
-        raise RequestError(f"--allow {unknown!r} is unknown; the choices that change the mathematics{of} are {', '.join(known)}")
+        raise RequestError(
+            f"--allow {unknown!r} is unknown; the choices that change the mathematics{of} are {', '.join(valid_names)}"
+        )
     return names
 
 
 WEIGHT_OFFLOAD = "weight_offload"
-ORIGIN = "disk_bytes_per_second"
+DISK_RATE_FIELD = "disk_bytes_per_second"
 
 
-def asks_where_weights_wait(fixed: tuple[str, ...]) -> bool:
+def fixes_weight_offload(fixed: tuple[str, ...]) -> bool:
+    """Return whether the user set where frozen weights are kept."""
     return any(assignment.partition("=")[0].strip() == WEIGHT_OFFLOAD for assignment in fixed)
 
 
 def with_disk_rate(host: Host, source: ModelSource) -> Host:
     """Return the host with the rate of the disk that holds the model's weights.
 
-    Return the host unchanged where this machine has no weights of the model, or the rate is known.
+    Return the host unchanged if this machine has no weights of the model, or if the host has the rate already.
     """
     if source.directory is None or host.disk_bytes_per_second is not None:
         return host
     rate = disk_rate(sorted(source.directory.glob("*.safetensors")))
-    origin = host.origin | {ORIGIN: "measured on the model's files"}
-    return host if rate is None else host.changed(disk_bytes_per_second=rate, origin=origin)
+    if rate is None:
+        return host
+    origin = host.origin | {DISK_RATE_FIELD: "measured on the model's files"}
+    return host.changed(disk_bytes_per_second=rate, origin=origin)
 
 
 def has_frozen_layers(profile: ModelProfile) -> bool:
-    """Return whether layers have frozen weights that can be read from elsewhere.
+    """Return whether layers have frozen weights that can be kept outside the device's memory.
 
-    They must be stored in the dtype that they are computed in: weights stored in 4 bits are not read from elsewhere.
+    They must be stored in the dtype that they are computed in, so weights stored in 4 bits cannot.
     """
     parameters = profile.parameters
     return not parameters.quantized and parameters.layers > parameters.trainable_layers
 
 
-def unasked(host: Host) -> list[WeightOffload]:
-    """Return the ``places`` that a plan takes without being asked, where nothing else fits.
+def automatic_weight_places(host: Host) -> list[WeightOffload]:
+    """Return the places for weights that the planner tries without a request, where nothing else fits.
 
-    On a GPU a user must ask for them, as for other offloads that have not run on a GPU.
+    On a GPU a user must request them, as other offloads that have not run on a GPU.
     """
-    return places(host)[1:] if host.device == "cpu" else []
+    return weight_places(host)[1:] if host.device == "cpu" else []
 
 
-def places(host: Host) -> list[WeightOffload]:
-    """Return where weights may wait on this host, nearest first."""
-    link, disk = host_link(host) if host.device == "cuda" else None, host.disk_bytes_per_second
-    found: list[WeightOffload] = ["none"]
+def weight_places(host: Host) -> list[WeightOffload]:
+    """Return where frozen weights may be kept on this host, the fastest place first."""
+    link = host_link(host) if host.device == "cuda" else None
+    disk = host.disk_bytes_per_second
+    values: list[WeightOffload] = ["none"]
     if host.num_devices == 1 and link is not None:
-        found.append("host")
+        values.append("host")
     if host.num_devices == 1 and disk is not None and (host.device == "cpu" or link is not None):
-        found.append("disk")
-    return found
+        values.append("disk")
+    return values
 
 
-BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
+BLOCK_ATTENTION_LIMIT = 8192  # the probabilities that it saves grow with the square of the length
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
-# Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
+# Only chosen on request: no run on a GPU has confirmed what they are predicted to cost.
 OFFLOADS = ("optim_offload", "activation_offload")
 PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
 ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
-STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # fixed in a search; the planner sets the last where nothing else fits
+FIXED_IN_SEARCH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # the planner sets the last one where nothing else fits
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which cannot be done with weights stored in 4 bits
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
-    """Return the values each field may take here. An empty list cannot happen: the plain value is always legal."""
+    """Return the values that each field may have here. No list is empty, because the default is always legal."""
     layers = profile.num_layers
     quarters = sorted({round(layers * share / 4) for share in range(5)})
     recompute = quarters if profile.declares.gradient_checkpointing_per_layer else [0, layers]
@@ -174,7 +181,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     if host.device != "cpu" and "block" in attention:
         attention.remove("block")
     if "sdpa" in attention and host.num_devices == 1:
-        attention += [name for name in PACKED_KERNELS if why_not(name, host, profile) is None]
+        attention += [name for name in PACKED_KERNELS if why_kernel_unusable(name, host, profile) is None]
     quantized = profile.parameters.quantized > 0
     return {
         "precision": _precisions(host, workload, quantized=quantized),
@@ -192,8 +199,8 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
 
 
 def _granularities(profile: ModelProfile) -> list[Granularity]:
-    ways: set[Granularity] = {way for step in profile.steps for way in step.gaps_recomputed}
-    return sorted(ways) or ["full"]
+    granularities: set[Granularity] = {granularity for step in profile.steps for granularity in step.gaps_recomputed}
+    return sorted(granularities) or ["full"]
 
 
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
@@ -204,11 +211,11 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     """
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan) | get_type_hints(Layout)
-    shares = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
+    layout_text = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
     if host.num_devices > 1 or host.device == "cpu":
         settable += Layout.model_fields
-    elif shares is not None:
-        raise RequestError(f"--set {shares} is for several ranks, and {host.name} has one GPU; leave it out")
+    elif layout_text is not None:
+        raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
     check_processes(fixed, host)
     _check_batches(fixed, host, workload)
@@ -216,7 +223,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     if fixed.get("mup_base"):
         read_base(fixed["mup_base"])
     legal = _legal_here(host, workload, quantized=quantized)
-    check_legal(fixed, legal, lambda name: _why_here(name, fixed[name], host, workload, quantized=quantized))
+    check_legal(fixed, legal, lambda name: _reason_not_legal_here(name, fixed[name], host, workload, quantized=quantized))
     return fixed
 
 
@@ -232,47 +239,47 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
                     f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
                 )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
-            refuse_value(name, value, legal[name], _why(name, value, host, profile, workload))
+            refuse_value(name, value, legal[name], _reason_not_legal(name, value, host, profile, workload))
     return fixed
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
-    """Return ``choices``, and beside them values that are legal and only taken when asked for."""
-    here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
-    kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
-    offloads = here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
-    found = {name: values for name, values in choices(host, profile, workload).items() if name != "num_processes"}
-    return {**found, **here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
+    """Return the values of ``choices``, and those that are legal but only taken on request."""
+    legal_here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
+    kernels = legal_here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
+    offloads = legal_here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
+    searched = {name: values for name, values in choices(host, profile, workload).items() if name != "num_processes"}
+    return {**searched, **legal_here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
 
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
-    moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
+    offload_values = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
     optimizers = _optimizers(host, workload)
-    shared = host.device == "cuda" and host.num_devices > 1
+    has_several_gpus = host.device == "cuda" and host.num_devices > 1
     return {
-        "precision": _precisions(host, workload, quantized=quantized, asked=True),
+        "precision": _precisions(host, workload, quantized=quantized, is_requested=True),
         "torch_compile": _compile_ways(host, quantized=quantized),
         "optim": [*optimizers, *(name for name in ALIASES if ALIASES[name] in optimizers)],
         "optimizer_in_backward": _updates_in_backward(workload),
         "host_memory": _host_memory(host),
-        **dict.fromkeys(OFFLOADS, moved),
-        WEIGHT_OFFLOAD: ["none"] if quantized else places(host),
-        "fused_kernels": [False, True] if shared else [False],
-        "loss_kernel": list(get_args(LossKernel)) if shared else ["eager"],
+        **dict.fromkeys(OFFLOADS, offload_values),
+        WEIGHT_OFFLOAD: ["none"] if quantized else weight_places(host),
+        "fused_kernels": [False, True] if has_several_gpus else [False],
+        "loss_kernel": list(get_args(LossKernel)) if has_several_gpus else ["eager"],
     }
 
 
-def texts_share(host: Host, fixed: tuple[str, ...]) -> bool:
-    """Return layouts.shares_work of ``field=value`` pairs."""
-    return shares_work(host, layout_of_texts(fixed))
+def texts_share_work(host: Host, fixed: tuple[str, ...]) -> bool:
+    """Return whether ``field=value`` pairs ask to search for layouts that share the job."""
+    return shares_work(host, parse_layout(fixed))
 
 
-def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
-    """Return what ``field=value`` pairs fix of the layout, and of the number of processes."""
+def parse_layout(fixed: tuple[str, ...]) -> dict[str, Any]:
+    """Return the layout's fields and the number of processes that ``field=value`` pairs fix."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
-    given = {name: text for name, _, text in (one.partition("=") for one in fixed)}
-    layout = {name: text for name, text in given.items() if name in Layout.model_fields or name == "num_processes"}
+    text_by_name = {name: text for name, _, text in (assignment.partition("=") for assignment in fixed)}
+    layout = {name: text for name, text in text_by_name.items() if name in Layout.model_fields or name == "num_processes"}
     return {name: parse_value(name, text, hints[name]) for name, text in layout.items()}
 
 
@@ -281,18 +288,20 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
     options = tuple(optimizers()) if name == "optim" else get_args(hint)
     if name == "optim":
         check_name(text)
-    plain = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
-    holder, given = (Layout, {}) if name in Layout.model_fields else (Plan, plain)
-    return parse_field(holder, given, name, text, valid=one_of(options), option=option)
+    required_of_plan = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
+    is_layout_field = name in Layout.model_fields
+    kind = Layout if is_layout_field else Plan
+    required = {} if is_layout_field else required_of_plan
+    return parse_field(kind, required, name, text, valid=list_valid_values(options), option=option)
 
 
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
     """Raise RequestError if the fixed batch factors do not make up the global batch.
 
-    Ranks that share the job need not have sequences of their own: the layout says how many have.
+    Where ranks share the job, the number of processes is no factor: the layout says how many have their own sequences.
     """
-    counted = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
-    factors = {name: fixed[name] for name in counted if name in fixed}
+    factor_names = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
+    factors = {name: fixed[name] for name in factor_names if name in fixed}
     total = workload.global_batch
     if total % prod(factors.values()):
         raise RequestError(
@@ -304,10 +313,10 @@ def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> Non
         raise RequestError(f"{product} sequences are not the global batch of {total}; leave one of them out")
 
 
-def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
-    """Return why a value of a field is not legal for this model."""
+def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
+    """Return why a value of a field is not legal for this model, in brackets."""
     if value in PACKED_KERNELS:
-        return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+        return f" ({why_kernel_unusable(value, host, profile) or 'it is planned for one device'})"
     if name == "packing":
         kernels = choices(host, profile, workload)["attention"]
         return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
@@ -315,11 +324,11 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
         return f" ({profile.chunked_loss_reason})"
     if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
         return " (only weights that are not trained can be elsewhere; train an adapter, such as --lora-rank 16)"
-    return _why_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
+    return _reason_not_legal_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
 
 
-def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
-    """Return why a value of a field is not legal here, whatever the model.
+def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
+    """Return why a value of a field is not legal here for any model, in brackets.
 
     Raises MissingExtra where only a library is missing.
     """
@@ -333,10 +342,17 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
         return " (it needs a CUDA device whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
-    needed = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
-    if needed in changes_of_mathematics() and needed not in workload.allow:
-        return f" (it changes the mathematics; add --allow {needed})"
-    library = LIBRARY_OF_PRECISION.get(value) if name == "precision" else optimizers()[value].library if name == "optim" else None
+    if name == "precision":
+        change = value
+        library = LIBRARY_OF_PRECISION.get(value)
+    elif name == "optim":
+        change = optimizers()[value].allow
+        library = optimizers()[value].library
+    else:
+        change = None
+        library = None
+    if change in changes_of_mathematics() and change not in workload.allow:
+        return f" (it changes the mathematics; add --allow {change})"
     if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":
         return f" ({library} is for CUDA devices)"
     if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
@@ -345,36 +361,37 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
 
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of --allow. Raise RequestError for an unknown one."""
     return check_allowed_names(names, changes_of_mathematics())
 
 
-def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
-    """Return the precisions that the host has instructions for. ``asked``: also those that are never better.
+def _precisions(host: Host, workload: Workload, *, quantized: bool, is_requested: bool = False) -> list[Precision]:
+    """Return the precisions for which the host has instructions. ``is_requested``: also those that are never the best.
 
     Where torch would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
     """
-    found: list[Precision] = ["fp32"]
+    precisions: list[Precision] = ["fp32"]
     if not host.medium_is_bf16 and host.supports(MATRIX_PRECISION["tf32"]):
-        found.append("tf32")
-    found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
-    if not asked and host.device == "cuda" and {"bf16", "fp16"} <= {*found}:
-        found.remove("fp16")  # as fast and as large on GPUs, and its gradients overflow
-    if "bf16-weights" in workload.allow and "bf16" in found:
-        found.append("bf16-weights")
-    if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
-        found.append("fp8")
-    return [name for name in found if not quantized or name not in WHOLE_WEIGHTS]
+        precisions.append("tf32")
+    precisions += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
+    if not is_requested and host.device == "cuda" and {"bf16", "fp16"} <= {*precisions}:
+        precisions.remove("fp16")  # as fast and as large on GPUs, and its gradients overflow
+    if "bf16-weights" in workload.allow and "bf16" in precisions:
+        precisions.append("bf16-weights")
+    if "fp8" in workload.allow and "bf16" in precisions and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
+        precisions.append("fp8")
+    return [name for name in precisions if not quantized or name not in WHOLE_WEIGHTS]
 
 
 def _optimizers(host: Host, workload: Workload) -> list[str]:
     """Return the optimizers that are allowed and run here, each under one name."""
-    found: list[str] = []
+    names: list[str] = []
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
-        runs = host.device == "cuda" or not facts.cuda_only
-        if allowed and runs and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
-            found.append(name)
-    return found
+        runs_here = host.device == "cuda" or not facts.cuda_only
+        if allowed and runs_here and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
+            names.append(name)
+    return names
 
 
 def _is_installed(library: str) -> bool:
@@ -395,7 +412,7 @@ def _updates_in_backward(workload: Workload) -> list[bool]:
 
 
 def _host_memory(host: Host) -> list[HostMemory]:
-    return ["keep", "system"] if host.device == "cpu" and _is_glibc() else ["system"]
+    return ["keep", "system"] if host.device == "cpu" and _has_glibc() else ["system"]
 
 
 def _can_chunk(profile: ModelProfile) -> bool:
@@ -405,7 +422,7 @@ def _can_chunk(profile: ModelProfile) -> bool:
 def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
     lengths = workload.lengths
     short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
-    return short and profile.objective == "causal-lm" and packs(profile, kernels)
+    return short and profile.objective == "causal-lm" and can_pack(profile, kernels)
 
 
 def _process_counts(host: Host, workload: Workload) -> list[int]:
@@ -416,5 +433,5 @@ def _process_counts(host: Host, workload: Workload) -> list[int]:
     return sorted(count for count in candidates if cores % count == 0 and workload.global_batch % count == 0)
 
 
-def _is_glibc() -> bool:
+def _has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"

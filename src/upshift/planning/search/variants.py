@@ -1,4 +1,4 @@
-"""Decide which steps of a model must be traced for the plans of a host and a workload."""
+"""Choose the steps of a model that must be traced for the plans of a host and a workload."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 from upshift.hardware.spec import Host
 from upshift.models.profile import TracedPrecision, Variant
 from upshift.planning.search.layouts import rank_counts
-from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT, can_compile, layout_of_texts, texts_share
+from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT, can_compile, parse_layout, texts_share_work
 from upshift.planning.workload import Workload
 
 
 def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
-    """Return what must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask.
+    """Return the variants to trace: each precision's tensor sizes and each attention kernel, with and without an explicit mask.
 
-    Variants that ``fixed`` rules out are left out. The plain default's is always among them. ``selective``: also trace selective
-    recomputation, which takes half as long again and matters where memory is short. Alternate recomputation is traced where it
-    is asked for.
+    Variants that ``fixed`` excludes are left out. The plain default's variant is always among them. ``selective``: also trace
+    selective recomputation, which takes half as long again and matters where memory is short. Alternate recomputation is traced
+    on request.
     """
-    found = _variants_for(host, workload, fixed, selective=selective)
-    asked = "recompute_granularity=alternate" in fixed
-    return tuple(variant._replace(alternate=True) for variant in found) if asked else found
+    variants = _variants_for(host, workload, fixed, selective=selective)
+    traces_alternate = "recompute_granularity=alternate" in fixed
+    return tuple(variant._replace(alternate=True) for variant in variants) if traces_alternate else variants
 
 
 def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, selective: bool) -> tuple[Variant, ...]:
@@ -32,54 +32,57 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     if "bf16-weights" in workload.allow:
         precisions.append("bf16-pure")
     masks = (False, True) if workload.lengths is not None else (False,)
-    shared = texts_share(host, fixed)
-    if shared and host.device != "cpu":
+    is_shared = texts_share_work(host, fixed)
+    if is_shared and host.device != "cpu":
         return _shared_variants(precisions, masks, selective=selective)
     kernels = ["sdpa"]
-    block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
-    if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
+    can_block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
+    if can_block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
-    compiled = can_compile(host)
+    can_compile_here = can_compile(host)
     divided = False
-    if shared:
-        divides = _dividing(host, fixed)
-        divided = divides.matrices
-        if "bf16" in precisions and divides.gathered and "bf16-pure" not in precisions:
+    if is_shared:
+        summary = _summarize_layouts(host, fixed)
+        divided = summary.matrices
+        if "bf16" in precisions and summary.gathered and "bf16-pure" not in precisions:
             precisions.append("bf16-pure")
-        if "bf16" in precisions and not divides.whole:
+        if "bf16" in precisions and not summary.autocast:
             precisions.remove("bf16")
     variants = [
-        Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=compiled)
+        Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=can_compile_here)
         for precision in precisions
         for kernel in kernels
         for masked in masks
     ]
-    return (*variants, *(Variant(p, "eager", False) for p in precisions))
+    return (*variants, *(Variant(precision, "eager", False) for precision in precisions))
 
 
-class _Dividing(NamedTuple):
-    """A summary of some layouts: whether any of them has each of these."""
+class _DivisionSummary(NamedTuple):
+    """Says for each of these whether any of some layouts has it."""
 
-    matrices: bool
+    matrices: bool  # divided among tensor-parallel ranks
     gathered: bool  # weights that were gathered in bf16
-    whole: bool  # weights that autocast casts
+    autocast: bool  # weights that autocast casts
 
 
-def _dividing(host: Host, fixed: tuple[str, ...]) -> _Dividing:
-    """Return what layouts of processes on CPUs divide: ``fixed`` leaves few ranks for the rest, and every trace takes seconds."""
-    given = layout_of_texts(fixed)
-    ranks, stage = max(rank_counts(host, given)), given.get("fully_shard")
-    sharing = lcm(given.get("context_parallel", 1), given.get("shard_size", 1 if stage in (None, "no") else 2))
-    pipeline = given.get("pipeline_parallel", 1)
-    tensor = given.get("tensor_parallel", ranks // (pipeline * sharing))
-    beside = ranks // (pipeline * given.get("tensor_parallel", 1)) > 1
-    gathers, masters = stage in ("gradients", "weights"), bool(given.get("master_weights"))
-    return _Dividing(tensor > 1, gathers or masters or (stage is None and beside), not (gathers or masters))
+def _summarize_layouts(host: Host, fixed: tuple[str, ...]) -> _DivisionSummary:
+    """Summarize the layouts of processes on CPUs. ``fixed`` leaves few of them, and every needless trace takes seconds."""
+    fixed_fields = parse_layout(fixed)
+    ranks = max(rank_counts(host, fixed_fields))
+    stage = fixed_fields.get("fully_shard")
+    group_ranks = lcm(fixed_fields.get("context_parallel", 1), fixed_fields.get("shard_size", 1 if stage in (None, "no") else 2))
+    pipeline = fixed_fields.get("pipeline_parallel", 1)
+    tensor = fixed_fields.get("tensor_parallel", ranks // (pipeline * group_ranks))
+    has_data_parallel = ranks // (pipeline * fixed_fields.get("tensor_parallel", 1)) > 1
+    gathers = stage in ("gradients", "weights")
+    masters = bool(fixed_fields.get("master_weights"))
+    return _DivisionSummary(tensor > 1, gathers or masters or (stage is None and has_data_parallel), not (gathers or masters))
 
 
 def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
-    """Return the variants for GPUs that share a job: bf16 also as one of two ranks, and with weights that were
-    gathered in bf16.
+    """Return the variants for GPUs that share a job.
+
+    bf16 is also traced as one of two ranks, and with weights that were gathered in bf16.
     """
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(

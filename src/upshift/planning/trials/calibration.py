@@ -1,8 +1,8 @@
-"""Correct predictions with what ran on this machine: the same plan by its own numbers, others by the median ratio.
+"""Correct predictions with earlier runs on this machine: the same plan by its own numbers, others by the median ratio.
 
-Every run and trial leaves one line with what the formulas said and what was measured, in a file of the cache folder that is safe
-to delete. A line counts only for the host, the libraries and the formulas that it was made with, so a new version of any of them
-starts anew. A described host has no lines: nothing ran on it.
+Every run and trial appends one line with predicted and measured numbers to a file of the cache folder, which is safe to delete.
+A line counts only for the host, the libraries and the formulas that it was made with. So a new version of any of them starts
+without lines. A described host has no lines, because nothing ran on it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pydantic import Field
 from upshift.atomic_file import write_whole
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.memory import scale_to_peak
 from upshift.planning.cost.process_memory import memory_limit
 from upshift.planning.cost.uncertainty import (
     MIN_RECORDS,
     Correction,
     Number,
     formula_interval,
-    held_spread,
-    measured_again,
-    transferred,
+    held_memory_spread,
+    remeasured,
+    transfer,
 )
 from upshift.planning.plan import Compile, Plan, Precision
 from upshift.planning.search.ranking import COST_KEY, Candidate, Ranking, TooBig
@@ -42,14 +42,19 @@ from upshift.value import Value
 from upshift.versions import installed_version
 
 FILE_NAME = "calibration.jsonl"
-NO_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that only say how sure numbers are
+FILES_WITHOUT_FORMULAS = ("__init__.py", "uncertainty.py")  # files of cost/ that do not change a predicted number
 MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
-TRANSFERRED: tuple[Number, ...] = ("step", "held")  # allocated memory follows from the trace: other models say nothing of it
+TRANSFERRED_NUMBERS: tuple[Number, ...] = (
+    "step",
+    "held",
+)  # allocated memory follows from a model's own trace
 
 logger = logging.getLogger(__name__)
 
 
-class Pair(Value):
+class MeasuredPair(Value):
+    """A number as the formulas predict it, and as it was measured."""
+
     predicted: float = Field(gt=0)
     measured: float = Field(gt=0)
 
@@ -62,17 +67,24 @@ class Sample(Value):
     precision: Precision
     torch_compile: Compile
     kind: Literal["run", "trial"]
-    numbers: dict[Number, Pair]
+    numbers: dict[Number, MeasuredPair]
 
 
 def sample_of(
     plan: Plan, workload: Workload, kind: Literal["run", "trial"], numbers: dict[Number, tuple[float, float | None]]
 ) -> Sample:
     """Return a sample of a plan that ran. ``numbers``: (by formula, measured); None: not measured."""
+    pairs = {
+        name: MeasuredPair(predicted=predicted, measured=measured) for name, (predicted, measured) in numbers.items() if measured
+    }
     return Sample(
-        made_with=made_with(plan.host), job=job_key(plan, workload), precision=plan.precision, torch_compile=plan.torch_compile,
-        kind=kind, numbers={name: Pair(predicted=first, measured=second) for name, (first, second) in numbers.items() if second},
-    )  # fmt: skip
+        made_with=provenance(plan.host),
+        job=job_key(plan, workload),
+        precision=plan.precision,
+        torch_compile=plan.torch_compile,
+        kind=kind,
+        numbers=pairs,
+    )
 
 
 def job_key(plan: Plan, workload: Workload) -> str:
@@ -89,7 +101,8 @@ def _lengths_key(workload: Workload) -> str:
     return _short_hash(workload.lengths.to_json()) if workload.lengths else ""
 
 
-def made_with(fingerprint: str) -> str:
+def provenance(fingerprint: str) -> str:
+    """Return a key of the host, the libraries and the formulas."""
     return f"{fingerprint}-{_software()}"
 
 
@@ -97,9 +110,11 @@ def made_with(fingerprint: str) -> str:
 def _software() -> str:
     """Return a hash of the cost formulas' source and of the versions of torch and transformers.
 
-    Predictions and steps of other formulas or libraries say nothing about these.
+    Samples of other formulas or libraries do not count for these.
     """
-    sources = sorted(path for path in (Path(__file__).parents[1] / "cost").glob("*.py") if path.name not in NO_FORMULAS)
+    sources = sorted(
+        path for path in (Path(__file__).parents[1] / "cost").glob("*.py") if path.name not in FILES_WITHOUT_FORMULAS
+    )
     code = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
     return _short_hash(repr((code, [installed_version(name) for name in ("torch", "transformers")])))
 
@@ -110,134 +125,136 @@ def _short_hash(text: str) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
+    """The samples of earlier runs on a host, from which corrections follow."""
+
     samples: tuple[Sample, ...] = ()
 
     def of(self, candidate: Candidate, workload: Workload) -> Candidate:
-        """Return the candidate, which comes from the formulas, corrected by what ran here."""
-        return self._of(candidate, workload, _lengths_key(workload)) if self.samples else candidate
+        """Return the candidate, which the formulas predicted, corrected by the samples."""
+        return self._correct(candidate, workload, _lengths_key(workload)) if self.samples else candidate
 
-    def _of(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
+    def _correct(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
         assert not candidate.bases, "it was calibrated before"
-        found = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
-        factor = {number: correction.factor for number, correction in found.items()}
-        bases: dict[Number, Basis] = {number: correction.basis for number, correction in found.items()}
-        time, memory = candidate.time, candidate.memory
-        terms = {name: seconds * factor.get("step", 1.0) for name, seconds in time.terms.items()}
+        corrections = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
+        factors = {number: correction.factor for number, correction in corrections.items()}
+        bases: dict[Number, Basis] = {number: correction.basis for number, correction in corrections.items()}
+        time = candidate.time
+        memory = candidate.memory
+        terms = {name: seconds * factors.get("step", 1.0) for name, seconds in time.terms.items()}
         one_time = time.one_time / workload.total_steps
-        before, after = time.total + one_time, sum(terms.values()) + one_time
+        seconds_before = time.total + one_time
+        seconds_after = sum(terms.values()) + one_time
         return replace(
             candidate,
-            memory=scaled_to(memory, memory.peak * factor["allocated"]) if "allocated" in factor else memory,
-            resident=candidate.resident * factor.get("held", 1.0),
+            memory=scale_to_peak(memory, memory.peak * factors["allocated"]) if "allocated" in factors else memory,
+            resident=candidate.resident * factors.get("held", 1.0),
             time=replace(time, terms=terms),
-            tokens_per_second=candidate.tokens_per_second * before / after,
+            tokens_per_second=candidate.tokens_per_second * seconds_before / seconds_after,
             bases=bases,
         )
 
     def _corrections(self, plan: Plan, job: str) -> dict[Number, Correction]:
-        own = self._by_job.get(job, [])
-        found: dict[Number, Correction] = {}
+        samples = self._by_job.get(job, [])
+        corrections: dict[Number, Correction] = {}
         numbers: tuple[Number, ...] = ("step", "allocated", "held")
         for number in numbers:
-            ratios = [_ratio(sample.numbers[number]) for sample in own if number in sample.numbers]
-            correction = measured_again(number, ratios) if ratios else self._from_others(number, plan)
+            ratios = [_ratio(sample.numbers[number]) for sample in samples if number in sample.numbers]
+            correction = remeasured(number, ratios) if ratios else self._from_others(number, plan)
             if correction is not None:
-                found[number] = correction
-        return found
+                corrections[number] = correction
+        return corrections
 
     def _from_others(self, number: Number, plan: Plan) -> Correction | None:
-        """Return the correction by plans of the same precision and compile mode if there are enough of them, else by
-        all plans.
-        """
+        """Return the correction by other plans: those of the same precision and compile mode, or all if they are too few."""
         key = (number, plan.precision, plan.torch_compile, plan.device)
-        if key not in self._known:
-            self._known[key] = self._median_of_others(number, plan)
-        return self._known[key]
+        if key not in self._cached_corrections:
+            self._cached_corrections[key] = self._median_of_others(number, plan)
+        return self._cached_corrections[key]
 
     def _median_of_others(self, number: Number, plan: Plan) -> Correction | None:
-        if number not in TRANSFERRED:
+        if number not in TRANSFERRED_NUMBERS:
             return None
-        alike = self._ratios.get((number, plan.precision, plan.torch_compile), ())
-        ratios = alike if len(alike) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
-        return transferred(formula_interval(number, plan), ratios) if ratios else None
+        similar_ratios = self._ratios.get((number, plan.precision, plan.torch_compile), ())
+        ratios = similar_ratios if len(similar_ratios) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
+        return transfer(formula_interval(number, plan), ratios) if ratios else None
 
     @cached_property
-    def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
-        """Return the cache of corrections: thousands of plans ask for the same few."""
+    def _cached_corrections(self) -> dict[tuple[Number, str, str, str], Correction | None]:
+        """Return the cache of corrections. Thousands of plans need the same few."""
         return {}
 
     @cached_property
     def _by_job(self) -> dict[str, list[Sample]]:
-        found: dict[str, list[Sample]] = defaultdict(list)
+        samples_by_job: dict[str, list[Sample]] = defaultdict(list)
         for sample in self.samples:
-            found[sample.job].append(sample)
-        return dict(found)
+            samples_by_job[sample.job].append(sample)
+        return dict(samples_by_job)
 
     @cached_property
     def _ratios(self) -> dict[tuple[Number, str, str], tuple[float, ...]]:
-        """Return one ratio for each job, however often it ran, by number, precision and compile mode; ("", "") has
-        those of all.
-        """
-        found: dict[tuple[Number, str, str], list[float]] = defaultdict(list)
+        """Return one ratio for each job, by number, precision and compile mode. The key ("", "") has those of all jobs."""
+        ratios_by_kind: dict[tuple[Number, str, str], list[float]] = defaultdict(list)
         for samples in self._by_job.values():
-            for number in TRANSFERRED:
+            for number in TRANSFERRED_NUMBERS:
                 ratios = [_ratio(sample.numbers[number]) for sample in samples if number in sample.numbers]
                 if ratios:
-                    found[number, samples[0].precision, samples[0].torch_compile].append(median(ratios))
-                    found[number, "", ""].append(median(ratios))
-        return {key: tuple(sorted(ratios)) for key, ratios in found.items()}
+                    ratios_by_kind[number, samples[0].precision, samples[0].torch_compile].append(median(ratios))
+                    ratios_by_kind[number, "", ""].append(median(ratios))
+        return {key: tuple(sorted(ratios)) for key, ratios in ratios_by_kind.items()}
 
-    def ranked(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
-        """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
+    def rerank(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
+        """Return the plans ranked by their corrected numbers. Which of them fit is decided again."""
         if not self.samples:
             return ranking
-        again, lengths = Ranking(unseen=ranking.unseen), _lengths_key(workload)
-        for one in (*ranking.candidates, *ranking.too_big):
-            found = self._of(one, workload, lengths)
-            limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))
-            if limit is not None and found.resident > limit:
-                again.too_big.append(found)
-                again.rejected.append(TooBig(found.plan, found.memory, found.resident, limit))
+        corrected = Ranking(num_unseen=ranking.num_unseen)
+        lengths = _lengths_key(workload)
+        for candidate in (*ranking.candidates, *ranking.too_big):
+            calibrated = self._correct(candidate, workload, lengths)
+            limit = memory_limit(calibrated.plan, host, risk=workload.risk, spread=held_memory_spread(calibrated.basis("held")))
+            if limit is not None and calibrated.resident > limit:
+                corrected.too_big.append(calibrated)
+                corrected.rejected.append(TooBig(calibrated.plan, calibrated.memory, calibrated.resident, limit))
             else:
-                again.candidates.append(found)
-        asked = {id(one.plan) for one in (*ranking.candidates, *ranking.too_big)}
-        again.rejected += [entry for entry in ranking.rejected if id(entry.plan) not in asked]
-        again.candidates.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
-        again.too_big.sort(key=lambda one: one.resident)
-        return again
+                corrected.candidates.append(calibrated)
+        ranked_plans = {id(candidate.plan) for candidate in (*ranking.candidates, *ranking.too_big)}
+        corrected.rejected += [entry for entry in ranking.rejected if id(entry.plan) not in ranked_plans]
+        corrected.candidates.sort(key=lambda candidate: (-candidate.tokens_per_second, candidate.memory.peak))
+        corrected.too_big.sort(key=lambda candidate: candidate.resident)
+        return corrected
 
 
 NO_RECORDS = Calibration()
 
 
-def _ratio(pair: Pair) -> float:
+def _ratio(pair: MeasuredPair) -> float:
     return pair.measured / pair.predicted
 
 
 def read_calibration(host: Host) -> Calibration:
-    """Return what ran on this host with these libraries and formulas.
+    """Return the samples of this host with these libraries and formulas.
 
-    A line that cannot be read is skipped: a crash cut it short, or another version wrote it.
+    A line that cannot be read is skipped. A crash cut it short, or another version wrote it.
     """
     try:
         lines = _path().read_bytes().splitlines()
     except OSError:
         return NO_RECORDS
-    mine, found = f'"made_with":"{made_with(host.fingerprint)}"'.encode(), []
+    marker = f'"made_with":"{provenance(host.fingerprint)}"'.encode()
+    samples = []
     for line in lines:
-        if mine not in line:
+        if marker not in line:
             continue
         try:
-            found.append(Sample.from_json(line))
+            samples.append(Sample.from_json(line))
         except RequestError:
             continue
-    return Calibration(tuple(found))
+    return Calibration(tuple(samples))
 
 
-def remember(samples: Iterable[Sample]) -> None:
-    """Append each sample to the file as one write, so that processes that write at once leave whole lines.
+def append_samples(samples: Iterable[Sample]) -> None:
+    """Append the samples to the file in one write, so that processes that write at the same time leave whole lines.
 
-    The line before may be cut short, so a new line begins with a line break. A cache that cannot be written fails no job.
+    The line before may be cut short, so a new line begins with a line break. If the cache cannot be written, no job fails.
     """
     path = _path()
     text = "".join(f"\n{sample.to_json()}\n" for sample in samples if sample.numbers)
@@ -248,16 +265,16 @@ def remember(samples: Iterable[Sample]) -> None:
         with path.open("ab", buffering=0) as file:
             file.write(text.encode())
         if path.stat().st_size > MAX_BYTES:
-            _keep_newer_half(path)
+            _drop_older_half(path)
     except OSError as error:
         logger.warning("what was measured was not kept in %s: %s", path, error.strerror)
 
 
-def _keep_newer_half(path: Path) -> None:
+def _drop_older_half(path: Path) -> None:
     """Keep the newer half of the file. A sample that another process appends meanwhile may be lost."""
     text = path.read_bytes()
-    kept = text[text.find(b"\n", len(text) - MAX_BYTES // 2) + 1 :]
-    write_whole(path, kept)
+    newer_half = text[text.find(b"\n", len(text) - MAX_BYTES // 2) + 1 :]
+    write_whole(path, newer_half)
 
 
 def _path() -> Path:

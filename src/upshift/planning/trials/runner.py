@@ -1,4 +1,4 @@
-"""Run plans for real, a few seconds each, each in a process of its own that its parent survives."""
+"""Run plans for a few seconds each. Each trial has its own process, whose parent survives if it dies."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, TypedDict
 
 from pydantic import Field
 
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ChildExit, ForkServer, fork_server
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
 
-LABELS_OF_A_LOSS = 1000  # a mean over this many labels is exact enough to be compared as it is
+LABELS_OF_A_LOSS = 1000  # a mean over this many labels is exact enough for the plain tolerance
 WORKER = "upshift.training.trials.worker"
 
 
 class ModelChoice(TypedDict):
-    """The fields of a TrialRequest, and of a training job, that say which model is trained."""
+    """The fields of a TrialRequest, and of a training job, that choose the model to train."""
 
     model_reference: str
     from_config: bool
@@ -30,7 +30,7 @@ class ModelChoice(TypedDict):
 
 
 class TrialRequest(Value):
-    """All that the worker needs; it answers with a TrialResult."""
+    """All that the worker needs. It answers with a TrialResult."""
 
     model_reference: str
     from_config: bool
@@ -71,37 +71,41 @@ class TrialResult(Value):
     wall_seconds: float = 0.0
 
 
-def loosened(tolerance: float, num_labels: int) -> float:
-    """Return the tolerance for a mean over few labels: the effect of rounding and dropout falls with the root of their number."""
+def loosen_tolerance(tolerance: float, num_labels: int) -> float:
+    """Return the tolerance for a mean over few labels.
+
+    The effect of rounding and dropout falls with the square root of the number of labels.
+    """
     return tolerance * math.sqrt(max(LABELS_OF_A_LOSS / max(num_labels, 1), 1.0))
 
 
 class TrialServer:
-    """A server that forks a child for every trial: running out of memory in one is a result."""
+    """A server that forks a child for every trial, so that a child that runs out of memory is a result like any other."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
 
     def run(self, request: TrialRequest) -> TrialResult:
+        """Run one trial and return its result."""
         start = time.monotonic()
         *answers, ending = self._server.ask(request, TrialResult, limit_seconds=request.limit_seconds)
         results = [answer for answer in answers if isinstance(answer, TrialResult)]
-        assert isinstance(ending, Ending)
+        assert isinstance(ending, ChildExit)
         wall_seconds = time.monotonic() - start
         if ending.timed_out:
-            partial = results[-1] if results else unfinished()
+            partial = results[-1] if results else unfinished_result()
             return partial.changed(timed_out=True, wall_seconds=wall_seconds)
         if results and not results[-1].timed_out:
             return results[-1]
-        return _died(ending).changed(wall_seconds=wall_seconds)
+        return _failure_of(ending).changed(wall_seconds=wall_seconds)
 
 
-def unfinished(**measured: Any) -> TrialResult:
-    """Return the result of a trial that is ended now: ``measured`` without a speed is a failure."""
+def unfinished_result(**measured: Any) -> TrialResult:
+    """Return the result of a trial that ends now. It is a failure if ``measured`` has no speed."""
     return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
 
 
-def _died(ending: Ending) -> TrialResult:
+def _failure_of(ending: ChildExit) -> TrialResult:
     if ending.signal == signal.SIGKILL:
         return TrialResult(failure="killed by the system: out of memory", out_of_memory=True)
     return TrialResult(failure=f"the process died (exit {ending.exit}, signal {ending.signal}): {ending.last_words}")
@@ -109,5 +113,6 @@ def _died(ending: Ending) -> TrialResult:
 
 @contextmanager
 def trial_server() -> Iterator[TrialServer]:
+    """Yield a server for trials, and stop it at the end."""
     with fork_server(WORKER) as server:
         yield TrialServer(server)

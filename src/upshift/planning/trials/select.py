@@ -1,4 +1,4 @@
-"""Choose which plans to try, learn from each trial, and keep the fastest that computes the same loss."""
+"""Choose which plans to try, correct predictions after each trial, and choose the fastest plan that computes the same loss."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
-from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.memory import scale_to_peak
 from upshift.planning.cost.time import tokens_per_step
-from upshift.planning.cost.uncertainty import AGAIN, Number, formula_interval
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, Number, formula_interval
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import COST_KEY, Candidate, cost_plan
-from upshift.planning.trials.calibration import Calibration, Sample, remember, sample_of
-from upshift.planning.trials.runner import TrialResult, loosened
+from upshift.planning.trials.calibration import Calibration, Sample, append_samples, sample_of
+from upshift.planning.trials.runner import TrialResult, loosen_tolerance
 from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Record, Spread
 from upshift.units import format_bytes, gib
 
-LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
-# How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
+LOSS_TOLERANCE = 0.005  # relative, of the untrained model's loss and the plain default's on the same tokens
+# How much two plans that differ in a field may differ in speed. The more, the less the correction of one counts for the other.
 FIELD_WEIGHTS = {
     "precision": 4.0,
     "torch_compile": 3.0,
@@ -37,18 +37,22 @@ FIELD_WEIGHTS = {
     "per_device_train_batch_size": 0.5,
     "host_memory": 0.5,
 }
-CLOSE = 0.93  # of the best speed; one trial on a shared machine cannot tell such plans apart
-WATCHED_STEP = 0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
+CLOSE_SPEED = 0.93  # of the best speed: one trial on a shared machine cannot tell such plans apart
+WATCHED_STEP_SHARE = (
+    0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
+)
 MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
 FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
 LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
 BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs
-SHOWN_UNTRIED = 3  # the most untried plans that are listed
-SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
+MAX_SHOWN_UNTRIED = 3  # the most untried plans that are listed
+NUM_REMEASURED = 2  # the best plans are measured again at the end, because one sample on a busy machine proves little
 
 
 @dataclass
 class Tried:
+    """A plan that was tried, with the results of its trials."""
+
     candidate: Candidate
     results: list[TrialResult] = field(default_factory=list)
     wrong_loss: bool = False
@@ -59,21 +63,22 @@ class Tried:
 
     @property
     def best(self) -> TrialResult:
-        """Return the fastest trial, of those on a quiet machine where there are any: the plan is not what slowed
-        another trial.
+        """Return the fastest trial, among those on a quiet machine if there are any.
+
+        A slower trial of the same plan was slowed by something else.
         """
-        good = [result for result in self.results if result.tokens_per_second]
-        return max(good, key=_trust) if good else self.results[-1]
+        measured = [result for result in self.results if result.tokens_per_second]
+        return max(measured, key=_trust_key) if measured else self.results[-1]
 
     @property
     def failure(self) -> str | None:
         return "its loss differs from the plain default's" if self.wrong_loss else self.best.failure
 
     @property
-    def needs_another_look(self) -> bool:
+    def needs_another_trial(self) -> bool:
         return self.ok and (self.best.busy or self.best.rough)
 
-    def holds_more_than(self, limit_bytes: float | None) -> bool:
+    def exceeds(self, limit_bytes: float | None) -> bool:
         return limit_bytes is not None and (self.best.resident_bytes or 0) > limit_bytes
 
     def whole_run_speed(self, workload: Workload) -> float:
@@ -81,10 +86,11 @@ class Tried:
         best = self.best
         if not self.ok or best.step_seconds is None or not best.tokens_per_second:
             return 0.0
-        spread = (best.one_time_seconds or 0.0) / workload.total_steps
-        return best.tokens_per_second * best.step_seconds.p50 / (best.step_seconds.p50 + spread)
+        one_time_per_step = (best.one_time_seconds or 0.0) / workload.total_steps
+        return best.tokens_per_second * best.step_seconds.p50 / (best.step_seconds.p50 + one_time_per_step)
 
     def numbers(self) -> Numbers:
+        """Return the measured numbers."""
         best = self.best
         return Numbers(
             peak_gib=gib(best.peak_bytes) if best.peak_bytes else None,
@@ -96,7 +102,7 @@ class Tried:
         )
 
 
-def _trust(result: TrialResult) -> tuple[bool, bool, float]:
+def _trust_key(result: TrialResult) -> tuple[bool, bool, float]:
     return not result.rough, not result.busy, result.tokens_per_second or 0.0
 
 
@@ -108,6 +114,8 @@ def _in_ms(seconds: Spread | None) -> Spread | None:
 
 @dataclass
 class Proof:
+    """The plans that were tried and the one that was chosen."""
+
     default: Tried
     tried: list[Tried]
     chosen: Tried
@@ -126,18 +134,21 @@ def prove(
     obeys: Callable[[Plan], bool] = lambda plan: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Proof:
-    """Try the plain default, then what looks best after each correction, until the budget is spent.
+    """Try the plain default, then the plan with the best corrected prediction, until the budget is spent.
 
-    The default and the best predicted plan may take half of the budget each, so that both are tried however slow the other is.
+    The default and the best predicted plan may take half of the budget each, so that both are tried even if one is slow. Raise
+    JobFailed if no plan runs.
 
-    ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
-    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when none runs.
+    Args:
+        run: measures one plan: ``run(plan, limit_seconds)``.
+        limit_bytes: the most that the chosen plan may hold, if it is less than the free memory.
+        obeys: returns whether a plan has the fields that the user fixed. The plain default may not have them.
     """
     trials = _Trials(candidates, workload, run, budget_seconds, on_trial, limit_bytes, obeys, clock)
-    trials.look(default)
-    while (best := trials.next()) is not None:
-        trials.look(best)
-    trials.look_again()
+    trials.measure(default)
+    while (best := trials.choose_next()) is not None:
+        trials.measure(best)
+    trials.measure_again()
     return trials.proof()
 
 
@@ -161,82 +172,86 @@ class _Trials:
 
     @property
     def allowed(self) -> list[Tried]:
+        """Return the tried plans that have the fields the user fixed."""
         return [entry for entry in self.tried if self.obeys(entry.candidate.plan)]
 
-    def look(self, candidate: Candidate) -> None:
-        """Measure one plan, for the first time or once more."""
-        known = next((entry for entry in self.tried if _key(entry.candidate.plan) == _key(candidate.plan)), None)
-        entry = known or Tried(candidate)
+    def measure(self, candidate: Candidate) -> None:
+        """Measure a plan, for the first time or again."""
+        previous = next((entry for entry in self.tried if _key(entry.candidate.plan) == _key(candidate.plan)), None)
+        entry = previous or Tried(candidate)
         if not self.tried:
             seconds = FIRST_SHARE * self.budget
         else:
-            least = FIRST_SHARE if len(self.tried) == 1 else LATER_SHARE
-            seconds = max(self.deadline - self.clock(), least * self.budget)
+            min_share = FIRST_SHARE if len(self.tried) == 1 else LATER_SHARE
+            seconds = max(self.deadline - self.clock(), min_share * self.budget)
         entry.results.append(self.run(candidate.plan, seconds))
-        if known is None:
+        if previous is None:
             self.tried.append(entry)
-        entry.wrong_loss = _differs(entry, self.tried[0])
+        entry.wrong_loss = _has_wrong_loss(entry, self.tried[0])
         self.on_trial(entry)
 
-    def next(self) -> Candidate | None:
-        """Return the plan to try now; None where no time is left for one or none is worth a trial."""
+    def choose_next(self) -> Candidate | None:
+        """Return the plan to try now; None where no time is left or no plan is worth a trial."""
         only_default = len(self.tried) == 1
         expected = 0.5 * self.tried[0].best.wall_seconds if only_default else self.tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * self.budget) if len(self.tried) > 2 else 0.0
         self.left = self.deadline - self.clock() - reserve
         if only_default:  # the best predicted is tried, however slow the plain default was
-            self.left, expected = max(self.left, FIRST_SHARE * self.budget), 0.0
+            self.left = max(self.left, FIRST_SHARE * self.budget)
+            expected = 0.0
         if not self.allowed:
-            self.left = math.inf  # a plan that may be chosen is tried, however late it is
-        elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
+            self.left = math.inf  # at least one plan that may be chosen is tried, even after the deadline
+        elif all(entry.exceeds(self.limit_bytes) for entry in self.allowed):
             self.left += self.budget
         if not self.candidates or self.left <= 0.5 * expected:
             return None
-        return _next(self.candidates, self.tried, seconds=self.left, limit_bytes=self.limit_bytes)
+        return _choose_next(self.candidates, self.tried, seconds=self.left, limit_bytes=self.limit_bytes)
 
-    def look_again(self) -> None:
-        """Measure again the best few where one trial does not tell them apart, and plans that were measured on a busy machine."""
+    def measure_again(self) -> None:
+        """Measure again the best plans if one trial each cannot tell them apart, and plans measured on a busy machine."""
         while (doubtful := self._doubtful()) is not None:
-            self.look(doubtful.candidate)
-        for entry in _rivals(self.tried, self.workload):
+            self.measure(doubtful.candidate)
+        for entry in _close_plans(self.tried, self.workload):
             if self.deadline - self.clock() > 0.5 * entry.best.wall_seconds:
-                self.look(entry.candidate)
+                self.measure(entry.candidate)
 
     def _doubtful(self) -> Tried | None:
-        """Return a plan to measure again, among the chosen one, the plain default and the best few; None where all are sure."""
+        """Return a plan with a doubtful result among the chosen one, the plain default and the best ones, or None."""
         working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
         if not working:
             return None
-        room = self.deadline - self.clock() + BUSY_SHARE * self.budget
-        for entry in _distinct(self._fastest(working), self.tried[0], *working[:SECOND_LOOKS]):
-            if entry.needs_another_look and len(entry.results) == 1 and room > entry.best.wall_seconds:
+        seconds_left = self.deadline - self.clock() + BUSY_SHARE * self.budget
+        for entry in _unique_entries(self._fastest(working), self.tried[0], *working[:NUM_REMEASURED]):
+            if entry.needs_another_trial and len(entry.results) == 1 and seconds_left > entry.best.wall_seconds:
                 return entry
         return None
 
     def proof(self) -> Proof:
         """Return the proof of the trials. Raises JobFailed where no plan ran."""
-        working = [entry for entry in self.allowed if entry.ok and not entry.holds_more_than(self.limit_bytes)]
+        working = [entry for entry in self.allowed if entry.ok and not entry.exceeds(self.limit_bytes)]
         if working:
             chosen = self._fastest(working)
         else:
-            late = [entry for entry in self.allowed if entry.best.timed_out and not entry.wrong_loss]
-            if not late:
-                raise _failed((self.allowed or self.tried)[0], self.tried[0], self.limit_bytes)
-            chosen = max(late, key=lambda entry: entry.candidate.tokens_per_second)
+            timed_out = [entry for entry in self.allowed if entry.best.timed_out and not entry.wrong_loss]
+            if not timed_out:
+                raise _job_failure((self.allowed or self.tried)[0], self.tried[0], self.limit_bytes)
+            chosen = max(timed_out, key=lambda entry: entry.candidate.tokens_per_second)
         return Proof(self.tried[0], self.tried, chosen, tuple(self._notes(chosen)))
 
     def _fastest(self, working: list[Tried]) -> Tried:
         """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
         best = max(working, key=self._speed)
-        calm = [one for one in working if not one.needs_another_look and self._speed(one) > CLOSE * self._speed(best)]
-        return max(calm, key=self._speed) if best.needs_another_look and calm else best
+        quiet = [
+            entry for entry in working if not entry.needs_another_trial and self._speed(entry) > CLOSE_SPEED * self._speed(best)
+        ]
+        return max(quiet, key=self._speed) if best.needs_another_trial and quiet else best
 
     def _speed(self, entry: Tried) -> float:
         return entry.whole_run_speed(self.workload)
 
     def _notes(self, chosen: Tried) -> list[str]:
         lines = [*self._untried(chosen), self._what_runs(chosen)]
-        busy = [entry for entry in _distinct(self.tried[0], chosen) if entry.best.busy]
+        busy = [entry for entry in _unique_entries(self.tried[0], chosen) if entry.best.busy]
         if busy:
             share = max(entry.best.waited_share for entry in busy)
             lines.append(
@@ -246,31 +261,36 @@ class _Trials:
         return lines
 
     def _untried(self, chosen: Tried) -> list[str]:
-        """Return a line for each of the best plans that were not tried though they may be faster than the chosen one."""
-        seen = {_key(entry.candidate.plan) for entry in self.tried}
+        """Return a line for each of the best untried plans that may be faster than the chosen one."""
+        tried_keys = {_key(entry.candidate.plan) for entry in self.tried}
         speed = self._speed(chosen)
-        corrected = ((one.tokens_per_second * correction(one, self.tried), one) for one in self.candidates)
-        faster = [(rate, one) for rate, one in corrected if rate > speed and _key(one.plan) not in seen]
+        faster = []
+        for candidate in self.candidates:
+            rate = candidate.tokens_per_second * speed_correction(candidate, self.tried)
+            if rate > speed and _key(candidate.plan) not in tried_keys:
+                faster.append((rate, candidate))
         faster.sort(key=lambda pair: -pair[0])
         lines = [
-            f"not tried: {one.plan.label()} ({rate:,.0f} tokens/s expected): {self._why_not(one)}"
-            for rate, one in faster[:SHOWN_UNTRIED]
+            f"not tried: {candidate.plan.label()} ({rate:,.0f} tokens/s expected): {self._why_not(candidate)}"
+            for rate, candidate in faster[:MAX_SHOWN_UNTRIED]
         ]
-        if len(faster) > SHOWN_UNTRIED:
-            lines.append(f"nor were {len(faster) - SHOWN_UNTRIED:,} more plans that may be faster than the chosen one")
+        if len(faster) > MAX_SHOWN_UNTRIED:
+            lines.append(f"nor were {len(faster) - MAX_SHOWN_UNTRIED:,} more plans that may be faster than the chosen one")
         return lines
 
     def _why_not(self, candidate: Candidate) -> str:
-        held = candidate.resident * held_correction(candidate, self.tried)
+        held = candidate.resident * memory_correction(candidate, self.tried)
         if self.limit_bytes is not None and held > self.limit_bytes:
             return f"it would hold some {format_bytes(held)}, and {format_bytes(self.limit_bytes)} are allowed"
         longest = max(self.tried, key=lambda entry: sum(result.wall_seconds for result in entry.results))
         seconds = sum(result.wall_seconds for result in longest.results)
-        which = "the plain default" if longest is self.tried[0] else longest.candidate.plan.label()
-        spent = f"all trials have {self.budget:.0f} s, and {which} took {seconds:.0f} s"
+        name = "the plain default" if longest is self.tried[0] else longest.candidate.plan.label()
+        budget_text = f"all trials have {self.budget:.0f} s, and {name} took {seconds:.0f} s"
         if candidate.time.one_time > max(self.left, 0.0):
-            return f"it compiles for some {candidate.time.one_time:.0f} s, and {max(self.left, 0.0):.0f} s were left; {spent}"
-        return f"no time was left; {spent}; a larger --trial-seconds tries more"
+            return (
+                f"it compiles for some {candidate.time.one_time:.0f} s, and {max(self.left, 0.0):.0f} s were left; {budget_text}"
+            )
+        return f"no time was left; {budget_text}; a larger --trial-seconds tries more"
 
     def _what_runs(self, chosen: Tried) -> str:
         default = self.tried[0]
@@ -278,95 +298,106 @@ class _Trials:
         if not chosen.ok:
             return f"runs: {name}, the best by prediction: no trial ended within its time; a larger --trial-seconds measures it"
         working = sum(entry.ok for entry in self.tried)
-        rough = ", by one micro-batch alone" if chosen.best.rough else ""
+        rough_text = ", by one micro-batch alone" if chosen.best.rough else ""
         if working == 1:
-            return f"runs: {name}, the only one of {len(self.tried)} tried that was measured{rough}"
-        return f"runs: {name}, the fastest of {working} that were measured{rough}"
+            return f"runs: {name}, the only one of {len(self.tried)} tried that was measured{rough_text}"
+        return f"runs: {name}, the fastest of {working} that were measured{rough_text}"
 
 
-def _failed(first: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:
-    reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
-    which = "the plain default" if first is default else first.candidate.plan.label()
-    return JobFailed(f"no plan ran; {which} failed: {reason}")
+def _job_failure(entry: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:
+    reason = entry.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+    name = "the plain default" if entry is default else entry.candidate.plan.label()
+    return JobFailed(f"no plan ran; {name} failed: {reason}")
 
 
-def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
-    """Return the best few, where they are too close to tell apart by one trial each."""
+def _close_plans(tried: list[Tried], workload: Workload) -> list[Tried]:
+    """Return the best plans if one trial each cannot tell them apart, else no plan."""
     ordered = sorted((entry for entry in tried if entry.ok), key=lambda entry: -entry.whole_run_speed(workload))
     best = ordered[0].whole_run_speed(workload) if ordered else 0.0
-    close = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE * best]
-    return close[:SECOND_LOOKS] if len(close) > 1 else []
+    close_entries = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE_SPEED * best]
+    return close_entries[:NUM_REMEASURED] if len(close_entries) > 1 else []
 
 
-def _distinct(*entries: Tried) -> list[Tried]:
+def _unique_entries(*entries: Tried) -> list[Tried]:
     return list({id(entry): entry for entry in entries}.values())
 
 
-def _differs(entry: Tried, default: Tried) -> bool:
-    ours, theirs = entry.best.check_loss, default.best.check_loss
-    tolerance = loosened(LOSS_TOLERANCE, default.best.check_labels)
-    return ours is not None and theirs is not None and abs(ours - theirs) > tolerance * abs(theirs)
+def _has_wrong_loss(entry: Tried, default: Tried) -> bool:
+    loss = entry.best.check_loss
+    default_loss = default.best.check_loss
+    tolerance = loosen_tolerance(LOSS_TOLERANCE, default.best.check_labels)
+    return loss is not None and default_loss is not None and abs(loss - default_loss) > tolerance * abs(default_loss)
 
 
-def _next(
+def _choose_next(
     candidates: list[Candidate], tried: list[Tried], *, seconds: float, limit_bytes: float | None = None
 ) -> Candidate | None:
     """Return the untried plan with the best corrected speed.
 
-    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none tried
-    was, return the leanest. A plan like one whose trial failed counts as failing.
+    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none of the
+    tried ones was, return the plan that needs least memory. A plan that is like a failed one is expected to be slow.
     """
-    seen = {_key(entry.candidate.plan) for entry in tried}
-    left = [one for one in candidates if _key(one.plan) not in seen and one.time.one_time <= seconds]
+    tried_keys = {_key(entry.candidate.plan) for entry in tried}
+    untried = [
+        candidate for candidate in candidates if _key(candidate.plan) not in tried_keys and candidate.time.one_time <= seconds
+    ]
     if limit_bytes is not None:
-        held = {id(one): one.resident * held_correction(one, tried) for one in left}
-        within = [one for one in left if held[id(one)] <= limit_bytes]
-        if left and not within and all(entry.holds_more_than(limit_bytes) for entry in tried):
-            within = [min(left, key=lambda one: held[id(one)])]
-        left = within
-    best, best_speed = None, 0.0
-    for candidate in left:
-        speed = candidate.tokens_per_second * correction(candidate, tried)
+
+        def expected_bytes(candidate: Candidate) -> float:
+            return candidate.resident * memory_correction(candidate, tried)
+
+        within_limit = [candidate for candidate in untried if expected_bytes(candidate) <= limit_bytes]
+        if untried and not within_limit and all(entry.exceeds(limit_bytes) for entry in tried):
+            within_limit = [min(untried, key=expected_bytes)]
+        untried = within_limit
+    best = None
+    best_speed = 0.0
+    for candidate in untried:
+        speed = candidate.tokens_per_second * speed_correction(candidate, tried)
         if speed > best_speed:
-            best, best_speed = candidate, speed
+            best = candidate
+            best_speed = speed
     return best
 
 
-def correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Return measured over predicted speed of the plans tried so far.
+def speed_correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Return measured over predicted speed, as the plans tried so far suggest it for the candidate.
 
-    A failed trial counts as no speed at all. A trial that its limit ended before it had a speed says nothing.
+    A failed trial counts as speed 0. A trial that reached its time limit before it had a speed is left out.
     """
     ratios = []
     for entry in tried:
-        speed = entry.best.tokens_per_second if entry.ok else None
-        if speed is not None or not entry.best.timed_out or entry.wrong_loss:
-            ratios.append((entry, (speed or 0.0) / entry.candidate.tokens_per_second))
+        measured_speed = entry.best.tokens_per_second if entry.ok else None
+        if measured_speed is not None or not entry.best.timed_out or entry.wrong_loss:
+            ratios.append((entry, (measured_speed or 0.0) / entry.candidate.tokens_per_second))
     if not any(ratio for _, ratio in ratios):  # plans least like the failed ones come first
         return 1.0 / (1.0 + sum(1.0 / (0.25 + _distance(candidate, entry)) for entry, _ in ratios))
-    return _of_the_nearest(candidate, ratios)
+    return _weighted_mean(candidate, ratios)
 
 
-def held_correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Return measured over predicted memory of the plans tried so far."""
-    held = ((entry, entry.best.resident_bytes) for entry in tried)
-    return _of_the_nearest(candidate, [(entry, measured / entry.candidate.resident) for entry, measured in held if measured])
+def memory_correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Return measured over predicted memory, as the plans tried so far suggest it for the candidate."""
+    measured_bytes = ((entry, entry.best.resident_bytes) for entry in tried)
+    return _weighted_mean(
+        candidate, [(entry, measured / entry.candidate.resident) for entry, measured in measured_bytes if measured]
+    )
 
 
-def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
-    """Return the mean of the ratios, the nearest plans counting most (COSTS.md D8: residual correction)."""
-    total = weight_sum = 0.0
+def _weighted_mean(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
+    """Return the mean of the ratios, in which plans like the candidate count most (COSTS.md D8: residual correction)."""
+    weighted_sum = weight_sum = 0.0
     for entry, ratio in ratios:
         weight = 1.0 / (0.25 + _distance(candidate, entry)) ** 2
-        total += weight * ratio
+        weighted_sum += weight * ratio
         weight_sum += weight
-    return total / weight_sum if weight_sum else 1.0
+    return weighted_sum / weight_sum if weight_sum else 1.0
 
 
 def _distance(candidate: Candidate, entry: Tried) -> float:
-    """Return how differently two plans may run, by the fields in which they differ."""
-    ours, theirs = candidate.plan, entry.candidate.plan
-    return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(ours, name) != getattr(theirs, name))
+    """Return a measure of how differently two plans may run, from the fields in which they differ."""
+    plan = candidate.plan
+    other_plan = entry.candidate.plan
+    return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(plan, name) != getattr(other_plan, name))
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
@@ -374,91 +405,96 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def after_trial(entry: Tried, planning: Planning) -> Candidate:
-    """Return the candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
+    """Return the candidate with the trial's numbers in place of the predicted ones. Its speed is without one-time costs.
 
-    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one, it is the
-    formula's for the longest possible, corrected by the trial. Its interval then says that the run may need as little as the
-    trial.
+    Its memory is that of the trial if the trial had the longest micro-batch of the run. If a later batch may have a longer one,
+    the memory is the formula's for the longest possible one, corrected by the trial. Its interval then begins at what the trial
+    needed.
     """
-    sample, best = _trial_sample(entry, planning), entry.best
+    sample = _trial_sample(entry, planning)
+    best = entry.best
     if sample is None or best.tokens_per_second is None:
         return entry.candidate
-    found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
-    time = replace(found.time, one_time=best.one_time_seconds or 0.0)
-    found = replace(found, time=time, tokens_per_second=best.tokens_per_second)
-    bases = dict(found.bases)
+    candidate = Calibration((sample,)).of(_formula_candidate(entry.candidate.plan, planning), planning.workload)
+    time = replace(candidate.time, one_time=best.one_time_seconds or 0.0)
+    candidate = replace(candidate, time=time, tokens_per_second=best.tokens_per_second)
+    bases = dict(candidate.bases)
     if best.largest_of_run:
-        memory = scaled_to(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
+        memory = scale_to_peak(candidate.memory, best.peak_bytes) if best.peak_bytes else candidate.memory
         if best.peak_bytes and planning.workload.lengths is not None:
-            interval = (WATCHED_STEP, AGAIN["allocated"][1])
+            interval = (WATCHED_STEP_SHARE, AGAIN_INTERVALS["allocated"][1])
             bases["allocated"] = Basis(tier="measured", interval=interval, num_records=1)
-        return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident), bases=bases)
-    for name, measured, predicted in _memory_pairs(best, found):
-        low, high = formula_interval(name, found.plan)
+        return replace(candidate, memory=memory, resident=float(best.resident_bytes or candidate.resident), bases=bases)
+    for name, measured, predicted in _memory_pairs(best, candidate):
+        low, high = formula_interval(name, candidate.plan)
         bases[name] = Basis(tier="formula", interval=(min(low, measured / predicted), high), num_records=1)
-    return replace(found, bases=bases)
+    return replace(candidate, bases=bases)
 
 
-def _memory_pairs(best: TrialResult, found: Candidate) -> list[tuple[Number, float, float]]:
-    """Return (which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)."""
+def _memory_pairs(best: TrialResult, candidate: Candidate) -> list[tuple[Number, float, float]]:
+    """Return (number, its measured value, its prediction for the largest micro-batch that the run may have)."""
     pairs: list[tuple[Number, int | None, float]] = [
-        ("allocated", best.peak_bytes, found.memory.peak), ("held", best.resident_bytes, found.resident),
+        ("allocated", best.peak_bytes, candidate.memory.peak), ("held", best.resident_bytes, candidate.resident),
     ]  # fmt: skip
     return [(name, float(measured), predicted) for name, measured, predicted in pairs if measured]
 
 
 def remember_trials(tried: list[Tried], planning: Planning) -> None:
-    """Keep the trials for the predictions of later plans on this machine.
+    """Store the trials for the predictions of later plans on this machine.
 
     Speeds that were measured beside other programs are left out.
     """
     samples = []
     for entry in tried:
         sample = _trial_sample(entry, planning) if entry.ok else None
-        if sample is not None and entry.needs_another_look:
+        if sample is not None and entry.needs_another_trial:
             sample = sample.changed(numbers={name: pair for name, pair in sample.numbers.items() if name != "step"})
         if sample is not None and sample.numbers:
             samples.append(sample)
-    remember(samples)
+    append_samples(samples)
 
 
 def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
     """Return the sample of a trial, or None if it measured no speed.
 
-    A trial runs one global batch, which may be larger or smaller than the average and short of the largest. Its speed holds for
-    all batches. Its memory is compared at its own shape.
+    A trial runs one global batch, which need not be an average or the largest one. Its speed holds for all batches. Its memory is
+    compared with the prediction for its own micro-batch.
     """
-    plan, best = entry.candidate.plan, entry.best
+    plan = entry.candidate.plan
+    best = entry.best
     if best.step_seconds is None or not best.tokens_per_second:
         return None
-    whole, small = (_by_formula(plan, planning, shape) for shape in (None, best.largest_micro_batch))
-    step = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
+    predicted = _formula_candidate(plan, planning)
+    predicted_memory = _formula_candidate(plan, planning, best.largest_micro_batch)
+    step_seconds = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
     return sample_of(plan, planning.workload, "trial", {
-        "step": (whole.time.total, step), "allocated": (small.memory.peak, best.peak_bytes),
-        "held": (small.resident, best.resident_bytes),
+        "step": (predicted.time.total, step_seconds), "allocated": (predicted_memory.memory.peak, best.peak_bytes),
+        "held": (predicted_memory.resident, best.resident_bytes),
     })  # fmt: skip
 
 
 def remember_run(record: Record, planning: Planning) -> None:
-    """Keep a run for the predictions of later plans on this machine.
+    """Store a run for the predictions of later plans on this machine.
 
-    With sequences of many lengths nobody knows whether the largest micro-batch came by. Then only its time is kept.
+    With sequences of many lengths it is unknown whether the largest micro-batch ran. Then only the time is stored.
     """
-    plan, measured, workload = Plan.model_validate(record.plan), record.measured, planning.workload
-    steady = measured.step_ms.num_samples if measured and measured.step_ms else 0
-    if measured is None or not measured.tokens_per_second or steady < MIN_STEADY_STEPS:
+    plan = Plan.model_validate(record.plan)
+    measured = record.measured
+    workload = planning.workload
+    num_steps = measured.step_ms.num_samples if measured and measured.step_ms else 0
+    if measured is None or not measured.tokens_per_second or num_steps < MIN_STEADY_STEPS:
         return
-    formula = _by_formula(plan, planning)
-    step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
-    step *= 1.0 - record.details.get("waited_share", 0.0)  # other programs used this time
-    numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
+    formula = _formula_candidate(plan, planning)
+    step_seconds = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
+    step_seconds *= 1.0 - record.details.get("waited_share", 0.0)  # other programs used this time
+    numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step_seconds)}
     if workload.lengths is None or (plan.packing and not plan.flattens):
         numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)
         numbers["held"] = (gib(formula.resident), measured.resident_gib)
-    remember([sample_of(plan, workload, "run", numbers)])
+    append_samples([sample_of(plan, workload, "run", numbers)])
 
 
-def _by_formula(plan: Plan, planning: Planning, shape: tuple[int, int] | None = None) -> Candidate:
-    found = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=shape)
-    assert isinstance(found, Candidate), "it was costed before"
-    return found
+def _formula_candidate(plan: Plan, planning: Planning, shape: tuple[int, int] | None = None) -> Candidate:
+    candidate = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=shape)
+    assert isinstance(candidate, Candidate), "it was costed before"
+    return candidate

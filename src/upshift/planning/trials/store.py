@@ -1,4 +1,4 @@
-"""Remember the results of trials, so that the same job on the same machine with the same libraries is not tried twice."""
+"""Store the results of trials, so that the same job on the same machine with the same libraries is not tried twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
-from upshift.disk_full import keep
+from upshift.disk_full import write_cache_file
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -17,7 +17,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 
 FORMAT = "6"
-MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
+MIN_TRIALS = 3  # with fewer, other programs kept the machine busy, so the results are not worth storing
 
 
 class StoredTrial(Value):
@@ -51,21 +51,23 @@ def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool)
 
 
 def store_proof(path: Path, proof: Proof) -> None:
-    """Write the proof, unless too few plans were measured, or the chosen one only beside other programs.
+    """Write the proof, unless too few plans were measured, or the chosen one only ran beside other programs.
 
-    In these two cases another time may know better.
+    In these two cases later trials may give better results.
     """
-    if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_look:
+    if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_trial:
         return
     tried = tuple(
-        StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
-        for t in proof.tried
+        StoredTrial(
+            plan=Plan.model_validate(entry.candidate.plan.model_dump()), results=tuple(entry.results), wrong_loss=entry.wrong_loss
+        )
+        for entry in proof.tried
     )
     _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen), notes=proof.notes))
 
 
-def recall_proof(path: Path, planning: Planning) -> Proof | None:
-    """Return the stored proof. None: nothing is stored, or the stored plan no longer fits the memory that is free now."""
+def read_proof(path: Path, planning: Planning) -> Proof | None:
+    """Return the stored proof; None where nothing is stored, or where the plan does not fit the memory that is free now."""
     if not path.is_file():
         return None
     try:
@@ -80,25 +82,30 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
             return None
         tried.append(Tried(candidate, list(entry.results), entry.wrong_loss))
     chosen = tried[stored.chosen]
-    fits = any(c.plan == chosen.candidate.plan for c in planning.ranking.candidates)
-    return Proof(tried[0], tried, chosen, stored.notes) if fits or stored.chosen == 0 else None
+    fits = any(ranked.plan == chosen.candidate.plan for ranked in planning.ranking.candidates)
+    if not fits and stored.chosen != 0:
+        return None
+    return Proof(tried[0], tried, chosen, stored.notes)
 
 
-def forget_plan(path: Path, plan: Plan) -> None:
-    """Remove a plan that ran out of memory in a real run, so that it is chosen no more.
+def remove_plan(path: Path, plan: Plan) -> None:
+    """Remove a plan that ran out of memory in a real run, so that it is not chosen again.
 
-    Another of the tried plans is chosen, or trials are made anew.
+    Another of the tried plans is chosen, or new trials are run.
     """
     if not path.is_file():
         return
     stored = StoredProof.from_file(path)
-    kept = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
-    speeds = [max(r.tokens_per_second or 0.0 for r in trial.results) * (not trial.wrong_loss) for trial in kept]
-    if len(kept) < MIN_TRIALS or max(speeds) == 0.0 or kept[0] != stored.tried[0]:
+    remaining = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
+    speeds = []
+    for trial in remaining:
+        speed = max(result.tokens_per_second or 0.0 for result in trial.results)
+        speeds.append(0.0 if trial.wrong_loss else speed)
+    if len(remaining) < MIN_TRIALS or max(speeds) == 0.0 or remaining[0] != stored.tried[0]:
         path.unlink()
         return
-    _write(path, StoredProof(tried=tuple(kept), chosen=speeds.index(max(speeds))))
+    _write(path, StoredProof(tried=tuple(remaining), chosen=speeds.index(max(speeds))))
 
 
 def _write(path: Path, proof: StoredProof) -> None:
-    keep("the trials' results are", path, proof.to_json())
+    write_cache_file("the trials' results are", path, proof.to_json())

@@ -1,4 +1,4 @@
-"""The figures of a planning's page: memory and time of a step as stacked bars, every plan as a dot, the pipeline schedule."""
+"""Draw the figures of a planning's page: memory and time of a step, all plans, and the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from upshift.reports.plan.words import (
     held_gib,
     layout_kind,
     limit_gib,
-    limit_of_one,
+    limit_of_candidate,
     memory_by_phase,
     memory_words,
     parts_of,
@@ -37,20 +37,20 @@ from upshift.reports.plots import (
     VIOLET,
     YELLOW,
     Figure,
-    Placed,
+    PlacedCandidate,
     all_peaks,
     axis,
-    column,
     frontier,
     layout,
-    limit_marks,
+    limit_line,
     log_axis_if_wide,
-    marks,
+    marker_trace,
     part_colours,
-    placed,
+    placed_candidates,
     plot_text,
-    rounded,
-    thinned,
+    round_value,
+    rounded_values,
+    thin_out,
 )
 from upshift.units import format_seconds, gib
 
@@ -65,7 +65,7 @@ TERM_COLOURS = {
     "tensor parallel": RED,
     "gathering weights, reducing gradients": VIOLET,
 }
-FAR_LIMIT = 3.0  # times the held memory: a line so far away would flatten the bars
+FAR_LIMIT = 3.0  # times the held memory: the line of a limit beyond it would flatten the bars
 TIME_HEIGHT = 250
 
 MAX_DRAWN = 1600
@@ -75,27 +75,29 @@ GROUP_COLOURS = (BLUE, ORANGE, SKY, PINK, GREEN, YELLOW, VIOLET)
 OTHERS = "others"
 
 MAX_PASSES = 4000  # drawn
-READABLE_TIME = 96  # units: beyond it the numbers in the bars cannot be read
+READABLE_TIME = 96  # forward passes: in a longer schedule the numbers in the bars cannot be read
 KINDS: dict[Kind, tuple[str, str]] = {"F": ("forward", BLUE), "B": ("backward", ORANGE), "W": ("gradients of weights", GREEN)}
-ROW_HEIGHT, MAX_HEIGHT = 30, 900
+ROW_HEIGHT = 30
+MAX_HEIGHT = 900
 
 Selected = Callable[[Callable[[Candidate], Any]], Any]
-"""Calls a function with the candidate that the page's controls select."""
+"""Calls a function with the candidate that the page's controls select, and returns its result as page data."""
 
 
 def memory_traces(memory: Mapping[str, Mapping[str, float]]) -> list[Figure]:
-    """Return one trace a part, with one bar a phase."""
+    """Return a trace for each part of memory, with a bar for each phase."""
     phases = [plot_text(phase) for phase in memory]
     return [
-        {"type": "bar", "name": plot_text(part), "x": phases, "y": column(row.get(part, 0.0) for row in memory.values()),
+        {"type": "bar", "name": plot_text(name), "x": phases, "y": rounded_values(row.get(name, 0.0) for row in memory.values()),
          "marker": {"color": colour}, "hovertemplate": "%{y:.2f} GiB"}
-        for part, colour in part_colours(parts_of(memory)).items()
+        for name, colour in part_colours(parts_of(memory)).items()
     ]  # fmt: skip
 
 
 def memory_levels(planning: Planning, candidate: Candidate) -> list[tuple[str, float]]:
-    """Return the names and GiB of horizontal lines: what a process or device holds, and the limit unless it is far away."""
-    held, limit = gib(candidate.resident), limit_of_one(planning, candidate)
+    """Return (name, GiB) of horizontal lines: the held memory of a process or device, and the limit unless it is far away."""
+    held = gib(candidate.resident)
+    limit = limit_of_candidate(planning, candidate)
     levels = [(f"held at most, {held:.2f} GiB", held)]
     if limit is not None and limit <= FAR_LIMIT * held:
         levels.append((f"limit, {limit:.2f} GiB", limit))
@@ -103,11 +105,11 @@ def memory_levels(planning: Planning, candidate: Candidate) -> list[tuple[str, f
 
 
 def level_shapes(levels: Sequence[tuple[str, float]]) -> list[Figure]:
-    looks = ({"color": "@muted", "width": 1.6, "dash": "dot"}, {"color": RED, "width": 1.6, "dash": "dash"})
+    lines = ({"color": "@muted", "width": 1.6, "dash": "dot"}, {"color": RED, "width": 1.6, "dash": "dash"})
     shapes = []
-    for (name, level), line, position in zip(levels, looks, ("start", "middle"), strict=False):
+    for (name, level), line, position in zip(levels, lines, ("start", "middle"), strict=False):
         label = {"text": name, "textposition": position, "yanchor": "bottom", "font": {"color": "@muted", "size": 12}}
-        height = rounded(level)
+        height = round_value(level)
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": height, "y1": height, "line": line,
                        "label": label})  # fmt: skip
     return shapes
@@ -115,7 +117,7 @@ def level_shapes(levels: Sequence[tuple[str, float]]) -> list[Figure]:
 
 def memory_figure(selected: Selected, planning: Planning) -> Figure:
     def heights(candidate: Candidate) -> list[float | None]:
-        return [0, rounded(1.12 * max(level for _, level in memory_levels(planning, candidate)))]
+        return [0, round_value(1.12 * max(level for _, level in memory_levels(planning, candidate)))]
 
     return {
         "data": selected(lambda candidate: memory_traces(memory_by_phase(planning, candidate))),
@@ -129,14 +131,15 @@ def memory_figure(selected: Selected, planning: Planning) -> Figure:
 
 
 def time_traces(candidate: Candidate) -> list[Figure]:
-    """Return one trace a term of the step's time, the longest first."""
-    total, spare = candidate.time.total, cycle((RED, VIOLET, YELLOW, PINK, GREY))
+    """Return a trace for each term of the step's time, the longest first."""
+    total = candidate.time.total
+    spare = cycle((RED, VIOLET, YELLOW, PINK, GREY))
     traces = []
     for name, seconds in sorted(candidate.time.terms.items(), key=lambda item: -item[1]):
         if seconds > SMALL_SHARE * total:
             colour = TERM_COLOURS.get(name) or next(spare)
             traces.append({
-                "type": "bar", "orientation": "h", "y": [""], "x": column([seconds]),
+                "type": "bar", "orientation": "h", "y": [""], "x": rounded_values([seconds]),
                 "name": plot_text(name) + (" (binding)" if name == candidate.time.binding_term else ""),
                 "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
                 "text": [f"{seconds / total:.0%}"], "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
@@ -152,8 +155,8 @@ def time_figure(selected: Selected) -> Figure:
     return {"data": selected(time_traces), "layout": bars}
 
 
-class Picture(NamedTuple):
-    """The scatter plot of all plans. ``grouping`` is what its colours tell apart; ``front`` goes by growing memory."""
+class PlansFigure(NamedTuple):
+    """The scatter plot of all plans. Its colours distinguish plans by ``grouping``. ``front`` is sorted by growing memory."""
 
     figure: Figure
     num_drawn: int
@@ -164,7 +167,7 @@ class Picture(NamedTuple):
 
 
 def grouping(planning: Planning) -> tuple[str, Callable[[Plan], str]]:
-    """Return what tells the plans apart most: layouts, where there are several, else precisions."""
+    """Return the name and the function of the grouping: by layout if there are several, else by precision."""
     candidates = (*planning.ranking.candidates, *planning.ranking.too_big)
     if len({layout_kind(candidate.plan.layout) for candidate in candidates}) > 1:
         return "layout", lambda plan: layout_kind(plan.layout)
@@ -176,22 +179,23 @@ def hover(candidate: Candidate) -> str:
     parts = {part: gib(size) for part, size in candidate.memory.phases[phase].parts.items()}
     lines = [
         f"<b>{plot_text(candidate.plan.label())}</b>",
-        f"step {format_seconds(candidate.time.total)}: {time_words(candidate, most=MAX_TERMS)}",
-        f"{phase}, GiB: {memory_words(parts, most=MAX_TERMS)}",
+        f"step {format_seconds(candidate.time.total)}: {time_words(candidate, at_most=MAX_TERMS)}",
+        f"{phase}, GiB: {memory_words(parts, at_most=MAX_TERMS)}",
     ]
     return "<br>".join(lines)
 
 
-def picture(planning: Planning) -> Picture:
-    """Return the scatter plot. The groups of the fastest plans have colours; the groups beyond the colours are the others."""
-    ranking, limit = planning.ranking, limit_gib(planning)
-    what, group_of = grouping(planning)
+def draw_plans(planning: Planning) -> PlansFigure:
+    """Return the scatter plot. The groups of the fastest plans have a colour each; the remaining groups are "others"."""
+    ranking = planning.ranking
+    limit = limit_gib(planning)
+    grouping_name, group_of = grouping(planning)
     names = dict.fromkeys(group_of(candidate.plan) for candidate in (*ranking.candidates, *ranking.too_big))
     colours = dict(zip(names, GROUP_COLOURS, strict=False))
-    near = [one for one in ranking.too_big if limit is None or held_gib(one) <= FARTHEST * limit]
+    near_too_big = [candidate for candidate in ranking.too_big if limit is None or held_gib(candidate) <= FARTHEST * limit]
     candidate_of: dict[int, Candidate] = {}
     dots = []
-    for index, candidate in enumerate((*ranking.candidates, *near)):
+    for index, candidate in enumerate((*ranking.candidates, *near_too_big)):
         group = group_of(candidate.plan)
         dots.append(plots.Candidate(
             label=candidate.plan.label(), tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
@@ -199,12 +203,12 @@ def picture(planning: Planning) -> Picture:
             group=group if group in colours else OTHERS,
         ))  # fmt: skip
         candidate_of[id(dots[-1])] = candidate
-    points = placed(dots)
+    points = placed_candidates(dots)
     front = frontier(points)
-    drawn = thinned(points, keep=front, at_most=MAX_DRAWN)
+    drawn = thin_out(points, keep=front, at_most=MAX_DRAWN)
 
-    def trace(name: str, some: Sequence[Placed], **more: Any) -> Figure:
-        return marks(name, some, text=[hover(candidate_of[id(point.candidate)]) for point in some], **more)
+    def trace(name: str, points: Sequence[PlacedCandidate], **properties: Any) -> Figure:
+        return marker_trace(name, points, text=[hover(candidate_of[id(point.candidate)]) for point in points], **properties)
 
     best = [point for point in drawn if point.candidate.status == "chosen"]
     traces = [
@@ -214,16 +218,16 @@ def picture(planning: Planning) -> Picture:
     ]
     x = axis("held memory per device, GiB (further left is smaller)", **log_axis_if_wide(all_peaks(drawn, limit)))
     y = axis(f"{speed_words(planning)} (further up is faster)", rangemode="tozero", tickformat=",~r")
-    limits = limit_marks(limit, is_log=x.get("type") == "log")
-    return Picture(
+    limits = limit_line(limit, is_log=x.get("type") == "log")
+    return PlansFigure(
         figure={"data": traces, "layout": layout(x=x, y=y, height=560, hovermode="closest", **limits)},
-        num_drawn=len(drawn), num_known=len(points), num_too_far=len(ranking.too_big) - len(near), grouping=what,
+        num_drawn=len(drawn), num_known=len(points), num_too_far=len(ranking.too_big) - len(near_too_big), grouping=grouping_name,
         front=tuple(candidate_of[id(point.candidate)] for point in front),
     )  # fmt: skip
 
 
-def group_traces(drawn: Sequence[Placed], colours: Mapping[str, str], trace: Callable[..., Figure]) -> list[Figure]:
-    """Return one colour a group. Filled dots fit, hollow ones do not; the legend has one line where there are both."""
+def group_traces(drawn: Sequence[PlacedCandidate], colours: Mapping[str, str], trace: Callable[..., Figure]) -> list[Figure]:
+    """Return the traces of each group in its colour. Filled dots fit, hollow ones do not; the legend names a group once."""
     traces = []
     for group, colour in colours.items():
         fitting, hollow = (
@@ -240,7 +244,7 @@ def group_traces(drawn: Sequence[Placed], colours: Mapping[str, str], trace: Cal
     return traces
 
 
-def passes_of(plan: Plan, micro_batches: int) -> tuple[Pass, ...]:
+def simulate_passes(plan: Plan, micro_batches: int) -> tuple[Pass, ...]:
     shape = plan.layout
     return simulate(
         shape.pipeline_schedule, ranks=shape.pipeline_parallel, micro_batches=micro_batches, virtual_stages=shape.virtual_stages
@@ -248,9 +252,10 @@ def passes_of(plan: Plan, micro_batches: int) -> tuple[Pass, ...]:
 
 
 def num_drawn(plan: Plan) -> int:
-    """Return how many micro-batches are drawn: as many as can be read, but enough to fill the pipeline twice if so many
-    passes can be drawn at all. Interleaved stages take them in groups of as many as there are ranks."""
-    ranks, stages = plan.layout.pipeline_parallel, plan.layout.virtual_stages
+    """Return how many micro-batches are drawn: as many as are readable, but enough to fill the pipeline twice, if MAX_PASSES
+    allows that. Interleaved stages take micro-batches in groups, one for each rank."""
+    ranks = plan.layout.pipeline_parallel
+    stages = plan.layout.virtual_stages
     readable = READABLE_TIME // (3 * stages) - ranks
     if stages > 1:
         readable -= readable % ranks
@@ -258,13 +263,14 @@ def num_drawn(plan: Plan) -> int:
     return min(plan.gradient_accumulation_steps, max(ranks, min(possible, max(2 * ranks, readable))))
 
 
-def pass_name(step: Pass, virtual_stages: int) -> str:
+def pass_label(step: Pass, virtual_stages: int) -> str:
     return f"{step.micro_batch + 1}" + (f".{step.chunk + 1}" if virtual_stages > 1 else "")
 
 
 def schedule_figure(plan: Plan) -> Figure:
-    """Return which rank runs which pass when, as bars."""
-    passes, stages = passes_of(plan, num_drawn(plan)), plan.layout.virtual_stages
+    """Return a bar for each pass of each rank over time."""
+    passes = simulate_passes(plan, num_drawn(plan))
+    stages = plan.layout.virtual_stages
     traces = []
     for kind, (words, colour) in KINDS.items():
         for chunk in range(stages):
@@ -273,7 +279,7 @@ def schedule_figure(plan: Plan) -> Figure:
                 traces.append({
                     "type": "bar", "orientation": "h", "name": words + (f", stage {chunk + 1} of its rank" if stages > 1 else ""),
                     "y": [bar.rank for bar in bars], "x": [bar.duration for bar in bars], "base": [bar.start for bar in bars],
-                    "width": 0.92, "text": [pass_name(bar, stages) for bar in bars],
+                    "width": 0.92, "text": [pass_label(bar, stages) for bar in bars],
                     "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "opacity": 1.0 - 0.6 * chunk / stages,
                     "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
                     "hovertemplate": f"rank %{{y}}, {words} of micro-batch %{{text}}, from %{{base}} on<extra></extra>",

@@ -1,4 +1,4 @@
-"""The page of a planning as one file: what it found, every plan it considered, and why it chose the best."""
+"""Write the page of a planning as one file: the best plan, all plans that were considered, and the reasons."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from upshift.planning.analysis.explain import representative
-from upshift.planning.cost.pipeline_schedule import Pass, idle_share, most_waiting
+from upshift.planning.analysis.explain import sample_rejections
+from upshift.planning.cost.pipeline_schedule import Pass, idle_share, peak_in_flight
 from upshift.planning.cost.process_memory import unknown_memory
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate
@@ -27,29 +27,29 @@ from upshift.reports.blocks import (
     SpokenWords,
     Table,
     Tile,
-    empty,
+    missing,
     number,
 )
 from upshift.reports.document import Page, Section, page_html, write_page
 from upshift.reports.plan.charts import (
     FARTHEST,
     TIME_HEIGHT,
-    Picture,
+    PlansFigure,
+    draw_plans,
     memory_figure,
     num_drawn,
-    pass_name,
-    passes_of,
-    picture,
+    pass_label,
     schedule_figure,
+    simulate_passes,
     time_figure,
 )
-from upshift.reports.plan.what_if_grid import family_parts
+from upshift.reports.plan.what_if_grid import family_section
 from upshift.reports.plan.words import (
     TIERS,
-    costs,
+    basis_words,
+    cost_words,
     full_memory_words,
     held_gib,
-    known_words,
     limit_gib,
     memory_by_phase,
     parts_of,
@@ -57,13 +57,16 @@ from upshift.reports.plan.words import (
     speed_words,
     time_words,
 )
-from upshift.reports.plots import Figure, chosen_by, part_colours
+from upshift.reports.plots import Figure, choice, part_colours
 from upshift.reports.run import page as run_page
 from upshift.reports.run.content import Reason
 from upshift.units import GIB, format_count, format_seconds, gib
 
-PLAN, WORDS = "plan-shown", "plan-words"
-NUM_BEST, NUM_FRONT, NUM_REJECTED = 5, 10, 12
+PLAN = "plan-shown"
+WORDS = "plan-words"
+NUM_BEST = 5
+NUM_FRONT = 10
+NUM_REJECTED = 12
 MAX_RANKS_LISTED = 16
 MAX_PASSES_LISTED = 24
 Selectable = list[tuple[str, Candidate]]
@@ -75,19 +78,19 @@ def write_plan_page(path: Path, planning: Planning, *, model: str) -> None:
 
 
 def plan_page_html(planning: Planning, *, model: str) -> str:
-    plans = picture(planning)
+    plans = draw_plans(planning)
     selectable = selectable_plans(planning, plans.front)
-    step_figures, step_words = step_content(planning, selectable)
-    schedule_blocks, schedule_figures = schedule(planning)
-    family_blocks, family_figures, family_words = family_parts(planning)
+    step_figures, words = step_content(planning, selectable)
+    schedule_blocks, schedule_figures = schedule_section(planning)
+    family_blocks, family_figures, family_words = family_section(planning)
     sections = [
-        Section("request", "What was asked for", "Request", [request(planning, model)]),
-        Section("plans", "All plans that were considered", "Plans", all_plans(planning, plans, selectable)),
-        Section("step", "Memory and time of a step", "Memory and time", step(planning, selectable)),
+        Section("request", "What was asked for", "Request", [request_facts(planning, model)]),
+        Section("plans", "All plans that were considered", "Plans", plans_section(planning, plans, selectable)),
+        Section("step", "Memory and time of a step", "Memory and time", step_section(planning, selectable)),
         Section("schedule", "Pipeline schedule", "Schedule", schedule_blocks),
         Section("family", "Other sequence lengths and micro-batches", "Lengths and micro-batches", family_blocks),
-        Section("reasons", "Why this plan", "Reasons", reasons(planning)),
-        Section("rejected", "What was rejected", "Rejected", rejected(planning)),
+        Section("reasons", "Why this plan", "Reasons", reasons_section(planning)),
+        Section("rejected", "What was rejected", "Rejected", rejected_section(planning)),
     ]
     return page_html(Page(
         title=f"Plan for {planning.profile.architecture} on {planning.host.name}",
@@ -95,28 +98,33 @@ def plan_page_html(planning: Planning, *, model: str) -> str:
         tiles=tiles(planning),
         sections=sections,
         figures={"plot-plans": plans.figure, **step_figures, **schedule_figures, **family_figures},
-        words=step_words | family_words,
+        words=words | family_words,
     ))  # fmt: skip
 
 
 def summary(planning: Planning) -> str:
     best = planning.ranking.candidates[0]
-    numbers, limit = planning.numbers(best), limit_gib(planning)
+    numbers = planning.numbers(best)
+    limit = limit_gib(planning)
     low, high = numbers.interval or (None, None)
-    room = f" of {limit:.2f} GiB that may be held" if limit is not None else ""
-    sure = f" The step should take {low:.1f} to {high:.1f} times as long as predicted." if low and high else ""
+    limit_words = f" of {limit:.2f} GiB that may be held" if limit is not None else ""
+    interval_words = f" The step should take {low:.1f} to {high:.1f} times as long as predicted." if low and high else ""
     risk = numbers.out_of_memory_probability
-    short = f" The probability of running out of memory is {risk:.1%}." if risk is not None else ""
+    risk_words = f" The probability of running out of memory is {risk:.1%}." if risk is not None else ""
     return (
         f"The best plan: {sentence(best.plan, planning.profile.num_layers)}. "
         f"Predicted: {best.tokens_per_second:,.0f} {speed_words(planning)}, {format_seconds(best.time.total)} a step, "
-        f"{held_gib(best):.2f} GiB{room}; bound by {best.time.binding_term}. This is {TIERS[numbers.tier]}.{sure}{short}"
+        f"{held_gib(best):.2f} GiB{limit_words}; bound by {best.time.binding_term}. This is {TIERS[numbers.tier]}."
+        f"{interval_words}{risk_words}"
     )
 
 
 def tiles(planning: Planning) -> list[Tile]:
-    best, default = planning.ranking.candidates[0], planning.default
-    numbers, limit, total = planning.numbers(best), limit_gib(planning), best.time.total
+    best = planning.ranking.candidates[0]
+    default = planning.default
+    numbers = planning.numbers(best)
+    limit = limit_gib(planning)
+    total = best.time.total
     speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
     outcome = [
         Tile(speed_words(planning).capitalize(), number(best.tokens_per_second, 0), speed),
@@ -130,11 +138,13 @@ def tiles(planning: Planning) -> list[Tile]:
     return outcome
 
 
-def request(planning: Planning, model: str) -> Facts:
-    profile, host, workload = planning.profile, planning.host, planning.workload
+def request_facts(planning: Planning, model: str) -> Facts:
+    profile = planning.profile
+    host = planning.host
+    workload = planning.workload
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
-    size = "images" if takes(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
+    size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
     return Facts([
         ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
         ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
@@ -148,15 +158,18 @@ def request(planning: Planning, model: str) -> Facts:
 
 
 def selectable_plans(planning: Planning, front: Sequence[Candidate]) -> Selectable:
-    """Return the best plans, then those of the front from the fastest on, then the plain default; of plans with the same
-    prediction the first."""
+    """Return (label, plan): the best plans, then the front from the fastest on, then the plain default.
+
+    Plans with the same prediction are listed once."""
     distinct: dict[tuple[float, float], tuple[int, Candidate]] = {}
     for rank, candidate in enumerate(planning.ranking.candidates, start=1):
         distinct.setdefault((candidate.tokens_per_second, candidate.resident), (rank, candidate))
         if len(distinct) == NUM_BEST:
             break
-    step = max(-(-len(front) // NUM_FRONT), 1)
-    smaller = [other for other in reversed(front[::step]) if (other.tokens_per_second, other.resident) not in distinct]
+    stride = max(-(-len(front) // NUM_FRONT), 1)
+    smaller = [
+        candidate for candidate in reversed(front[::stride]) if (candidate.tokens_per_second, candidate.resident) not in distinct
+    ]
     return [
         *((f"{rank}: {candidate.plan.label()}", candidate) for rank, candidate in distinct.values()),
         *((f"{held_gib(candidate):.1f} GiB: {candidate.plan.label()}", candidate) for candidate in smaller),
@@ -164,11 +177,13 @@ def selectable_plans(planning: Planning, front: Sequence[Candidate]) -> Selectab
     ]
 
 
-def all_plans(planning: Planning, drawing: Picture, listed: Selectable) -> list[Block]:
+def plans_section(planning: Planning, drawing: PlansFigure, listed: Selectable) -> list[Block]:
     ranking = planning.ranking
-    unknown = unknown_memory(planning.host)
-    fit = "plans fit" if unknown is None else "plans are possible"
-    above = f"{len(ranking.candidates):,} {fit}, {ranking.num_rejected:,} were rejected. {unknown + '.' if unknown else ''}"
+    unknown_limit = unknown_memory(planning.host)
+    verb = "plans fit" if unknown_limit is None else "plans are possible"
+    above = f"{len(ranking.candidates):,} {verb}, {ranking.num_rejected:,} were rejected. "
+    if unknown_limit:
+        above += f"{unknown_limit}."
     caption = (
         f"Each dot is one plan, coloured by {drawing.grouping}; point at it to read it. Hollow dots do not fit. "
         "On the line are the fastest plans for their memory; the star is the best."
@@ -186,7 +201,7 @@ def all_plans(planning: Planning, drawing: Picture, listed: Selectable) -> list[
 
 
 def plans_table(planning: Planning, listed: Selectable) -> Table:
-    """Return the table. The allocator of a device reserves segments: there, it has one more column."""
+    """Return the table of the listed plans. It has a column of reserved memory on devices whose allocator reserves segments."""
     predicted = [(label, candidate, planning.numbers(candidate)) for label, candidate in listed]
     is_reserved = any(numbers.reserved_gib is not None for _, _, numbers in predicted)
     heads = [
@@ -197,7 +212,7 @@ def plans_table(planning: Planning, listed: Selectable) -> Table:
     rows = [
         [label, number(candidate.tokens_per_second, 0), number(1000 * candidate.time.total, 0), number(numbers.peak_gib, 2),
          *([number(numbers.reserved_gib, 2)] if is_reserved else []), number(held_gib(candidate), 2),
-         candidate.time.binding_term, known_words(candidate)]
+         candidate.time.binding_term, basis_words(candidate)]
         for label, candidate, numbers in predicted
     ]  # fmt: skip
     return Table("Best plans", heads, rows, marked=frozenset([0]))
@@ -207,13 +222,13 @@ def step_content(planning: Planning, listed: Selectable) -> tuple[dict[str, Figu
     """Return the figures and the words of the plan that is selected."""
 
     def selected(content: Callable[[Candidate], Any]) -> Any:
-        return chosen_by(PLAN, [content(candidate) for _, candidate in listed])
+        return choice(PLAN, [content(candidate) for _, candidate in listed])
 
     figures = {"plot-memory": memory_figure(selected, planning), "plot-time": time_figure(selected)}
     return figures, {WORDS: selected(lambda candidate: step_words(planning, candidate))}
 
 
-def step(planning: Planning, listed: Selectable) -> list[Block]:
+def step_section(planning: Planning, listed: Selectable) -> list[Block]:
     best = planning.ranking.candidates[0]
     memory_label = "Stacked bars of memory by phase; the table below gives the best plan's."
     memory = "Allocated memory at the highest moment of each phase. Held beyond it: the allocator's slack and the context."
@@ -232,27 +247,28 @@ def step(planning: Planning, listed: Selectable) -> list[Block]:
 
 
 def step_words(planning: Planning, candidate: Candidate) -> str:
-    once = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
-    short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
+    one_time = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
+    excess = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.job_memory.describe_problems(candidate))
     memory = full_memory_words(planning, candidate)
-    return f"{costs(planning, candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
+    return f"{cost_words(planning, candidate)}. Bound by {time_words(candidate)}.{one_time} Memory by phase: {memory}.{excess}"
 
 
 def memory_table(planning: Planning) -> Table:
-    best, life = planning.ranking.candidates[0], planning.life
+    best = planning.ranking.candidates[0]
+    life = planning.job_memory
     memory = memory_by_phase(planning, best)
-    parts = list(part_colours(parts_of(memory)))
+    names = list(part_colours(parts_of(memory)))
     sums = ["Allocated", "Reserved", "Held"] if best.plan.device == "cuda" else ["Allocated", "Held"]
     rows = []
     for phase, row in memory.items():
         total = sum(row.values())
-        gib_of = {
+        sums_gib = {
             "Allocated": total,
-            "Reserved": gib(life.reserved(best, total * GIB)),
-            "Held": gib(life.held(best, total * GIB)),
+            "Reserved": gib(life.reserved_bytes(best, total * GIB)),
+            "Held": gib(life.held_bytes(best, total * GIB)),
         }
-        rows.append([phase, *(number(row.get(part, 0.0), 3) for part in parts), *(number(gib_of[name], 3) for name in sums)])
-    heads = [("Phase", ""), *((name, "number") for name in (*parts, *sums))]
+        rows.append([phase, *(number(row.get(name, 0.0), 3) for name in names), *(number(sums_gib[name], 3) for name in sums)])
+    heads = [("Phase", ""), *((name, "number") for name in (*names, *sums))]
     return Table("The best plan's memory in GiB by phase and part", heads, rows)
 
 
@@ -267,20 +283,22 @@ def time_table(best: Candidate) -> Table:
     return Table("The best plan's time by term", heads, rows)
 
 
-def pipelined(planning: Planning) -> Candidate | None:
+def fastest_pipelined(planning: Planning) -> Candidate | None:
     """Return the best plan, or the fastest that has a pipeline."""
     candidates = planning.ranking.candidates
     return next((candidate for candidate in candidates if candidate.plan.layout.pipeline_parallel > 1), None)
 
 
-def schedule(planning: Planning) -> tuple[list[Block], dict[str, Figure]]:
+def schedule_section(planning: Planning) -> tuple[list[Block], dict[str, Figure]]:
     """Return the section on the pipeline schedule, drawn and in words, and its figure."""
-    candidate = pipelined(planning)
+    candidate = fastest_pipelined(planning)
     if candidate is None:
-        return [empty("No plan that fits divides the layers among pipeline ranks, so there is no schedule to draw.")], {}
+        return [missing("No plan that fits divides the layers among pipeline ranks, so there is no schedule to draw.")], {}
     plan = candidate.plan
-    shape, count, drawn = plan.layout, plan.gradient_accumulation_steps, num_drawn(plan)
-    passes = passes_of(plan, count)
+    shape = plan.layout
+    count = plan.gradient_accumulation_steps
+    drawn = num_drawn(plan)
+    passes = simulate_passes(plan, count)
     subject = "The best plan"
     if plan is not planning.best:
         subject = f"The best plan has no pipeline. The fastest that has one ({plan.label()})"
@@ -290,19 +308,19 @@ def schedule(planning: Planning) -> tuple[list[Block], dict[str, Figure]]:
         f"order {shape.pipeline_schedule}{stages}: ranks are idle for {idle_share(passes):.1%} of the time, where stages are "
         "equal and transfers take no time."
     )
-    half = ", half of it for the gradients of weights" if shape.pipeline_schedule == "zero_bubble" else ""
+    weight_note = ", half of it for the gradients of weights" if shape.pipeline_schedule == "zero_bubble" else ""
     caption = (
         "Each bar is one pass of a micro-batch through a rank's layers, with its number; gaps are idle time. "
-        f"A backward pass takes as long as two forward passes{half}."
+        f"A backward pass takes as long as two forward passes{weight_note}."
     )
     if drawn < count:
         caption += f" Drawn with {drawn:,} of the {count:,} micro-batches."
     label = f"Bars over time for {shape.pipeline_parallel} pipeline ranks; the table below gives the same order."
     figure = schedule_figure(plan)
     drawing = Plot("plot-schedule", label, caption, height=figure["layout"]["height"])
-    more = shape.pipeline_parallel - MAX_RANKS_LISTED
-    rest = [Paragraph(f"and {more:,} more ranks")] if more > 0 else []
-    return [Paragraph(above), drawing, ranks_table(passes, plan), *rest], {"plot-schedule": figure}
+    num_hidden = shape.pipeline_parallel - MAX_RANKS_LISTED
+    hidden_note = [Paragraph(f"and {num_hidden:,} more ranks")] if num_hidden > 0 else []
+    return [Paragraph(above), drawing, ranks_table(passes, plan), *hidden_note], {"plot-schedule": figure}
 
 
 def ranks_table(passes: Sequence[Pass], plan: Plan) -> Table:
@@ -310,14 +328,14 @@ def ranks_table(passes: Sequence[Pass], plan: Plan) -> Table:
     rows = []
     for rank in range(min(plan.layout.pipeline_parallel, MAX_RANKS_LISTED)):
         steps = [step for step in passes if step.rank == rank]
-        order = " ".join(f"{step.kind}{pass_name(step, stages)}" for step in steps[:MAX_PASSES_LISTED])
-        more = f" and {len(steps) - MAX_PASSES_LISTED:,} more" if len(steps) > MAX_PASSES_LISTED else ""
-        rows.append([str(rank), number(most_waiting(steps, rank, virtual_stages=stages), 2), order + more])
+        order = " ".join(f"{step.kind}{pass_label(step, stages)}" for step in steps[:MAX_PASSES_LISTED])
+        remainder = f" and {len(steps) - MAX_PASSES_LISTED:,} more" if len(steps) > MAX_PASSES_LISTED else ""
+        rows.append([str(rank), number(peak_in_flight(steps, rank, virtual_stages=stages), 2), order + remainder])
     heads = [("Rank", ""), ("Micro-batches held at most", "number"), ("Order of its passes", "long")]
     return Table("Order of passes by pipeline rank", heads, rows)
 
 
-def reasons(planning: Planning) -> list[Block]:
+def reasons_section(planning: Planning) -> list[Block]:
     price = planning.shadow_price
     return [
         *run_page.reasons([Reason(**reason.model_dump()) for reason in planning.reasons]),
@@ -325,18 +343,22 @@ def reasons(planning: Planning) -> list[Block]:
     ]
 
 
-def rejected(planning: Planning) -> list[Block]:
+def rejected_section(planning: Planning) -> list[Block]:
     ranking = planning.ranking
     if not ranking.rejected:
-        return [empty("Every legal plan fits.")]
+        return [missing("Every legal plan fits.")]
     too_big = {id(candidate.plan) for candidate in ranking.too_big}
     counts = Counter(f"too big, highest in the {candidate.memory.peak_phase} phase" for candidate in ranking.too_big)
     counts += Counter(rejection.reason for rejection in ranking.rejected if id(rejection.plan) not in too_big)
-    few = representative(ranking.rejected)
-    few = few[:: max(len(few) // NUM_REJECTED, 1)][:NUM_REJECTED]
+    examples = sample_rejections(ranking.rejected)
+    examples = examples[:: max(len(examples) // NUM_REJECTED, 1)][:NUM_REJECTED]
     count_rows = [[reason, number(count)] for reason, count in counts.most_common(NUM_REJECTED)]
     return [
         Table("Reasons", [("Reason", "long"), ("Plans", "number")], count_rows),
         Heading("Some of them"),
-        Table("Some rejected plans", [("Plan", "long"), ("Why", "long")], [[one.plan.label(), one.reason] for one in few]),
+        Table(
+            "Some rejected plans",
+            [("Plan", "long"), ("Why", "long")],
+            [[rejection.plan.label(), rejection.reason] for rejection in examples],
+        ),
     ]

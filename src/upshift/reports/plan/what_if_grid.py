@@ -1,7 +1,7 @@
-"""The best plan's family at other sequence lengths and micro-batches, costed in advance: a page has no planner in it.
+"""Cost the best plan's family at other sequence lengths and micro-batches, for a page, which cannot run the planner.
 
-A family shares every choice but the micro-batch (accumulated to the same global batch) and what is recomputed. Ignored:
-the data's own length histogram; every sequence is taken to be full.
+A family shares all choices but the micro-batch (accumulated to the same global batch) and the activation checkpointing. The
+data's own length histogram is ignored: every sequence is taken to be full.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.layout import divisors
 from upshift.planning.planner import Planning
 from upshift.planning.search.constraints import conflict
 from upshift.planning.search.ranking import Candidate, Coster, limit_of
 from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT
 from upshift.reports import plots
-from upshift.reports.blocks import Block, Controls, Paragraph, Plot, Slider, SpokenWords, empty
+from upshift.reports.blocks import Block, Controls, Paragraph, Plot, Slider, SpokenWords, missing
 from upshift.reports.plan.charts import FARTHEST, memory_figure
-from upshift.reports.plan.words import costs, full_memory_words, held_gib, limit_gib, speed_words
+from upshift.reports.plan.words import cost_words, full_memory_words, held_gib, limit_gib, speed_words
 from upshift.reports.plots import (
     BLUE,
     FRONTIER_LINE,
@@ -28,23 +28,26 @@ from upshift.reports.plots import (
     RED,
     STAR,
     Figure,
-    Placed,
+    PlacedCandidate,
     all_peaks,
     axis,
-    chosen_by,
+    choice,
     frontier,
     layout,
-    limit_marks,
+    limit_line,
     log_axis_if_wide,
-    marks,
-    placed,
+    marker_trace,
+    placed_candidates,
 )
 
 LENGTH_FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of the workload's sequence length
 MAX_MICRO_BATCHES = 12
-LENGTH, SIZE, WORDS = "sequence-length", "micro-batch", "family-words"
-PLOT, MEMORY_PLOT = "plot-family", "plot-family-memory"
-Recomputation = tuple[int, str]  # how many layers, in which granularity
+LENGTH = "sequence-length"
+SIZE = "micro-batch"
+WORDS = "family-words"
+PLOT = "plot-family"
+MEMORY_PLOT = "plot-family-memory"
+Recomputation = tuple[int, str]  # number of layers, granularity
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,11 @@ class Grid:
 
 def family_grid(planning: Planning) -> Grid | None:
     """Return the grid of lengths and micro-batches at which the family has plans, or None if it has none at the best plan's."""
-    best_length, best_size = planning.best.sequence_length, planning.best.per_device_train_batch_size
-    lengths, sizes = sequence_lengths(planning), micro_batches(planning)
-    costed = {(length, size): plans for length in lengths for size, plans in costed_at(planning, length, sizes)}
+    best_length = planning.best.sequence_length
+    best_size = planning.best.per_device_train_batch_size
+    lengths = sequence_lengths(planning)
+    sizes = micro_batches(planning)
+    costed = {(length, size): plans for length in lengths for size, plans in plans_by_size(planning, length, sizes)}
     if not costed[best_length, best_size]:
         return None
     lengths = tuple(length for length in lengths if costed[length, best_size])
@@ -80,20 +85,23 @@ def family_grid(planning: Planning) -> Grid | None:
     return Grid(
         sequence_lengths=lengths,
         micro_batches=sizes,
-        cells=tuple(tuple(cell_of(costed[length, size], planning) for size in sizes) for length in lengths),
+        cells=tuple(tuple(make_cell(costed[length, size], planning) for size in sizes) for length in lengths),
         traced=planning.profile.sequence_range,
         best=(lengths.index(best_length), sizes.index(best_size)),
     )
 
 
 def sequence_lengths(planning: Planning) -> tuple[int, ...]:
-    """Return lengths around the workload's, as far as the model has positions and the attention kernel is offered."""
-    length, ranks = planning.best.sequence_length, planning.best.layout.context_parallel
+    """Return lengths around the workload's, up to the model's positions and the limit of the attention kernel."""
+    length = planning.best.sequence_length
+    ranks = planning.best.layout.context_parallel
     longest = planning.profile.max_positions or length * int(LENGTH_FACTORS[-1])
     if planning.best.attention == "block":
         longest = min(longest, max(BLOCK_ATTENTION_LIMIT, length))
-    around = {round(length * factor) for factor in LENGTH_FACTORS}
-    return tuple(sorted({length} | {other for other in around if 2 <= other <= longest and other % ranks == 0}))
+    candidates = {round(length * factor) for factor in LENGTH_FACTORS}
+    return tuple(
+        sorted({length} | {candidate for candidate in candidates if 2 <= candidate <= longest and candidate % ranks == 0})
+    )
 
 
 def micro_batches(planning: Planning) -> tuple[int, ...]:
@@ -104,12 +112,12 @@ def micro_batches(planning: Planning) -> tuple[int, ...]:
 
 
 def recomputations(planning: Planning) -> list[Recomputation]:
-    """Return those that the planning considered. One that the user fixed stays fixed."""
+    """Return the choices of activation checkpointing that the planning considered. The user may have fixed one."""
     plans = [candidate.plan for candidate in (*planning.ranking.candidates, *planning.ranking.too_big)]
     return sorted({(plan.activation_checkpointing, plan.recompute_granularity) for plan in plans})
 
 
-def costed_at(planning: Planning, length: int, sizes: Sequence[int]) -> Iterator[tuple[int, list[Candidate]]]:
+def plans_by_size(planning: Planning, length: int, sizes: Sequence[int]) -> Iterator[tuple[int, list[Candidate]]]:
     """Yield each micro-batch with the plans of the family that can be costed there."""
     workload = planning.workload.model_copy(update={"sequence_length": length, "lengths": None})
     coster = Coster(planning.host, planning.profile, workload)
@@ -128,28 +136,28 @@ def costed_at(planning: Planning, length: int, sizes: Sequence[int]) -> Iterator
         yield size, [planning.calibration.of(candidate, workload) for candidate in costed]
 
 
-def cell_of(plans: Sequence[Candidate], planning: Planning) -> Cell:
-    fitting = [candidate for candidate in plans if fits(candidate, planning)]
+def make_cell(plans: Sequence[Candidate], planning: Planning) -> Cell:
+    fitting = [candidate for candidate in plans if is_fitting(candidate, planning)]
     if fitting:
         return Cell(tuple(plans), max(fitting, key=lambda candidate: candidate.tokens_per_second), True)
     return Cell(tuple(plans), min(plans, key=lambda candidate: candidate.resident), False)
 
 
-def fits(candidate: Candidate, planning: Planning) -> bool:
+def is_fitting(candidate: Candidate, planning: Planning) -> bool:
     limit = limit_of(candidate, planning.host, planning.workload)
     return limit is None or candidate.resident <= limit
 
 
-def selected_in(grid: Grid, content: Callable[[Cell], Any]) -> Figure:
-    """Return what ``content`` says of the cell that the two sliders select."""
-    return chosen_by(LENGTH, [chosen_by(SIZE, map(content, row)) for row in grid.cells])
+def selected_cell(grid: Grid, content: Callable[[Cell], Any]) -> Figure:
+    """Return page data: ``content`` of the cell that the two sliders select."""
+    return choice(LENGTH, [choice(SIZE, map(content, row)) for row in grid.cells])
 
 
-def dots(candidates: Sequence[Candidate], planning: Planning) -> list[Placed]:
+def place_dots(candidates: Sequence[Candidate], planning: Planning) -> list[PlacedCandidate]:
     limit = limit_gib(planning)
-    return placed([
+    return placed_candidates([
         plots.Candidate(
-            label=candidate.plan.label(), status="candidate" if fits(candidate, planning) else "rejected",
+            label=candidate.plan.label(), status="candidate" if is_fitting(candidate, planning) else "rejected",
             tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
         )
         for candidate in candidates
@@ -159,29 +167,33 @@ def dots(candidates: Sequence[Candidate], planning: Planning) -> list[Placed]:
 
 def family_figure(grid: Grid, planning: Planning) -> Figure:
     """Return the scatter plot. Its axes are the same for every state, so that a move of a slider can be seen."""
-    rows = [dots([candidate for cell in row for candidate in cell.plans], planning) for row in grid.cells]
-    every_dot, limit = [dot for row in rows for dot in row], limit_gib(planning)
+    rows = [place_dots([candidate for cell in row for candidate in cell.plans], planning) for row in grid.cells]
+    every_dot = [dot for row in rows for dot in row]
+    limit = limit_gib(planning)
     peaks = all_peaks(every_dot, limit)
     scale = log_axis_if_wide(peaks)
-    low, high = min(peaks, default=1.0), max(peaks, default=1.0)
+    low = min(peaks, default=1.0)
+    high = max(peaks, default=1.0)
     ends = [math.log10(low / 1.1), math.log10(high * 1.1)] if "type" in scale else [0.0, high * 1.05]
     x = axis("held memory per device, GiB", **scale, range=ends)
     y = axis(speed_words(planning), range=[0.0, 1.05 * max((dot.speed for dot in every_dot), default=1.0)], tickformat=",~r")
 
     def group(name: str, status: str, marker: Figure) -> Figure:
         groups = ([dot for dot in row if dot.candidate.status == status] for row in rows)
-        return chosen_by(LENGTH, [marks(name, some, marker=marker) for some in groups])
+        return choice(LENGTH, [marker_trace(name, dots, marker=marker) for dots in groups])
 
     ring = {"color": "@text", "size": 12, "symbol": "circle-open", "line": {"width": 1.6}}
-    fronts = [marks("fastest for its memory", frontier(row), mode="lines", line=FRONTIER_LINE) for row in rows]
+    fronts = [marker_trace("fastest for its memory", frontier(row), mode="lines", line=FRONTIER_LINE) for row in rows]
     data = [
         group("fits", "candidate", {"color": BLUE, "size": 7, "opacity": 0.75}),
         group("too big", "rejected", {"color": GREY, "size": 7, "symbol": "circle-open"}),
-        chosen_by(LENGTH, fronts),
-        selected_in(grid, lambda cell: marks("this micro-batch", dots(cell.plans, planning), marker=ring)),
-        selected_in(grid, lambda cell: marks("shown below", dots([cell.shown], planning), marker={"color": RED, **STAR})),
+        choice(LENGTH, fronts),
+        selected_cell(grid, lambda cell: marker_trace("this micro-batch", place_dots(cell.plans, planning), marker=ring)),
+        selected_cell(
+            grid, lambda cell: marker_trace("shown below", place_dots([cell.shown], planning), marker={"color": RED, **STAR})
+        ),
     ]
-    limits = limit_marks(limit, is_log="type" in scale)
+    limits = limit_line(limit, is_log="type" in scale)
     return {"data": data, "layout": layout(x=x, y=y, hovermode="closest", **limits)}
 
 
@@ -196,28 +208,30 @@ def size_words(grid: Grid) -> list[str]:
 
 
 def cell_words(cell: Cell, planning: Planning) -> str:
-    limit, plan = limit_gib(planning), cell.shown.plan
+    limit = limit_gib(planning)
+    plan = cell.shown.plan
     ending = "fits" if cell.fits else f"does not fit in the {limit:.2f} GiB that may be held, nor does any other of the family"
     return (
-        f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: {costs(planning, cell.shown)}. "
-        f"It {ending}. Memory by phase: {full_memory_words(planning, cell.shown)}."
+        f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: "
+        f"{cost_words(planning, cell.shown)}. It {ending}. Memory by phase: {full_memory_words(planning, cell.shown)}."
     )
 
 
-def family_parts(planning: Planning) -> tuple[list[Block], dict[str, Figure], dict[str, Any]]:
+def family_section(planning: Planning) -> tuple[list[Block], dict[str, Figure], dict[str, Any]]:
     """Return the section, its figures and its words."""
-    if takes(planning.profile) == "images":
-        return [empty(f"{planning.profile.architecture} takes images: there is no sequence length to vary.")], {}, {}
+    if sample_unit(planning.profile) == "images":
+        return [missing(f"{planning.profile.architecture} sample_unit images: there is no sequence length to vary.")], {}, {}
     grid = family_grid(planning)
     if grid is None:
-        return [empty("The best plan's family cannot be predicted for full sequences.")], {}, {}
-    lengths, sizes = length_words(grid), size_words(grid)
+        return [missing("The best plan's family cannot be predicted for full sequences.")], {}, {}
+    lengths = length_words(grid)
+    sizes = size_words(grid)
     words = {
-        f"{LENGTH}-value": chosen_by(LENGTH, lengths),
-        f"{SIZE}-value": chosen_by(SIZE, sizes),
-        WORDS: selected_in(grid, lambda cell: cell_words(cell, planning)),
+        f"{LENGTH}-value": choice(LENGTH, lengths),
+        f"{SIZE}-value": choice(SIZE, sizes),
+        WORDS: selected_cell(grid, lambda cell: cell_words(cell, planning)),
     }
-    memory = memory_figure(lambda content: selected_in(grid, lambda cell: content(cell.shown)), planning)
+    memory = memory_figure(lambda content: selected_cell(grid, lambda cell: content(cell.shown)), planning)
     row, column = grid.best
     low, high = grid.traced
     above = (

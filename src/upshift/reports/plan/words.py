@@ -1,10 +1,10 @@
-"""Write a plan and its predicted cost in words, so that the page also says what it draws."""
+"""Describe a plan and its predicted cost in words, so that the page needs no figure to be understood."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from upshift.planning.cost.time import takes
+from upshift.planning.cost.time import sample_unit
 from upshift.planning.cost.uncertainty import Number
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
@@ -12,7 +12,7 @@ from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, limit_of
 from upshift.units import format_seconds, gib
 
-SMALL_SHARE = 0.005  # of a step's time: not worth a word
+SMALL_SHARE = 0.005  # of a step's time: smaller terms are not mentioned
 SMALL_GIB = 0.0005
 STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
 TIERS = {
@@ -57,8 +57,8 @@ def layout_words(layout: Layout) -> str:
     if layout.context_parallel > 1:
         words.append(f"context parallel {layout.context_parallel} ({layout.context_kind})")
     if layout.pipeline_parallel > 1:
-        each = f", {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
-        words.append(f"pipeline parallel {layout.pipeline_parallel} ({layout.pipeline_schedule}{each})")
+        stages = f", {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
+        words.append(f"pipeline parallel {layout.pipeline_parallel} ({layout.pipeline_schedule}{stages})")
     if layout.expert_parallel > 1:
         words.append(f"expert parallel {layout.expert_parallel}")
     words += ["no exchange while computing"] * (not layout.overlap)
@@ -75,7 +75,7 @@ def layout_kind(layout: Layout) -> str:
     return "fully sharded" if layout.fully_shard != "no" else "data parallel"
 
 
-def place_of_memory(plan: Plan) -> str:
+def memory_owner(plan: Plan) -> str:
     return "process" if plan.device == "cpu" else "device"
 
 
@@ -84,7 +84,7 @@ def held_gib(candidate: Candidate) -> float:
     return gib(candidate.resident) * (candidate.plan.num_processes if candidate.plan.device == "cpu" else 1)
 
 
-def limit_of_one(planning: Planning, candidate: Candidate) -> float | None:
+def limit_of_candidate(planning: Planning, candidate: Candidate) -> float | None:
     """Return the GiB that one process or device of a plan may be predicted to hold."""
     limit = limit_of(candidate, planning.host, planning.workload)
     return None if limit is None else gib(limit)
@@ -93,14 +93,14 @@ def limit_of_one(planning: Planning, candidate: Candidate) -> float | None:
 def limit_gib(planning: Planning) -> float | None:
     """Return the GiB that may be held on each device, or by all processes together where they share the host's memory."""
     plan = planning.best
-    limit = limit_of_one(planning, planning.ranking.candidates[0])
+    limit = limit_of_candidate(planning, planning.ranking.candidates[0])
     return None if limit is None else limit * (plan.num_processes if plan.device == "cpu" else 1)
 
 
-def memory_words(memory: Mapping[str, float], *, most: int | None = None) -> str:
+def memory_words(memory: Mapping[str, float], *, at_most: int | None = None) -> str:
     """Return the parts of one phase, the largest first."""
-    parts = sorted(memory.items(), key=lambda item: -item[1])
-    return ", ".join(f"{part} {size:.2f}" for part, size in parts[:most] if size > SMALL_GIB)
+    largest_first = sorted(memory.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size:.2f}" for name, size in largest_first[:at_most] if size > SMALL_GIB)
 
 
 def memory_by_phase(planning: Planning, candidate: Candidate) -> dict[str, dict[str, float]]:
@@ -110,18 +110,18 @@ def memory_by_phase(planning: Planning, candidate: Candidate) -> dict[str, dict[
 
 def parts_of(memory: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the parts that take memory in any phase."""
-    return list(dict.fromkeys(part for row in memory.values() for part, size in row.items() if size > SMALL_GIB))
+    return list(dict.fromkeys(name for row in memory.values() for name, size in row.items() if size > SMALL_GIB))
 
 
-def time_words(candidate: Candidate, *, most: int | None = None) -> str:
+def time_words(candidate: Candidate, *, at_most: int | None = None) -> str:
     """Return the terms of a step, the longest first."""
     total = candidate.time.total
     terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in terms[:most] if seconds > SMALL_SHARE * total)
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in terms[:at_most] if seconds > SMALL_SHARE * total)
 
 
-def known_words(candidate: Candidate) -> str:
-    """Return the tier of each number, and how many times as large as predicted the truth should be."""
+def basis_words(candidate: Candidate) -> str:
+    """Return the tier of each predicted number, and the range of measured / predicted that is expected."""
     ranges = []
     numbers: tuple[Number, ...] = ("step", "allocated", "held")
     for name in numbers:
@@ -133,15 +133,15 @@ def known_words(candidate: Candidate) -> str:
 
 
 def speed_words(planning: Planning) -> str:
-    return f"{takes(planning.profile)} per second"
+    return f"{sample_unit(planning.profile)} per second"
 
 
-def costs(planning: Planning, candidate: Candidate) -> str:
+def cost_words(planning: Planning, candidate: Candidate) -> str:
     """Return speed, step and memory of a plan as one sentence."""
     return (
         f"{candidate.tokens_per_second:,.0f} {speed_words(planning)}, {format_seconds(candidate.time.total)} a step, "
         f"{gib(candidate.memory.peak):.2f} GiB allocated at most (in the {candidate.memory.peak_phase} phase), "
-        f"{gib(candidate.resident):.2f} GiB held by each {place_of_memory(candidate.plan)}"
+        f"{gib(candidate.resident):.2f} GiB held by each {memory_owner(candidate.plan)}"
     )
 
 

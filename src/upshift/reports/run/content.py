@@ -1,6 +1,6 @@
-"""Hold the content of one run's report page as plain data. None is unknown, never zero; loss is per token.
+"""The content of one run's report page as plain data. None is unknown, never zero. Loss is per token.
 
-Nothing here knows how a run is planned or trained: whoever writes a page copies the numbers in."""
+It does not depend on the planner or the trainer: the code that writes a page copies the numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fact(Value):
 
 
 class ComparisonRow(Value):
-    """One plan as measured. The first row with role ``default`` is what the others are compared with."""
+    """One plan as measured. The others are compared with the first row whose role is ``default``."""
 
     plan: str
     role: Role = "other"
@@ -56,7 +56,7 @@ class LossCurve(Value):
 
 
 class MemorySample(Value):
-    """Memory at one moment. A part that is not listed takes no memory at that moment."""
+    """Memory at one time. A part that is not listed takes no memory then."""
 
     seconds: NonNegativeFloat
     phase: str
@@ -64,8 +64,8 @@ class MemorySample(Value):
     resident_gib: NonNegativeFloat | None = None
 
 
-class MemoryLife(Value):
-    """Memory of the process over the whole run, and the predicted highest moment, process base included."""
+class MemoryHistory(Value):
+    """Memory of the process over the whole run, and its predicted peak, process base included."""
 
     samples: tuple[MemorySample, ...] = ()
     predicted_peak_gib: NonNegativeFloat | None = None
@@ -97,7 +97,7 @@ class RunPage(Value):
     reasons: tuple[Reason, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     memory_limit_gib: NonNegativeFloat | None = None
-    memory: MemoryLife = MemoryLife()
+    memory: MemoryHistory = MemoryHistory()
     loss_curves: tuple[LossCurve, ...] = ()
     samples: tuple[Sample, ...] = ()
     commands: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The report page of ``upshift demo``: copies into a RunPage what the demo predicted and measured."""
+"""Write the report page of ``upshift demo``: copy the demo's predictions and measurements into a RunPage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upshift.reports.run.content import (
     ComparisonRow,
     Fact,
     LossCurve,
-    MemoryLife,
+    MemoryHistory,
     MemorySample,
     PredictionRow,
     Reason,
@@ -28,9 +28,11 @@ COMMANDS = ("make demo", "upshift plan MODEL --train", "upshift train MODEL --da
 
 def write_demo_page(result: Any, path: Path) -> Path:
     """Write the page of a DemoResult. Raise RequestError when the file cannot be written."""
-    prepared, baseline, chosen = result.prepared, result.baseline, result.chosen
+    prepared = result.prepared
+    baseline = result.baseline
+    chosen = result.chosen
     planning = prepared.planning
-    equal = chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
+    at_equal_tokens = chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
     speedup = chosen.measured.tokens_per_second / baseline.measured.tokens_per_second
     limit = planning.host.cpu.free_memory_bytes if planning.host.cpu else None
     label = prepared.plan.label()
@@ -38,7 +40,7 @@ def write_demo_page(result: Any, path: Path) -> Path:
         title="Upshift demo",
         summary=f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
         facts=_facts(result),
-        comparison=(_comparison("plain default", "default", baseline.measured), _comparison(label, "chosen", equal)),
+        comparison=(_comparison("plain default", "default", baseline.measured), _comparison(label, "chosen", at_equal_tokens)),
         predictions=tuple(
             PredictionRow(quantity=name, predicted=predicted, measured=measured)
             for name, predicted, measured in compared_numbers(chosen.predicted, chosen.measured)
@@ -57,8 +59,10 @@ def write_demo_page(result: Any, path: Path) -> Path:
 
 
 def _facts(result: Any) -> tuple[Fact, ...]:
-    planning, environment = result.prepared.planning, result.chosen.environment
-    profile, workload = planning.profile, planning.workload
+    planning = result.prepared.planning
+    environment = result.chosen.environment
+    profile = planning.profile
+    workload = planning.workload
     facts = {
         "machine": f"{environment.processor}, {environment.num_cores} cores",
         "model": f"{profile.architecture}, {format_count(profile.parameters.total)} parameters",
@@ -77,8 +81,9 @@ def _comparison(plan: str, role: Role, numbers: Numbers) -> ComparisonRow:
 
 
 def _candidates(prepared: Any) -> tuple[Candidate, ...]:
-    """Return every plan of the space. Those that were tried carry what was measured, or why it failed."""
-    proof, ranking = prepared.proof, prepared.planning.ranking
+    """Return all plans of the space. Tried plans have their measurements, or the reason of their failure."""
+    proof = prepared.proof
+    ranking = prepared.planning.ranking
     trials = {trial.candidate.plan.label(): trial for trial in (proof.tried if proof else ())}
     rows = []
     groups: tuple[tuple[Status, Any], ...] = (("candidate", ranking.candidates), ("rejected", ranking.too_big))
@@ -104,22 +109,23 @@ def _tried(row: Candidate, trial: Any, *, is_chosen: bool) -> Candidate:
     )
 
 
-def _memory(record: Record) -> MemoryLife:
-    """Return the parts as predicted for the phase that ran, and the process's memory as measured."""
-    predicted, taken = record.predicted, record.details["memory_samples"]
+def _memory(record: Record) -> MemoryHistory:
+    """Return the measured memory of the process over time, with the predicted parts of each phase."""
+    predicted = record.predicted
+    memory_samples = record.details["memory_samples"]
     phases = predicted.memory if predicted else {}
-    highest = max(phases.values(), key=lambda row: sum(row.values()), default={})
-    lasting = {part: highest.get(part, 0.0) for part in LASTING}
-    parts_of = {"load": {"weights": lasting["weights"]}, "first step": highest, "steady": highest}
-    base = min((resident for _, _, resident in taken), default=0) / GIB
+    highest_parts = max(phases.values(), key=lambda row: sum(row.values()), default={})
+    lasting_parts = {part: highest_parts.get(part, 0.0) for part in LASTING}
+    parts_of = {"load": {"weights": lasting_parts["weights"]}, "first step": highest_parts, "steady": highest_parts}
+    base = min((resident for _, _, resident in memory_samples), default=0) / GIB
     samples = tuple(
         MemorySample(
             seconds=seconds, phase=phase, resident_gib=resident / GIB,
-            parts={"process base": base, **parts_of.get(phase, lasting)},
+            parts={"process base": base, **parts_of.get(phase, lasting_parts)},
         )
-        for seconds, phase, resident in taken
+        for seconds, phase, resident in memory_samples
     )  # fmt: skip
-    return MemoryLife(samples=samples, predicted_peak_gib=predicted.resident_gib if predicted else None)
+    return MemoryHistory(samples=samples, predicted_peak_gib=predicted.resident_gib if predicted else None)
 
 
 def _curve(name: str, record: Record) -> LossCurve:

@@ -1,6 +1,6 @@
-"""The report of one run as a page. It shows what a RunPage holds; nothing is measured or predicted here.
+"""Write the report of one run as a page, from the content of a RunPage.
 
-The captions are for a person who does not know the internals. A section without data stays and says why it is empty.
+The captions are for a reader who does not know the internals. A section without data says why it is empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from upshift.reports.blocks import (
     Table,
     Tile,
     difference,
-    empty,
+    missing,
     number,
     number_cell,
     percent,
@@ -79,9 +79,12 @@ def baseline(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
 def tiles(run: RunPage) -> list[Tile]:
     """Return the outcome in a few large numbers."""
     outcome = []
-    base, chosen = baseline(run.comparison), next((row for row in run.comparison if row.role == "chosen"), None)
+    base = baseline(run.comparison)
+    chosen = next((row for row in run.comparison if row.role == "chosen"), None)
     if base and chosen:
-        speed, peak, loss = chosen.tokens_per_second, chosen.peak_gib, chosen.held_out_loss
+        speed = chosen.tokens_per_second
+        peak = chosen.peak_gib
+        loss = chosen.held_out_loss
         outcome = [
             Tile("Speed", times(speed, base.tokens_per_second), f"{number(speed)} tokens per second"),
             Tile("Peak memory", times(peak, base.peak_gib), f"{number(peak, 2)} GiB allocated"),
@@ -100,13 +103,13 @@ def fact_list(pairs: Iterable[Fact]) -> Facts:
 
 def facts(run: RunPage) -> list[Block]:
     if not run.facts:
-        return [empty("No facts about the machine, the model and the data were recorded.")]
+        return [missing("No facts about the machine, the model and the data were recorded.")]
     return [fact_list(run.facts)]
 
 
 def comparison(plans: Sequence[ComparisonRow]) -> list[Block]:
     if not plans:
-        return [empty("No comparison: the plain default was not measured in this run.")]
+        return [missing("No comparison: the plain default was not measured in this run.")]
     base = baseline(plans)
     above = "All were measured on this machine, on the same data. The plain default is what a person gets without tuning. " + (
         "Small figures compare with the plain default." if base else "The plain default was not measured."
@@ -125,22 +128,22 @@ def comparison(plans: Sequence[ComparisonRow]) -> list[Block]:
 
 
 def comparison_row(plan: ComparisonRow, base: ComparisonRow | None) -> list[Cell]:
-    """Return the plan's numbers, and beneath each how it compares with ``base``."""
-    other = base or ComparisonRow(plan="")
-    gap = difference(plan.held_out_loss, other.held_out_loss)
+    """Return the plan's numbers, each with a comparison with ``base`` beneath it."""
+    reference = base or ComparisonRow(plan="")
+    gap = difference(plan.held_out_loss, reference.held_out_loss)
     return [
         Cell(plan.plan, ROLE_WORDS[plan.role]),
-        number_cell(plan.tokens_per_second, 0, small=times(plan.tokens_per_second, other.tokens_per_second)),
-        number_cell(plan.step_ms, small=times(plan.step_ms, other.step_ms)),
-        number_cell(plan.peak_gib, 2, small=times(plan.peak_gib, other.peak_gib)),
-        number_cell(plan.resident_gib, 2, small=times(plan.resident_gib, other.resident_gib)),
+        number_cell(plan.tokens_per_second, 0, small=times(plan.tokens_per_second, reference.tokens_per_second)),
+        number_cell(plan.step_ms, small=times(plan.step_ms, reference.step_ms)),
+        number_cell(plan.peak_gib, 2, small=times(plan.peak_gib, reference.peak_gib)),
+        number_cell(plan.resident_gib, 2, small=times(plan.resident_gib, reference.resident_gib)),
         number_cell(plan.held_out_loss, 3, small=gap),
     ]
 
 
 def predictions(run: RunPage) -> list[Block]:
     if not run.predictions:
-        return [empty("Nothing to compare: this run has no predicted quantities.")]
+        return [missing("Nothing to compare: this run has no predicted quantities.")]
     above = "Upshift predicted these before the job started. An error above zero means that it predicted too much."
     heads = [("Quantity", "long"), ("Predicted", "number"), ("Measured", "number"), ("Error", "number")]
     rows: list[Row] = [
@@ -152,19 +155,19 @@ def predictions(run: RunPage) -> list[Block]:
 
 def reasons(choices: Sequence[Reason]) -> list[Block]:
     if not choices:
-        return [empty("No reasons were recorded for this plan.")]
+        return [missing("No reasons were recorded for this plan.")]
     above = "Each decision that a person would otherwise make by hand, and what the next best answer would have cost."
     heads = [("Choice", ""), ("Value", ""), ("Why", "long"), ("Runner-up, and what it would cost", "long")]
     rows = []
     for reason in choices:
-        runner_up = [part for part in (reason.runner_up, reason.runner_up_cost) if part]
+        runner_up = [text for text in (reason.runner_up, reason.runner_up_cost) if text]
         rows.append([reason.choice, reason.value, reason.why, ": ".join(runner_up) if runner_up else "none"])
     return [Paragraph(above), Table("Choices and reasons", heads, rows)]
 
 
 def candidates(plans: Sequence[Candidate], plot: CandidatePlot) -> list[Block]:
     if not plans:
-        return [empty("No candidate plans were recorded for this run.")]
+        return [missing("No candidate plans were recorded for this run.")]
     counts = Counter(plan.status for plan in plans)
     above = (
         f"{len(plans):,} ways of running this job were considered; {counts['rejected']:,} were rejected, "
@@ -173,7 +176,7 @@ def candidates(plans: Sequence[Candidate], plot: CandidatePlot) -> list[Block]:
     label = f"Scatter plot of {plot.num_drawn} plans: predicted tokens per second over predicted peak GiB."
     drawing: Block = Plot("plot-candidates", label, candidates_caption(plans, plot))
     if plot.figure is None:
-        drawing = empty("There is no plot: no plan has both a predicted speed and a predicted memory.")
+        drawing = missing("There is no plot: no plan has both a predicted speed and a predicted memory.")
     return [Paragraph(above), drawing, *tried(plans), *rejections(plans)]
 
 
@@ -212,8 +215,8 @@ def tried(plans: Sequence[Candidate]) -> list[Block]:
         for plan in listed[:MAX_TRIED_LISTED]
     ]  # fmt: skip
     chosen = frozenset(index for index, plan in enumerate(listed) if plan.status == "chosen")
-    more = [Paragraph(f"and {len(listed) - MAX_TRIED_LISTED:,} more")] if len(listed) > MAX_TRIED_LISTED else []
-    return [Heading("Tried on this machine"), Table("Tried plans", heads, rows, chosen), *more]
+    remainder = [Paragraph(f"and {len(listed) - MAX_TRIED_LISTED:,} more")] if len(listed) > MAX_TRIED_LISTED else []
+    return [Heading("Tried on this machine"), Table("Tried plans", heads, rows, chosen), *remainder]
 
 
 def rejections(plans: Sequence[Candidate]) -> list[Block]:
@@ -221,15 +224,15 @@ def rejections(plans: Sequence[Candidate]) -> list[Block]:
     if not counts:
         return []
     rows = [[reason, number(count)] for reason, count in counts[:MAX_REASONS_LISTED]]
-    rest = counts[MAX_REASONS_LISTED:]
-    if rest:
-        rows.append([f"{len(rest):,} other reasons", number(sum(count for _, count in rest))])
+    other_reasons = counts[MAX_REASONS_LISTED:]
+    if other_reasons:
+        rows.append([f"{len(other_reasons):,} other reasons", number(sum(count for _, count in other_reasons))])
     return [Heading("Rejected, and why"), Table("Rejections", [("Reason", "long"), ("Plans", "number")], rows)]
 
 
-def memory(taken: Sequence[MemorySample]) -> list[Block]:
-    if not taken:
-        return [empty("Memory was not sampled in this run.")]
+def memory(memory_samples: Sequence[MemorySample]) -> list[Block]:
+    if not memory_samples:
+        return [missing("Memory was not sampled in this run.")]
     above = (
         "What took the memory, from loading the model to saving it. The coloured areas are the known parts; the line "
         "is what the operating system counted for the process; the dashed line is the peak that was predicted."
@@ -238,13 +241,13 @@ def memory(taken: Sequence[MemorySample]) -> list[Block]:
         "Shaded stretches are phases of the run; their names stand where they last "
         f"at least {MIN_LABELLED_SHARE * 100:.0f} % of the time."
     )
-    label = f"Stacked area plot of memory in GiB over {taken[-1].seconds:.0f} seconds, by part; see the table below."
-    return [Paragraph(above), Plot("plot-memory", label, caption), memory_phases(taken)]
+    label = f"Stacked area plot of memory in GiB over {memory_samples[-1].seconds:.0f} seconds, by part; see the table below."
+    return [Paragraph(above), Plot("plot-memory", label, caption), memory_phases(memory_samples)]
 
 
-def memory_phases(taken: Sequence[MemorySample]) -> Table:
+def memory_phases(memory_samples: Sequence[MemorySample]) -> Table:
     seconds: dict[str, float] = {}
-    for phase, start, end in phase_spans(taken):
+    for phase, start, end in phase_spans(memory_samples):
         seconds[phase] = seconds.get(phase, 0.0) + end - start
     heads = [
         ("Phase", ""), ("Seconds", "number"), ("Highest sum of parts, GiB", "number"), ("Largest part then", ""),
@@ -252,18 +255,18 @@ def memory_phases(taken: Sequence[MemorySample]) -> Table:
     ]  # fmt: skip
     rows = []
     for phase, length in seconds.items():
-        inside = [sample for sample in taken if sample.phase == phase]
-        parts = max((sample.parts for sample in inside), key=lambda parts: sum(parts.values()))
-        largest = max(parts, key=lambda part: parts[part], default="")
-        resident = max((sample.resident_gib for sample in inside if sample.resident_gib is not None), default=None)
-        total = sum(parts.values()) if parts else None
+        phase_samples = [sample for sample in memory_samples if sample.phase == phase]
+        highest_parts = max((sample.parts for sample in phase_samples), key=lambda highest_parts: sum(highest_parts.values()))
+        largest = max(highest_parts, key=lambda name: highest_parts[name], default="")
+        resident = max((sample.resident_gib for sample in phase_samples if sample.resident_gib is not None), default=None)
+        total = sum(highest_parts.values()) if highest_parts else None
         rows.append([phase, number(length, 1), number(total, 2), largest, number(resident, 2)])
     return Table("Highest memory by phase", heads, rows)
 
 
 def losses(run: RunPage, *, is_drawn: bool) -> list[Block]:
     if not is_drawn:
-        return [empty("No loss was recorded in this run.")]
+        return [missing("No loss was recorded in this run.")]
     above = (
         "How surprised the model is by the next token: lower is better. Where the curves of two plans lie on each "
         "other, the plans learn the same from the same number of tokens."
@@ -278,7 +281,7 @@ def losses(run: RunPage, *, is_drawn: bool) -> list[Block]:
 
 def samples(run: RunPage) -> list[Block]:
     if not run.samples:
-        return [empty("No text was generated after this run.")]
+        return [missing("No text was generated after this run.")]
     above = "What the trained model wrote. The prompt is bold; the rest is the model's own, unedited."
     return [Paragraph(above), *(Quote(sample.prompt, sample.text) for sample in run.samples)]
 
@@ -288,7 +291,7 @@ def repeat(run: RunPage) -> list[Block]:
     environment = [Heading("Environment"), fact_list(run.environment)] if run.environment else []
     return [
         Paragraph("The commands that made this page, and where they ran."),
-        *(commands or [empty("No command lines were recorded.")]),
+        *(commands or [missing("No command lines were recorded.")]),
         *environment,
         Heading("How floating-point operations are counted"),
         Paragraph(run.flop_convention or "", css=""),

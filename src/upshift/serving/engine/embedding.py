@@ -1,4 +1,4 @@
-"""Encode texts in an engine's process. Requests that wait together are batched together, first come, first served."""
+"""Encode texts in an engine's process. Requests that wait together are encoded together, first come, first served."""
 
 from __future__ import annotations
 
@@ -17,15 +17,35 @@ from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.generation.prompts import check_prompts, read_prompts
-from upshift.serving.engine.generation import check_ids
+from upshift.serving.engine.generation import check_token_ids
 from upshift.serving.load_test.traffic import WORDS
-from upshift.serving.messages import EXPECTED, Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
+from upshift.serving.messages import EXPECTED_TOKENS, Cancel, Embed, EngineRequest, Heartbeat, Ready, Refused, Vector
 from upshift.value import Value
 
-TOGETHER = 512  # texts of several requests in one go
+MAX_BATCH_TEXTS = 512  # of several requests that are encoded together
+
+TokenizedRequest = tuple[Embed, list[list[int]]]  # a request, and the token ids of its texts
 
 
-class Embedding:
+def serve_embeddings(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
+    """Answer the requests of the inbox until it gives None."""
+    worker = EmbeddingWorker(request)
+    send([worker.ready])
+    while True:
+        refusals: list[Value] = []
+        while not (worker.waiting or refusals) or not inbox.empty():
+            message = inbox.get()
+            if message is None:
+                return
+            refusals += worker.take(message)
+        send(refusals)
+        heartbeat = Heartbeat(live=0, waiting=len(worker.waiting), resident_bytes=resident_bytes())
+        send([*worker.encode_waiting(), heartbeat])
+
+
+class EmbeddingWorker:
+    """The encoder of an engine's process, with the requests that wait for it."""
+
     def __init__(self, request: EngineRequest) -> None:
         start = time.perf_counter()
         self.request = request
@@ -35,117 +55,110 @@ class Embedding:
         )  # fmt: skip
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
-        texts = _expected(request)
-        ids = self._read(texts)
+        texts = _expected_texts(request)
+        ids = self._tokenize(texts)
         self.encoding = self.encoder.prepare(texts)
         seconds = {"racing and loading": time.perf_counter() - start}
         start = time.perf_counter()
         self.encoding.rows(ids)
-        took = time.perf_counter() - start
-        self.text_seconds = took / len(texts)
+        warmup_seconds = time.perf_counter() - start
+        self.text_seconds = warmup_seconds / len(texts)
         self.ready = Ready(
-            task="encode", setup=self.encoding.setup.label(), rows=TOGETHER, cache_tokens=None, positions=None,
-            resident_bytes=resident_bytes(), seconds=seconds | {"proving": took}, capacity=len(texts) / took,
+            task="encode", setup=self.encoding.setup.label(), rows=MAX_BATCH_TEXTS, cache_tokens=None, positions=None,
+            resident_bytes=resident_bytes(), seconds=seconds | {"proving": warmup_seconds},
+            capacity=len(texts) / warmup_seconds,
         )  # fmt: skip
 
-    def take(self, asked: Embed | Cancel) -> list[Value]:
-        """Add the request to the queue, or cancel a request. Return the refusal of a rejected request at once."""
-        if isinstance(asked, Cancel):
-            self.waiting = deque(one for one in self.waiting if one.id != asked.id)
-        elif len(self.waiting) > self.request.max_waiting:  # the first of them is computed next
-            seconds = self.text_seconds * sum(len(one.texts) for one in self.waiting)
-            why = f"{len(self.waiting):,} requests wait already"
-            return [Refused(id=asked.id, status=429, why=why, retry_after=seconds)]
+    def take(self, message: Embed | Cancel) -> list[Value]:
+        """Add a request to the queue, or cancel one. Return the refusal if the queue is full, else nothing."""
+        if isinstance(message, Cancel):
+            self.waiting = deque(request for request in self.waiting if request.id != message.id)
+        elif len(self.waiting) > self.request.max_waiting:  # one more than the limit, because the first one is encoded next
+            retry_after = self.text_seconds * sum(len(request.texts) for request in self.waiting)
+            reason = f"{len(self.waiting):,} requests wait already"
+            return [Refused(id=message.id, status=429, why=reason, retry_after=retry_after)]
         else:
-            self.waiting.append(asked)
+            self.waiting.append(message)
         return []
 
-    def work(self) -> list[Value]:
-        """Encode the first waiting request and those behind it, until ``TOGETHER`` texts are reached. Return the
-        answers."""
-        asked: list[Embed] = []
-        while self.waiting and sum(len(one.texts) for one in asked) < TOGETHER:
-            asked.append(self.waiting.popleft())
-        said: list[Value] = []
-        read: list[tuple[Embed, list[list[int]]]] = []
-        for one in asked:
+    def encode_waiting(self) -> list[Value]:
+        """Encode the first waiting requests until MAX_BATCH_TEXTS texts are reached. Return the answers."""
+        requests: list[Embed] = []
+        while self.waiting and sum(len(request.texts) for request in requests) < MAX_BATCH_TEXTS:
+            requests.append(self.waiting.popleft())
+        answers: list[Value] = []
+        tokenized: list[TokenizedRequest] = []
+        for request in requests:
             try:
-                read.append((one, self._read(one.texts)))
-            except Exception as error:  # of the tokenizer: of this request alone
-                said.append(Refused.failed(one.id, error))
-        return said + self._answers(read)
+                tokenized.append((request, self._tokenize(request.texts)))
+            except Exception as error:  # from the tokenizer, at this request's texts
+                answers.append(Refused.from_error(request.id, error))
+        return answers + self._encode(tokenized)
 
-    def _answers(self, asked: list[tuple[Embed, list[list[int]]]]) -> list[Value]:
+    def _encode(self, requests: list[TokenizedRequest]) -> list[Value]:
         """Encode all requests together. If that fails, encode each request by itself, so that a bad request fails
         alone."""
-        said: list[Value] = []
         try:
-            rows: np.ndarray = self.encoding.rows([ids for _, all_ids in asked for ids in all_ids])
-        except Exception as error:  # of one of them
-            if len(asked) == 1:
-                return [Refused.failed(asked[0][0].id, error)]
-            return [value for one in asked for value in self._answers([one])]
+            rows: np.ndarray = self.encoding.rows([ids for _, text_ids in requests for ids in text_ids])
+        except Exception as error:  # caused by one of the requests
+            if len(requests) == 1:
+                return [Refused.from_error(requests[0][0].id, error)]
+            return [answer for request in requests for answer in self._encode([request])]
+        answers: list[Value] = []
         start = 0
-        for one, all_ids in asked:
-            said += self._told(one, rows[start : start + len(all_ids)], all_ids)
-            start += len(all_ids)
-        return said
+        for request, text_ids in requests:
+            answers += self._answer(request, rows[start : start + len(text_ids)], text_ids)
+            start += len(text_ids)
+        return answers
 
-    def _told(self, asked: Embed, rows: np.ndarray, all_ids: list[list[int]]) -> list[Value]:
-        """Return one message for each text, because together they may be longer than a line may be."""
-        finite = np.isfinite(rows).all(1)
-        if not finite.all():
-            place = int(finite.argmin())
-            why = f"input {place} has no vector of finite numbers: those of the model are too large for its precision"
-            return [Refused(id=asked.id, status=500, why=why, failure="OverflowError")]
-        if asked.dimensions is not None:
-            if asked.dimensions > rows.shape[1]:
-                why = f"dimensions is {asked.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
-                return [Refused(id=asked.id, status=400, why=why)]
-            rows = shortened(rows, asked.dimensions, normalize=self.encoder.recipe.normalize)
-        last = len(rows) - 1
-        return [
-            Vector(id=asked.id, row=base64.b64encode(row.astype("<f4").tobytes()).decode(), tokens=len(ids), last=place == last)
-            for place, (row, ids) in enumerate(zip(rows, all_ids, strict=True))
-        ]
+    def _answer(self, request: Embed, rows: np.ndarray, text_ids: list[list[int]]) -> list[Value]:
+        """Return one message per text, because a line has a maximum length. Return a refusal if a vector has numbers
+        that are not finite, or if there are too few dimensions."""
+        is_finite = np.isfinite(rows).all(1)
+        if not is_finite.all():
+            index = int(is_finite.argmin())
+            reason = f"input {index} has no vector of finite numbers: those of the model are too large for its precision"
+            return [Refused(id=request.id, status=500, why=reason, failure="OverflowError")]
+        if request.dimensions is not None:
+            if request.dimensions > rows.shape[1]:
+                reason = f"dimensions is {request.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
+                return [Refused(id=request.id, status=400, why=reason)]
+            rows = shorten(rows, request.dimensions, normalize=self.encoder.config.normalize)
+        vectors: list[Value] = []
+        for index, (row, ids) in enumerate(zip(rows, text_ids, strict=True)):
+            encoded = base64.b64encode(row.astype("<f4").tobytes()).decode()
+            vectors.append(Vector(id=request.id, row=encoded, tokens=len(ids), last=index == len(rows) - 1))
+        return vectors
 
-    def _read(self, texts: Any) -> list[list[int]]:
-        found = self.encoder.tokens.of(texts)
-        for ids in found:
-            check_ids(ids, self.vocabulary)
-        return found
-
-
-def embed(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
-    """Answer requests until the inbox gives None."""
-    engine = Embedding(request)
-    tell([engine.ready])
-    while True:
-        said: list[Value] = []
-        while not (engine.waiting or said) or not inbox.empty():
-            asked = inbox.get()
-            if asked is None:
-                return
-            said += engine.take(asked)
-        tell(said)
-        tell([*engine.work(), Beat(live=0, waiting=len(engine.waiting), resident_bytes=resident_bytes())])
+    def _tokenize(self, texts: Any) -> list[list[int]]:
+        text_ids = self.encoder.tokenizer.tokenize(texts)
+        for ids in text_ids:
+            check_token_ids(ids, self.vocabulary)
+        return text_ids
 
 
-def _expected(request: EngineRequest) -> list[str]:
+def _expected_texts(request: EngineRequest) -> list[str]:
+    """Return texts like the expected ones: the first of the user's file, or made of common words."""
     if request.prompts is not None:
         path = Path(request.prompts)
         check_prompts(path, "--prompts")
-        texts = [text for text in islice(read_prompts(path), TOGETHER) if isinstance(text, str)]
+        texts = [text for text in islice(read_prompts(path), MAX_BATCH_TEXTS) if isinstance(text, str)]
         if not texts:
             raise RequestError(f"--prompts {path} has chats alone, and {request.model!r} encodes texts; write a text a line")
         return texts
-    size = range(request.prompt_length or EXPECTED[0])
-    return [" ".join(WORDS[(place + word) % len(WORDS)] for word in size) for place in range(len(WORDS))]
+    words_per_text = request.prompt_length or EXPECTED_TOKENS[0]
+    return [
+        " ".join(WORDS[(first + offset) % len(WORDS)] for offset in range(words_per_text))
+        for first in range(len(WORDS))
+    ]  # fmt: skip
 
 
-def shortened(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray:
+def shorten(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray:
     """Return the first ``dimensions`` columns of rows [N, D] as [N, dimensions].
 
-    The rows are scaled to length one again if ``normalize`` is set (Kusupati and others 2022, arXiv:2205.13147)."""
-    found = rows[:, :dimensions]
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12) if normalize else found
+    If ``normalize`` is set, scale the rows to length 1 again (Kusupati and others 2022, arXiv:2205.13147)."""
+    shortened = rows[:, :dimensions]
+    if normalize:
+        lengths = np.linalg.norm(shortened, axis=1, keepdims=True)
+        shortened = shortened / np.maximum(lengths, 1e-12)
+    return shortened

@@ -1,9 +1,6 @@
-"""Generate text in an engine's process: race the engines, prove what the server can promise, then answer requests.
+"""Generate text in an engine's process: race the engines, measure what the server can promise, then answer requests.
 
-Check token ids: an engine fails at ids without a vector, or reads memory that is not its own.
-
-Turn tokens into text that may be shown: whole characters, and nothing of a stop string.
-"""
+Tokens become text that may be shown: whole characters, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -24,114 +21,101 @@ from upshift.inference.generation.grammar import Grammars
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
+from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
-from upshift.models.sequence_length import prompt_and_answer_of
-from upshift.serving.engine.scheduler import Likely, Pace, Scheduler, Ticket
-from upshift.serving.engine.warmup import PROOF_TOKENS, prove
-from upshift.serving.messages import EXPECTED, Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused, TokenScore
+from upshift.models.sequence_length import prompt_and_answer_lengths
+from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
+from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes
+from upshift.serving.messages import (
+    EXPECTED_TOKENS,
+    Cancel,
+    Ending,
+    EngineRequest,
+    Generate,
+    Heartbeat,
+    Piece,
+    Ready,
+    Refused,
+    TokenScore,
+)
 from upshift.value import Value
 
-
-def check_ids(ids: Iterable[int], vocabulary: int | None) -> None:
-    """Raise RequestError if a token id is not below ``vocabulary``. None: the model does not say."""
-    largest = max(ids, default=0)
-    if vocabulary is not None and largest >= vocabulary:
-        raise RequestError(f"token {largest} is not one of the model's {vocabulary:,}; leave out what it stands for")
-
-
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
+FILE_PROMPTS = 64  # that are read of the user's file of expected prompts
+HEARTBEAT_SECONDS = 1.0
+SEND_SECONDS = 1 / 60  # between messages: a screen shows no more pictures, and a message takes 0.3 ms of a core
+DEFAULT_ANSWER_TOKENS = 1024  # if neither the request nor the model's positions limit the answer to fewer
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 
 
-class TextStream:
-    """The text of one answer. ``decode`` turns tokens into text. The text ends before the first of the ``stops``.
-    Characters that may begin a stop string are held back."""
+def serve_texts(request: EngineRequest, inbox: queue.Queue[Any], send: Callable[[list[Value]], None]) -> None:
+    """Answer the requests of the inbox until it gives None.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
-        self._tokens: list[int] = []
-        self._said = self._read = (
-            0  # tokens that are shown; those before them that the next ones are read together with start here
-        )
-        self._held = ""
-        self._stopped = False
-
-    def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
-        if self._stopped:
-            return ""
-        self._tokens += tokens
-        before, now = self._decode(self._tokens[self._read : self._said]), self._decode(self._tokens[self._read :])
-        if len(now) > len(before) and (last or not now.endswith(BROKEN)):
-            self._held += now[len(before) :]
-            self._read, self._said = self._said, len(self._tokens)
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self._stopped = True
-            return self._held[: min(places)]
-        kept = 0 if last else max((_begun(self._held, stop) for stop in self._stops), default=0)
-        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        return shown
-
-
-def _begun(text: str, stop: str) -> int:
-    """Return how many of the last characters may be the beginning of ``stop``."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
-
-
-SAMPLED = 64  # prompts of a file
-BEAT_SECONDS = 1.0
-TOGETHER_SECONDS = 1 / 60  # a screen shows no more pictures; saying a token takes 0.3 ms of a core
-DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
+    A second thread turns tokens into text and sends them while the next pass computes. The first and the last token of
+    a text are sent at once. Other tokens are sent together with those that follow within SEND_SECONDS."""
+    worker = GenerationWorker(request)
+    send([worker.prepare()])
+    last_heartbeat = last_sent = time.monotonic()
+    new_tokens: list[NewToken] = []
+    with ThreadPoolExecutor(1, "tell") as sender:
+        sending: Future[None] | None = None
+        while True:
+            messages: list[Value] = []
+            if not worker.is_busy:
+                sender.submit(send, [worker.heartbeat()]).result()
+                message = inbox.get()
+                if message is None:
+                    return
+                messages += filter(None, [worker.take(message)])
+            while not inbox.empty():
+                message = inbox.get_nowait()
+                if message is None:
+                    return
+                messages += filter(None, [worker.take(message)])
+            new_tokens += worker.run_pass()
+            messages += worker.take_failures()
+            now = time.monotonic()
+            if now - last_heartbeat > HEARTBEAT_SECONDS:
+                messages.append(worker.heartbeat())
+                last_heartbeat = now
+            if not messages and now - last_sent < SEND_SECONDS and not any(token.is_urgent for token in new_tokens):
+                continue
+            if sending is not None:
+                sending.result()
+            sending = sender.submit(_send_pieces, send, messages, new_tokens)
+            new_tokens = []
+            last_sent = now
 
 
-class Open(NamedTuple):
-    """A request that is being answered. ``spelled`` returns the bytes of a token."""
+def _send_pieces(send: Callable[[list[Value]], None], messages: list[Value], new_tokens: list[NewToken]) -> None:
+    send([*messages, *make_pieces(new_tokens)])
+
+
+class OpenRequest(NamedTuple):
+    """A request that is being answered. ``token_bytes`` returns the bytes of a token."""
 
     ticket: Ticket
     stream: TextStream
-    spelled: Callable[[int], bytes]
+    token_bytes: Callable[[int], bytes]
 
 
 class NewToken(NamedTuple):
-    of: Open
+    """A token that the last pass added to an answer. ``is_first`` marks the first token of its text."""
+
+    request: OpenRequest
     token: int
     ending: str | None
-    first: bool  # of its text
-    likely: Likely | None
+    is_first: bool
+    logprob: TokenLogprob | None
 
     @property
-    def is_awaited(self) -> bool:
-        return self.first or self.ending is not None
+    def is_urgent(self) -> bool:
+        """Return whether the client waits for this token: the first and the last one of a text."""
+        return self.is_first or self.ending is not None
 
 
-def pieces(new: list[NewToken]) -> list[Piece | Refused]:
-    """Return one piece for each request, in the order of their first tokens."""
-    found: dict[int, list[NewToken]] = {}
-    for one in new:
-        found.setdefault(one.of.ticket.id, []).append(one)
-    return [_piece(tokens) for tokens in found.values()]
+class GenerationWorker:
+    """The generator of an engine's process, with its scheduler and the open requests."""
 
-
-def _piece(new: list[NewToken]) -> Piece | Refused:
-    (ticket, stream, spelled), ending = new[-1].of, new[-1].ending
-    try:
-        text = stream.add([one.token for one in new], last=ending is not None)
-        scores = tuple(_score(one.likely, spelled) for one in new if one.likely is not None and one.ending != "eos")
-    except Exception as error:  # of the tokenizer at these tokens: the server cancels this request alone
-        return Refused.failed(ticket.id, error)
-    how: Ending | None = None if ending is None else "length" if ending == "length" else "stop"
-    prompt = len(ticket.sequence.prompt)
-    return Piece(
-        id=ticket.id, text=text, tokens=len(new), prompt_tokens=prompt, cached_tokens=ticket.known, scores=scores, ending=how
-    )
-
-
-def _score(likely: Likely, spelled: Callable[[int], bytes]) -> TokenScore:
-    top = tuple(TokenScore(spelled=tuple(spelled(token)), logprob=logprob) for token, logprob in likely.top)
-    return TokenScore(spelled=tuple(spelled(likely.token)), logprob=likely.logprob, top=top)
-
-
-class Generating:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         start = time.perf_counter()
@@ -140,19 +124,20 @@ class Generating:
             request.model, quality=request.quality, engine=request.engine, max_ttft_ms=request.max_ttft_ms,
             max_tpot_ms=request.max_tpot_ms, max_memory=memory, race_seconds=request.race_seconds,
         )  # fmt: skip
-        self.prompt_length, self.output_length = prompt_and_answer_of(
-            self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED,
+        self.prompt_length, self.output_length = prompt_and_answer_lengths(
+            self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED_TOKENS,
             options=("--prompt-length", "--output-length"),
         )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
-        self._open: dict[int, Open] = {}
-        self._text = deepcopy(self.generator.prompts).text  # a tokenizer is not for two threads at once
-        ends = self.generator.options().eos_token_id
-        self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, ends)
+        self._open_requests: dict[int, OpenRequest] = {}  # by id
+        self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
+        eos_ids = self.generator.options().eos_token_id
+        self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
+        """Race the engines, load the winner and measure its passes. Return the report for the server."""
         start = time.perf_counter()
-        prompts = self._expected()
+        prompts = self._expected_prompts()
         options = self.generator.options(max_new_tokens=self.output_length)
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
@@ -160,154 +145,215 @@ class Generating:
         start = time.perf_counter()
         self.scheduler = Scheduler(
             self.generator.decoder, rows, self._cache_tokens(),
-            Pace(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
+            TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )  # fmt: skip
-        first, token, step = prove(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
+        times = measure_passes(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
-        output = self.output_length
-        self.scheduler.pace = Pace(token_seconds=token, step_seconds=step, output_length=output)
-        limit = self.request.max_ttft_ms
-        self.scheduler.max_ttft = None if limit is None else limit / 1e3
-        chosen = next((run for run in race.runs if run.setup == race.chosen), None)
-        predicted = None
-        if chosen is not None and chosen.first_seconds and chosen.step_seconds:
-            predicted = race.chosen.batch / (chosen.first_seconds + chosen.step_seconds * (output - 1))
-        mean = sum(map(len, prompts)) / len(prompts)
-        steps = output - (not self.scheduler.decoder.mixes)  # a first token comes by itself, or in a pass of the others
+        output_length = self.output_length
+        self.scheduler.estimator = TtftEstimator(
+            token_seconds=times.prompt_token, step_seconds=times.step, output_length=output_length
+        )
+        max_ttft_ms = self.request.max_ttft_ms
+        self.scheduler.max_ttft = None if max_ttft_ms is None else max_ttft_ms / 1e3
+        prompt_length = sum(map(len, prompts)) / len(prompts)
+        # A first token takes no step of its own, unless it comes from a pass that also steps the other rows.
+        steps = output_length - (not self.scheduler.decoder.mixes)
+        batch_seconds = rows * prompt_length * times.prompt_token + times.step * steps
         return Ready(
             task="generate", setup=race.chosen.label(), rows=rows, cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest, resident_bytes=resident_bytes(), seconds=self.seconds,
-            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * steps), ttft_ms=1e3 * first,
-            tpot_ms=1e3 * step,
+            predicted_capacity=self._predict_capacity(race), capacity=rows / batch_seconds,
+            ttft_ms=1e3 * times.first_token, tpot_ms=1e3 * times.step,
         )  # fmt: skip
 
-    def _cache_tokens(self) -> int | None:
-        """Return the tokens that the cache holds, or None if no limit is known. Replicas on the CPU share its memory."""
-        found = self.generator.cache_tokens()
-        shared = self.generator.host.device == "cpu"
-        return found // self.request.replicas if shared and found is not None else found
+    def _predict_capacity(self, race: Race) -> float | None:
+        """Return the requests per second that follow from the race's times, or None without such times."""
+        chosen_run = next((run for run in race.runs if run.setup == race.chosen), None)
+        if chosen_run is None or not chosen_run.first_seconds or not chosen_run.step_seconds:
+            return None
+        return race.chosen.batch / (chosen_run.first_seconds + chosen_run.step_seconds * (self.output_length - 1))
 
-    def take(self, asked: Generate | Cancel) -> Value | None:
-        """Add the request to the queue, or cancel a request. Return the refusal of a rejected request at once."""
-        if isinstance(asked, Cancel):
-            self.scheduler.cancel(asked.id)
-            self._open.pop(asked.id, None)
+    def _cache_tokens(self) -> int | None:
+        """Return the tokens that the cache holds, or None if that is unknown. Replicas on a CPU share its memory."""
+        cache_tokens = self.generator.cache_tokens()
+        if cache_tokens is not None and self.generator.host.device == "cpu":
+            return cache_tokens // self.request.replicas
+        return cache_tokens
+
+    def take(self, message: Generate | Cancel) -> Value | None:
+        """Add a request to the queue, or cancel one. Return the refusal of a request that is rejected at once."""
+        if isinstance(message, Cancel):
+            self.scheduler.cancel(message.id)
+            self._open_requests.pop(message.id, None)
             return None
         try:
-            sequence = self._sequence(asked)
-        except Exception as error:  # of a template, a tokenizer, an option: of this request alone
-            return Refused.failed(asked.id, error)
-        goes_on = not isinstance(asked.prompt, str) and not _is_ids(asked.prompt)
-        ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on, top=asked.top)
+            sequence = self._make_sequence(message)
+        except Exception as error:  # from the request's own template, text or options
+            return Refused.from_error(message.id, error)
+        is_conversation = not isinstance(message.prompt, str) and not _is_token_ids(message.prompt)
+        ticket = Ticket(message.id, sequence, time.perf_counter(), is_conversation=is_conversation, top=message.top)
         refused = self.scheduler.add(ticket)
         if refused is None:
-            stream = TextStream(self._text, sequence.options.stop_strings)
-            self._open[asked.id] = Open(ticket, stream, self._grammars.spelled)
+            stream = TextStream(self._decode_text, sequence.options.stop_strings)
+            self._open_requests[message.id] = OpenRequest(ticket, stream, self._grammars.token_bytes)
         return refused
 
-    def work(self) -> list[NewToken]:
-        """Run one pass, and return the new tokens of requests whose answers are still wanted."""
-        found: list[NewToken] = []
+    def run_pass(self) -> list[NewToken]:
+        """Run one pass of the engine. Return the new tokens of the open requests."""
+        new_tokens: list[NewToken] = []
         for ticket, token in self.scheduler.step():
-            if (open_ := self._open.get(ticket.id)) is not None:
-                first = len(ticket.sequence.tokens) == 1
-                found.append(NewToken(open_, token, ticket.sequence.ending, first, ticket.likely))
-                if ticket.sequence.ending is not None:
-                    del self._open[ticket.id]
-        return found
+            request = self._open_requests.get(ticket.id)
+            if request is None:
+                continue
+            is_first = len(ticket.sequence.tokens) == 1
+            new_tokens.append(NewToken(request, token, ticket.sequence.ending, is_first, ticket.logprob))
+            if ticket.sequence.ending is not None:
+                del self._open_requests[ticket.id]
+        return new_tokens
 
-    def failures(self) -> list[Refused]:
-        """Return the refusals of requests for which the last pass could not choose a token."""
-        failed, self.scheduler.failed = self.scheduler.failed, []
+    def take_failures(self) -> list[Refused]:
+        """Return the refusals of the requests for which the last pass could not choose a token, and forget them."""
+        failed = self.scheduler.failed
+        self.scheduler.failed = []
         for ticket, _ in failed:
-            self._open.pop(ticket.id, None)
-        return [Refused.failed(ticket.id, error) for ticket, error in failed]
+            self._open_requests.pop(ticket.id, None)
+        return [Refused.from_error(ticket.id, error) for ticket, error in failed]
 
     @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
+    def is_busy(self) -> bool:
+        return self.scheduler.is_busy
 
-    def beat(self) -> Beat:
-        return Beat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
 
-    def _sequence(self, asked: Generate) -> GeneratedSequence:
+    def _make_sequence(self, request: Generate) -> GeneratedSequence:
+        """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
         generator = self.generator
-        said: Any = asked.prompt
-        ids: list[int] = list(said) if _is_ids(said) else generator.prompts.of([said])[0]
-        check_ids(ids, generator.vocabulary)
-        given = dict(asked.options)
-        if given.get("max_new_tokens") is None:
-            room = None if generator.longest is None else generator.longest - len(ids)
-            given["max_new_tokens"] = max(min(DEFAULT_ANSWER, room if room is not None else DEFAULT_ANSWER), 1)
-        options: GenerationOptions = generator.options(**given)
+        prompt: Any = request.prompt
+        ids: list[int] = list(prompt) if _is_token_ids(prompt) else generator.prompts.tokenize([prompt])[0]
+        check_token_ids(ids, generator.vocabulary)
+        arguments = dict(request.options)
+        if arguments.get("max_new_tokens") is None:
+            tokens_left = DEFAULT_ANSWER_TOKENS if generator.longest is None else generator.longest - len(ids)
+            arguments["max_new_tokens"] = max(min(DEFAULT_ANSWER_TOKENS, tokens_left), 1)
+        options: GenerationOptions = generator.options(**arguments)
         generator.check_positions(ids, options, "the prompt")
-        if asked.top is not None:
+        if request.top is not None:
             self._grammars.check()
-        grammar = None if asked.json_schema is None else self._grammars.of_json(asked.json_schema)
+        grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)
         return GeneratedSequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
 
-    def _expected(self) -> list[list[int]]:
+    def _expected_prompts(self) -> list[list[int]]:
         """Return token ids of prompts like the expected ones, at least as many as may run at once.
 
-        Each prompt is cut to the positions that the model has. Made-up prompts all differ, because a beginning that
-        prompts share would be computed only once."""
-        chance, vocabulary = random.Random(0), min(len(self.generator.prompts.tokenizer), self.generator.vocabulary)
-        found: list[list[int]] = []
+        Each prompt is cut to the positions that the model has. Random prompts all differ, because a shared beginning
+        would be computed only once."""
+        generator = self.generator
+        random_ids = random.Random(0)
+        vocabulary = min(len(generator.prompts.tokenizer), generator.vocabulary)
+        prompts: list[list[int]] = []
         if self.request.prompts is not None:
             path = Path(self.request.prompts)
             check_prompts(path, "--prompts")
-            found = self.generator.prompts.of(list(islice(read_prompts(path), SAMPLED)))
-            for ids in found:
-                check_ids(ids, self.generator.vocabulary)
-        lengths = [len(prompt) for prompt in found] or [self.prompt_length]
-        for place in range(len(found), self.request.concurrency):
-            found.append([chance.randrange(vocabulary) for _ in range(lengths[place % len(lengths)])])
-        longest = self.generator.longest
-        most = None if longest is None else max(longest - max(self.output_length, PROOF_TOKENS), 1)
-        return [prompt[:most] for prompt in found]
+            prompts = generator.prompts.tokenize(list(islice(read_prompts(path), FILE_PROMPTS)))
+            for ids in prompts:
+                check_token_ids(ids, generator.vocabulary)
+        lengths = [len(prompt) for prompt in prompts] or [self.prompt_length]
+        for index in range(len(prompts), self.request.concurrency):
+            length = lengths[index % len(lengths)]
+            prompts.append([random_ids.randrange(vocabulary) for _ in range(length)])
+        max_length = None
+        if generator.longest is not None:
+            max_length = max(generator.longest - max(self.output_length, WARMUP_TOKENS), 1)
+        return [prompt[:max_length] for prompt in prompts]
 
 
-def _is_ids(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
+def check_token_ids(ids: Iterable[int], vocabulary: int | None) -> None:
+    """Raise RequestError if a token id is not below ``vocabulary``. With None, the size is unknown, and nothing is checked.
+
+    An engine fails at an id without a vector, or reads memory that is not its own."""
+    largest = max(ids, default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise RequestError(f"token {largest} is not one of the model's {vocabulary:,}; leave out what it stands for")
 
 
-def generate(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
-    """Answer requests until the inbox gives None.
-
-    Tokens become text and are sent while the next pass computes. The first and the last token of a text are sent at
-    once, others together with those that follow soon."""
-    engine = Generating(request)
-    tell([engine.prepare()])
-    beat = spoke = time.monotonic()
-    new: list[NewToken] = []
-    with ThreadPoolExecutor(1, "tell") as telling:
-        told: Future[None] | None = None
-        while True:
-            said: list[Value] = []
-            if not engine.busy:
-                telling.submit(tell, [engine.beat()]).result()
-                asked = inbox.get()
-                if asked is None:
-                    return
-                said += filter(None, [engine.take(asked)])
-            while not inbox.empty():
-                asked = inbox.get_nowait()
-                if asked is None:
-                    return
-                said += filter(None, [engine.take(asked)])
-            new += engine.work()
-            said += engine.failures()
-            now = time.monotonic()
-            if now - beat > BEAT_SECONDS:
-                said.append(engine.beat())
-                beat = now
-            if not said and now - spoke < TOGETHER_SECONDS and not any(one.is_awaited for one in new):
-                continue
-            if told is not None:
-                told.result()
-            told, new, spoke = telling.submit(_tell, tell, said, new), [], now
+def _is_token_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
 
 
-def _tell(tell: Callable[[list[Value]], None], said: list[Value], new: list[NewToken]) -> None:
-    tell([*said, *pieces(new)])
+def make_pieces(new_tokens: list[NewToken]) -> list[Piece | Refused]:
+    """Return one piece for each request, in the order of the requests' first tokens."""
+    tokens_by_request: dict[int, list[NewToken]] = {}
+    for token in new_tokens:
+        tokens_by_request.setdefault(token.request.ticket.id, []).append(token)
+    return [_make_piece(tokens) for tokens in tokens_by_request.values()]
+
+
+def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
+    """Return the piece of one request's new tokens, or the refusal of the request if its text cannot be decoded."""
+    last = tokens[-1]
+    ticket, stream, token_bytes = last.request
+    try:
+        text = stream.add([token.token for token in tokens], last=last.ending is not None)
+        scores = tuple(
+            _make_score(token.logprob, token_bytes) for token in tokens if token.logprob is not None and token.ending != "eos"
+        )
+    except Exception as error:  # from the tokenizer at these tokens: the server cancels this request alone
+        return Refused.from_error(ticket.id, error)
+    ending: Ending | None = None
+    if last.ending is not None:
+        ending = "length" if last.ending == "length" else "stop"
+    return Piece(
+        id=ticket.id, text=text, tokens=len(tokens), prompt_tokens=len(ticket.sequence.prompt),
+        cached_tokens=ticket.cached_tokens, scores=scores, ending=ending,
+    )  # fmt: skip
+
+
+def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenScore:
+    top = tuple(TokenScore(spelled=tuple(token_bytes(token)), logprob=value) for token, value in logprob.top)
+    return TokenScore(spelled=tuple(token_bytes(logprob.token)), logprob=logprob.logprob, top=top)
+
+
+class TextStream:
+    """The text of one answer, up to the first stop string.
+
+    ``decode`` turns tokens into text. Characters that may begin a stop string are held back until more tokens come."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._tokens: list[int] = []
+        self._decoded = 0  # tokens whose text is complete
+        self._context_start = 0  # the tokens from here on are decoded together with the next ones
+        self._held_back = ""
+        self._is_stopped = False
+
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
+        if self._is_stopped:
+            return ""
+        self._tokens += tokens
+        old_text = self._decode(self._tokens[self._context_start : self._decoded])
+        text = self._decode(self._tokens[self._context_start :])
+        if len(text) > len(old_text) and (last or not text.endswith(REPLACEMENT)):
+            self._held_back += text[len(old_text) :]
+            self._context_start = self._decoded
+            self._decoded = len(self._tokens)
+        stop_offsets = [offset for stop in self._stops if (offset := self._held_back.find(stop)) >= 0]
+        if stop_offsets:
+            self._is_stopped = True
+            return self._held_back[: min(stop_offsets)]
+        held_length = 0
+        if not last:
+            held_length = max((_partial_stop_length(self._held_back, stop) for stop in self._stops), default=0)
+        shown_length = len(self._held_back) - held_length
+        shown = self._held_back[:shown_length]
+        self._held_back = self._held_back[shown_length:]
+        return shown
+
+
+def _partial_stop_length(text: str, stop: str) -> int:
+    """Return how many of the text's last characters may be the beginning of ``stop``."""
+    longest = min(len(stop) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -9,67 +9,89 @@ from typing import Any, NamedTuple
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.sequence import GeneratedSequence
-from upshift.serving.engine.scheduler import PART_TOKENS, Scheduler, Ticket
+from upshift.serving.engine.scheduler import PROMPT_CHUNK_TOKENS, Scheduler, Ticket
 
-STEPS = 12  # with all rows filled, every third one after a row was exchanged
-PROOF_TOKENS = 20  # of a row at most
+FULL_STEPS = 12  # steps with all rows used; every third one after a row was exchanged
+WARMUP_TOKENS = 20  # of an answer at most
 
 
-class Joined(NamedTuple):
-    tokens: int
-    passes: int  # that told the other rows a token
+class JoinTiming(NamedTuple):
+    """The time of a request that joins other rows."""
+
+    prompt_tokens: int
+    passes: int  # in which the other rows got a token
     seconds: float
 
 
-def prove(scheduler: Scheduler, prompts: list[list[int]], tokenizer: Any, rows: int) -> tuple[float, float, float]:
-    """Return the seconds of one prompt alone, of a prompt's token beside the other rows, and of a step of all rows.
+class PassTimes(NamedTuple):
+    """The seconds of one prompt that runs alone, of one prompt token beside other rows, and of a step of all rows."""
 
-    Each is measured after a pass that warms up. A joining request costs its prompt, and the moving of rows into one
-    batch, which the step behind it may do."""
-    run = Run(scheduler, prompts, tokenizer)
-    scheduler.part_tokens = PASS_TOKENS  # answers are short here
-    alone, steps, joined = list[float](), list[float](), list[Joined]()
+    first_token: float
+    prompt_token: float
+    step: float
+
+
+def measure_passes(scheduler: Scheduler, prompts: list[list[int]], tokenizer: Any, rows: int) -> PassTimes:
+    """Measure an engine's passes.
+
+    Each time is measured after a pass that warms up. A request that joins costs the time of its prompt. It also costs the
+    time to move the rows into one batch, which the step after it may take."""
+    run = WarmupRun(scheduler, prompts, tokenizer)
+    scheduler.chunk_tokens = PASS_TOKENS  # the warm-up may delay running answers
+    first_token_seconds: list[float] = []
+    step_seconds: list[float] = []
+    join_timings: list[JoinTiming] = []
     for _ in range(2):
-        run.add(1)
-        alone.append(run.timed(0)[1])
-        run.keep([])
-    tokens = run.add(rows)
-    together = run.timed(0)[1] / tokens
-    for number in range(STEPS):
+        run.add_prompts(1)
+        first_token_seconds.append(run.time_passes(0)[1])
+        run.keep_rows([])
+    prompt_tokens = run.add_prompts(rows)
+    batch_token_seconds = run.time_passes(0)[1] / prompt_tokens
+    for number in range(FULL_STEPS):
         if number % 3 == 0 and scheduler.decoder.joins:
-            run.keep(list(range(1, rows)))
-            tokens = run.add(1)
-            joined.append(Joined(tokens, *run.timed(0 if scheduler.decoder.mixes else 1)))
+            run.keep_rows(list(range(1, rows)))
+            prompt_tokens = run.add_prompts(1)
+            join_timings.append(JoinTiming(prompt_tokens, *run.time_passes(0 if scheduler.decoder.mixes else 1)))
         else:
-            steps.append(run.timed(1)[1])
-    run.keep([])
-    scheduler.part_tokens = PART_TOKENS
-    step = median(steps)
-    token = median((one.seconds - one.passes * step) / one.tokens for one in joined) if joined else together
-    return alone[-1], max(token, 0.0), step
+            step_seconds.append(run.time_passes(1)[1])
+    run.keep_rows([])
+    scheduler.chunk_tokens = PROMPT_CHUNK_TOKENS
+    step = median(step_seconds)
+    token = batch_token_seconds
+    if join_timings:
+        token = median((timing.seconds - timing.passes * step) / timing.prompt_tokens for timing in join_timings)
+    return PassTimes(first_token_seconds[-1], max(token, 0.0), step)
 
 
-class Run:
+class WarmupRun:
+    """A scheduler that runs prompts for the measurement."""
+
     def __init__(self, scheduler: Scheduler, prompts: list[list[int]], tokenizer: Any) -> None:
-        self._scheduler, self._prompts, self._tokenizer = scheduler, prompts, tokenizer
-        self._options = GenerationOptions(max_new_tokens=PROOF_TOKENS)
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._options = GenerationOptions(max_new_tokens=WARMUP_TOKENS)
 
-    def add(self, count: int) -> int:
-        """Add ``count`` prompts to the waiting requests, and return the number of their tokens."""
-        for prompt in self._prompts[:count]:
+    def add_prompts(self, count: int) -> int:
+        """Add ``count`` prompts to the waiting requests. Return the number of their tokens."""
+        prompts = self._prompts[:count]
+        for prompt in prompts:
             sequence = GeneratedSequence(0, prompt, self._options, self._tokenizer)
             self._scheduler.waiting.append(Ticket(-1, sequence, time.perf_counter()))
-        return sum(map(len, self._prompts[:count]))
+        return sum(map(len, prompts))
 
-    def keep(self, places: list[int]) -> None:
-        self._scheduler.decoder.keep(places)
-        self._scheduler.live = [self._scheduler.live[place] for place in places]
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self._scheduler.decoder.keep(rows)
+        self._scheduler.live = [self._scheduler.live[row] for row in rows]
 
-    def timed(self, steps: int) -> tuple[int, float]:
-        """Run until no prompt is left, and ``steps`` steps more. Return the passes that gave all rows a token, and
-        the seconds."""
-        start, passes = time.perf_counter(), 0
-        while self._scheduler.computing:
+    def time_passes(self, steps: int) -> tuple[int, float]:
+        """Run passes until every request has a token, and ``steps`` steps more.
+
+        Return the number of passes in which the other rows got a token, and the seconds."""
+        start = time.perf_counter()
+        passes = 0
+        while self._scheduler.is_prefilling:
             self._scheduler.step()
             passes += self._scheduler.decoder.mixes
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Send one request, and time its first text and its last."""
+"""Send one request to an OpenAI-compatible server, and time its first text and its last."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from upshift.value import Value
 
-MOST_WORDS = 200  # of what a server says
+MAX_MESSAGE_CHARACTERS = 200  # of a server's text in our messages
 
 
 class Counts(BaseModel):
+    """The token counts of an answer. Fields that only some servers send are ignored."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -27,9 +29,11 @@ class Event(BaseModel):
     error: Any = None
 
 
-class Asked(Value):
-    """A request that was sent. ``status`` is that of HTTP, or 0 if the connection failed. Seconds count from the time
-    when the request was due."""
+class RequestResult(Value):
+    """The result of one request.
+
+    ``status`` is the HTTP status, or 0 if the connection failed. ``why`` is the reason of a failure. Seconds count from the
+    time when the request was due."""
 
     status: int
     due: float
@@ -41,7 +45,8 @@ class Asked(Value):
     why: str = ""
 
     @property
-    def done(self) -> bool:
+    def is_answered(self) -> bool:
+        """Return whether the answer came completely."""
         return self.status == 200 and not self.why
 
     @property
@@ -52,52 +57,56 @@ class Asked(Value):
         return (self.seconds - self.first_seconds) / (self.tokens - 1)
 
 
-async def ask(client: httpx2.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float) -> Asked:
-    """Send a request that is due ``due`` seconds after ``start`` (of ``time.perf_counter``), and time its answer. The
-    due time may be past: the delay counts."""
+async def send_request(
+    client: httpx2.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float
+) -> RequestResult:
+    """Send a request, and time its answer.
+
+    The request is due ``due`` seconds after ``start``, by ``time.perf_counter``. If that is past, the delay counts."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    told: dict[str, Any] = {"status": 0, "due": due}
+    fields: dict[str, Any] = {"status": 0, "due": due}
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            told |= {"status": answer.status_code, "retry_after": "retry-after" in answer.headers}
-            if answer.status_code != 200:
-                told["why"] = _reason(await answer.aread())
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            fields |= {"status": response.status_code, "retry_after": "retry-after" in response.headers}
+            if response.status_code != 200:
+                fields["why"] = _error_message(await response.aread())
             else:
-                await _follow(answer, told, start + due)
+                await _read_events(response, fields, start + due)
     except httpx2.HTTPError as error:
-        told |= {"status": 0, "why": f"{type(error).__name__}: {error}"}
-    return Asked(**told, seconds=time.perf_counter() - start - due)
+        fields |= {"status": 0, "why": f"{type(error).__name__}: {error}"}
+    return RequestResult(**fields, seconds=time.perf_counter() - start - due)
 
 
-async def _follow(answer: httpx2.Response, told: dict[str, Any], start: float) -> None:
-    events = 0
-    async for line in answer.aiter_lines():
+async def _read_events(response: httpx2.Response, fields: dict[str, Any], start: float) -> None:
+    """Read the events of an answer, and set the result's ``fields``."""
+    events_with_text = 0
+    async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
         data = line[5:].strip()
         if data == "[DONE]":
             break
         try:
-            said = Event.model_validate_json(data)
+            event = Event.model_validate_json(data)
         except ValidationError:
-            told["why"] = f"an event is not of OpenAI's form: {data[:MOST_WORDS]}"
+            fields["why"] = f"an event is not of OpenAI's form: {data[:MAX_MESSAGE_CHARACTERS]}"
             return
-        if said.error is not None:
-            told["why"] = _reason(data.encode())
+        if event.error is not None:
+            fields["why"] = _error_message(data.encode())
             return
-        if said.choices:
-            events += 1
-            told.setdefault("first_seconds", time.perf_counter() - start)
-        if said.usage is not None:
-            counted = said.usage.model_dump(exclude_none=True)
-            told |= {"tokens": counted.get("completion_tokens", 0), "prompt_tokens": counted.get("prompt_tokens", 0)}
-    told["tokens"] = told.get("tokens") or events  # servers that do not count send a token an event
+        if event.choices:
+            events_with_text += 1
+            fields.setdefault("first_seconds", time.perf_counter() - start)
+        if event.usage is not None:
+            counts = event.usage.model_dump(exclude_none=True)
+            fields |= {"tokens": counts.get("completion_tokens", 0), "prompt_tokens": counts.get("prompt_tokens", 0)}
+    fields["tokens"] = fields.get("tokens") or events_with_text  # servers that do not count send one token per event
 
 
-def _reason(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the error's message in OpenAI's form, or else the body as text."""
     try:
-        said = json.loads(body)["error"]
-        return str(said["message"] if isinstance(said, dict) else said)[:MOST_WORDS]
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:MAX_MESSAGE_CHARACTERS]
     except (ValueError, KeyError, TypeError):
-        return body[:MOST_WORDS].decode(errors="replace") or "it says nothing"
+        return body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace") or "it says nothing"

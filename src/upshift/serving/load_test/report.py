@@ -9,7 +9,7 @@ from upshift.reports.document import Page, Section, page_html, write_page
 from upshift.reports.plots import Figure, axis, layout
 from upshift.serving.load_test.run import LoadTest, Phase
 
-HEADS = (
+COLUMNS = (
     ("Requests/s", "number"), ("Asked", "number"), ("Statuses", "long"), ("Answered/s", "number"), ("Tokens/s", "number"),
     ("First token p50 ms", "number"), ("p95", "number"), ("p99", "number"), ("Token p50 ms", "number"), ("p95", "number"),
     ("Within promise", "number"),
@@ -17,36 +17,38 @@ HEADS = (
 
 
 def write_load_page(path: Path, test: LoadTest) -> None:
-    """Write the page. Raise RequestError when the file cannot be written."""
+    """Write the page. Raise RequestError if the file cannot be written."""
     write_page(path, load_page_html(test))
 
 
 def load_page_html(test: LoadTest) -> str:
+    """Return the page of a load test."""
     rates = [phase.rate for phase in test.phases]
     answered = {
         "answered": [phase.answered_per_second for phase in test.phases],
         "within the promise": [phase.goodput for phase in test.phases],
         "asked": rates,
     }
-    first_token = {name: [_ms(phase.first_token, name) for phase in test.phases] for name in ("p50", "p95", "p99")}
+    first_token = {name: [_milliseconds(phase.first_token, name) for phase in test.phases] for name in ("p50", "p95", "p99")}
     figures = {
-        "answered-plot": _lines("Requests a second", rates, answered),
-        "first-plot": _lines("First token, ms", rates, first_token),
+        "answered-plot": _line_figure("Requests a second", rates, answered),
+        "first-plot": _line_figure("First token, ms", rates, first_token),
     }
     label = "{} by requests asked; the table has the figures."
-    table = Table("Every rate", HEADS, [_row(phase) for phase in test.phases])
+    table = Table("Every rate", COLUMNS, [_table_row(phase) for phase in test.phases])
     sections = [
         Section("answered", "Asked and answered", "Rates", [Plot("answered-plot", label.format("Requests answered a second"))]),
         Section("first", "Time to first token", "First token", [Plot("first-plot", label.format("Time to first token"))]),
         Section("phases", "Every rate", "Figures", [table]),
     ]
-    limit, traffic = test.promised_ttft_ms, test.traffic
-    promised = "nothing promised" if limit is None else f"first token within {limit:g} ms promised"
-    summary = f"{test.url}, {traffic.seconds:g} s a rate, {traffic.max_tokens} tokens an answer; {promised}."
-    return page_html(Page(f"Load test of {test.model}", summary, _tiles(test), sections, figures))
+    promise = "nothing promised"
+    if test.promised_ttft_ms is not None:
+        promise = f"first token within {test.promised_ttft_ms:g} ms promised"
+    summary = f"{test.url}, {test.traffic.seconds:g} s a rate, {test.traffic.max_tokens} tokens an answer; {promise}."
+    return page_html(Page(f"Load test of {test.model}", summary, _make_tiles(test), sections, figures))
 
 
-def _tiles(test: LoadTest) -> list[Tile]:
+def _make_tiles(test: LoadTest) -> list[Tile]:
     best = max(test.phases, key=lambda phase: phase.goodput)
     capacity = None if test.capacity is None else f"{test.capacity:.2f}/s"
     predicted = None if test.predicted_capacity is None else f"predicted {test.predicted_capacity:.2f}"
@@ -56,21 +58,21 @@ def _tiles(test: LoadTest) -> list[Tile]:
     ]
 
 
-def _ms(seconds: dict[str, float], name: str) -> float:
+def _milliseconds(seconds: dict[str, float], name: str) -> float:
     return 1e3 * seconds.get(name, 0.0)
 
 
-def _row(phase: Phase) -> list[str | None]:
+def _table_row(phase: Phase) -> list[str | None]:
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(phase.statuses.items()))
     return [
         number(phase.rate), number(phase.asked), statuses, number(phase.answered_per_second), number(phase.tokens_per_second),
-        *(number(_ms(phase.first_token, name)) for name in ("p50", "p95", "p99")),
-        *(number(_ms(phase.token, name)) for name in ("p50", "p95")),
+        *(number(_milliseconds(phase.first_token, name)) for name in ("p50", "p95", "p99")),
+        *(number(_milliseconds(phase.token, name)) for name in ("p50", "p95")),
         None if phase.within_promise is None else f"{phase.within_promise:.1%}",
     ]  # fmt: skip
 
 
-def _lines(title: str, rates: list[float], curves: dict[str, list[float]]) -> Figure:
+def _line_figure(title: str, rates: list[float], curves: dict[str, list[float]]) -> Figure:
     line = {"type": "scatter", "mode": "lines+markers", "x": rates}
     data = [{**line, "name": name, "y": values} for name, values in curves.items()]
     return {"data": data, "layout": layout(x=axis("Requests a second, asked"), y=axis(title, rangemode="tozero"))}

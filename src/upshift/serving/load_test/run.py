@@ -11,19 +11,21 @@ from typing import Any
 import httpx2
 
 from upshift.errors import JobFailed, RequestError
-from upshift.serving.load_test.client import Asked, ask
+from upshift.serving.load_test.client import RequestResult, send_request
 from upshift.serving.load_test.traffic import Traffic, arrivals
 from upshift.value import Value
 
-SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-MOST_CONNECTIONS = 512
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+MAX_CONNECTIONS = 512
 TIMEOUT_SECONDS = 120.0
-MOST_PORT = 2**16 - 1
+MAX_PORT = 2**16 - 1
 
 
 class Phase(Value):
-    """The results of one rate. Times are in seconds and cover requests that were answered whole. ``goodput`` is the
-    number of answers a second that kept the promise."""
+    """The results of one rate.
+
+    Times are in seconds, of requests that were answered completely. ``goodput`` is the number of answers per second that
+    kept the promise. ``without_retry_after`` counts answers with status 429 that lack the header Retry-After."""
 
     rate: float
     seconds: float
@@ -35,11 +37,13 @@ class Phase(Value):
     token: dict[str, float]
     within_promise: float | None
     goodput: float
-    without_retry_after: int  # of the 429
+    without_retry_after: int
     reasons: dict[str, int]
 
 
 class LoadTest(Value):
+    """The results of all rates, with what the server promised and measured at its start."""
+
     url: str
     model: str
     traffic: Traffic
@@ -56,22 +60,22 @@ def load_test(
     """Run a load test on the server at ``url``.
 
     ``model`` names one of several served models. ``promised_ttft_ms`` replaces the server's own promise. Raise
-    RequestError if nobody answers at ``url``, and JobFailed if no request was answered."""
+    RequestError if no server answers at ``url``, and JobFailed if no request was answered."""
     if not any(next(arrivals(traffic, rate), None) for rate in traffic.rates):
         rates = ", ".join(f"{rate:g}" for rate in traffic.rates)
-        said = f"--rate {rates} asks nothing within --duration {traffic.seconds:g}"
-        raise RequestError(f"{said}; give a higher rate or a longer time")
-    return asyncio.run(_load_test(_address(url), traffic, model, key, promised_ttft_ms, on_phase))
+        problem = f"--rate {rates} asks nothing within --duration {traffic.seconds:g}"
+        raise RequestError(f"{problem}; give a higher rate or a longer time")
+    return asyncio.run(_load_test(_base_url(url), traffic, model, key, promised_ttft_ms, on_phase))
 
 
-def _address(url: str) -> str:
-    """Return the part of the URL before /v1."""
+def _base_url(url: str) -> str:
+    """Return the part of the URL before /v1. Raise RequestError if it is no URL of a server."""
     try:
-        found = httpx2.URL(url)
-        whole = found.scheme in ("http", "https") and bool(found.host) and (found.port or 0) <= MOST_PORT
+        parsed = httpx2.URL(url)
+        is_valid = parsed.scheme in ("http", "https") and bool(parsed.host) and (parsed.port or 0) <= MAX_PORT
     except httpx2.InvalidURL:
-        whole = False
-    if not whole:
+        is_valid = False
+    if not is_valid:
         raise RequestError(f"{url!r} is no address; give one such as http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 
@@ -80,29 +84,31 @@ async def _load_test(
     url: str, traffic: Traffic, model: str | None, key: str | None, promised: float | None, on_phase: Callable[[Phase], None]
 ) -> LoadTest:
     headers = {} if key is None else {b"Authorization": f"Bearer {key}".encode()}
-    limits = httpx2.Limits(max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS)
+    limits = httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
     async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT_SECONDS) as client:
-        name = await _model(client, url, model)
-        said = await _promise(client, name)
-        promised = promised if promised is not None else said.get("promised_ttft_ms")
+        name = await _choose_model(client, url, model)
+        health = await _read_health(client, name)
+        if promised is None:
+            promised = health.get("promised_ttft_ms")
         phases = []
         for rate in traffic.rates:
-            answers, seconds = await _ask_all(client, name, traffic, rate)
-            phases.append(phase_of(rate, seconds, answers, promised))
+            results, seconds = await _send_requests(client, name, traffic, rate)
+            phases.append(summarize_phase(rate, seconds, results, promised))
             on_phase(phases[-1])
     if not any(phase.answered_per_second for phase in phases):
-        why = next((reason for phase in phases for reason in phase.reasons), "")
-        raise JobFailed(f"no request was answered by {url}: {why}")
+        reason = next((reason for phase in phases for reason in phase.reasons), "")
+        raise JobFailed(f"no request was answered by {url}: {reason}")
     return LoadTest(
         url=url, model=name, traffic=traffic, promised_ttft_ms=promised, phases=tuple(phases),
-        predicted_capacity=said.get("predicted_capacity"), capacity=said.get("capacity"),
+        predicted_capacity=health.get("predicted_capacity"), capacity=health.get("capacity"),
     )  # fmt: skip
 
 
-async def _model(client: httpx2.AsyncClient, url: str, model: str | None) -> str:
+async def _choose_model(client: httpx2.AsyncClient, url: str, model: str | None) -> str:
+    """Return the model to test: the requested one, or the only one that is served. Raise RequestError if there is none."""
     try:
-        answer = await client.get("/v1/models")
-        names = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
+        response = await client.get("/v1/models")
+        names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
     except httpx2.HTTPError as error:
         raise RequestError(f"no server of OpenAI's addresses answers at {url}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError):
@@ -112,46 +118,65 @@ async def _model(client: httpx2.AsyncClient, url: str, model: str | None) -> str
     if model is None and len(names) == 1:
         return names[0]
     if model not in names:
-        said = "several models are served" if model is None else f"--model {model} is not served"
-        raise RequestError(f"{said} at {url}; give --model one of {', '.join(names)}")
+        problem = "several models are served" if model is None else f"--model {model} is not served"
+        raise RequestError(f"{problem} at {url}; give --model one of {', '.join(names)}")
     return model
 
 
-async def _promise(client: httpx2.AsyncClient, model: str) -> dict[str, Any]:
-    """Return the numbers of an Upshift server's promise for the model, or an empty dict for another server."""
+async def _read_health(client: httpx2.AsyncClient, model: str) -> dict[str, Any]:
+    """Return the numbers that an Upshift server reports of the model, or an empty dict for another server."""
     try:
-        answer = await client.get("/health")
-        found = answer.json()["models"][model].items()
+        response = await client.get("/health")
+        fields = response.json()["models"][model].items()
     except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    return {name: value for name, value in found if isinstance(value, int | float)}
+    return {name: value for name, value in fields if isinstance(value, int | float)}
 
 
-async def _ask_all(client: httpx2.AsyncClient, model: str, traffic: Traffic, rate: float) -> tuple[list[Asked], float]:
-    start, asking = time.perf_counter(), []
+async def _send_requests(
+    client: httpx2.AsyncClient, model: str, traffic: Traffic, rate: float
+) -> tuple[list[RequestResult], float]:
+    """Send the requests of one rate when they are due. Return their results, and the seconds until the last answer."""
+    start = time.perf_counter()
+    tasks = []
     for arrival in arrivals(traffic, rate):
-        await asyncio.sleep(max(start + arrival.at - time.perf_counter(), 0.0))
-        one = ask(client, model, arrival.prompt, traffic.max_tokens, due=arrival.at, start=start)
-        asking.append(asyncio.create_task(one))
-    found = list(await asyncio.gather(*asking))
-    return found, max(time.perf_counter() - start, traffic.seconds)
+        await asyncio.sleep(max(start + arrival.due - time.perf_counter(), 0.0))
+        request = send_request(client, model, arrival.prompt, traffic.max_tokens, due=arrival.due, start=start)
+        tasks.append(asyncio.create_task(request))
+    results = list(await asyncio.gather(*tasks))
+    return results, max(time.perf_counter() - start, traffic.seconds)
 
 
-def phase_of(rate: float, seconds: float, answers: Sequence[Asked], promised_ttft_ms: float | None) -> Phase:
-    done = [one for one in answers if one.done]
-    first = [one.first_seconds for one in done if one.first_seconds is not None]
-    tokens = [one.token_seconds for one in done if one.token_seconds is not None]
-    kept = [one for one in done if promised_ttft_ms is None or 1e3 * (one.first_seconds or 0.0) <= promised_ttft_ms]
+def summarize_phase(rate: float, seconds: float, results: Sequence[RequestResult], promised_ttft_ms: float | None) -> Phase:
+    """Return the summary of the requests of one rate."""
+    answered = [result for result in results if result.is_answered]
+    first_seconds = [result.first_seconds for result in answered if result.first_seconds is not None]
+    token_seconds = [result.token_seconds for result in answered if result.token_seconds is not None]
+    in_time = answered
+    within_promise = None
+    if promised_ttft_ms is not None:
+        in_time = [result for result in answered if 1e3 * (result.first_seconds or 0.0) <= promised_ttft_ms]
+        within_promise = len(in_time) / len(answered) if answered else None
     return Phase(
-        rate=rate, seconds=seconds, asked=len(answers), statuses=dict(Counter(str(one.status) for one in answers)),
-        answered_per_second=len(done) / seconds, tokens_per_second=sum(one.tokens for one in done) / seconds,
-        first_token=_shares(first), token=_shares(tokens),
-        within_promise=len(kept) / len(done) if done and promised_ttft_ms is not None else None, goodput=len(kept) / seconds,
-        without_retry_after=sum(one.status == 429 and not one.retry_after for one in answers),
-        reasons=dict(Counter(one.why for one in answers if one.why).most_common(5)),
-    )  # fmt: skip
+        rate=rate,
+        seconds=seconds,
+        asked=len(results),
+        statuses=dict(Counter(str(result.status) for result in results)),
+        answered_per_second=len(answered) / seconds,
+        tokens_per_second=sum(result.tokens for result in answered) / seconds,
+        first_token=_quantiles(first_seconds),
+        token=_quantiles(token_seconds),
+        within_promise=within_promise,
+        goodput=len(in_time) / seconds,
+        without_retry_after=sum(result.status == 429 and not result.retry_after for result in results),
+        reasons=dict(Counter(result.why for result in results if result.why).most_common(5)),
+    )
 
 
-def _shares(values: Sequence[float]) -> dict[str, float]:
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the values at QUANTILES by name, or nothing without values."""
     ordered = sorted(values)
-    return {name: ordered[min(int(share * len(ordered)), len(ordered) - 1)] for name, share in SHARES.items()} if ordered else {}
+    if not ordered:
+        return {}
+    last = len(ordered) - 1
+    return {name: ordered[min(int(quantile * len(ordered)), last)] for name, quantile in QUANTILES.items()}

@@ -1,1 +1,1 @@
-"""Decide which tokens each micro-batch holds, and how they lie in it."""
+"""Decide which tokens each micro-batch holds, and how they are arranged in it."""

@@ -1,9 +1,8 @@
-"""Fill one micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
+"""Fill one micro-batch as arrays: inputs, labels, and a mask or positions only if the model needs them.
 
-A packed row restarts position_ids at 0 for each sequence. A model whose isolation was tested (models/isolation/check.py)
-builds the
-block-diagonal mask from that, provided that attention_mask is None and its config says use_cache=False. Padding in such a row
-is a sequence of its own.
+In a packed row position_ids start again at 0 for each sequence. A model whose isolation was tested (models/isolation/check.py)
+builds the block-diagonal mask from them, if attention_mask is None and its config says use_cache=False. Padding in such a row is
+a separate sequence.
 """
 
 from __future__ import annotations
@@ -29,17 +28,21 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
+    """The rows that a rank computes at once."""
+
     arrays: Mapping[str, NDArray[Any]]  # the model's keyword arguments
-    sequence_ids: Ids  # the sequences in it; empty for a stand-in that only keeps ranks in step
-    num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
+    sequence_ids: Ids  # of the sequences in it; empty for a stand-in that only keeps ranks in step
+    num_label_tokens: int  # labels that count, for causal-lm after the model shifts them
     num_tokens: int  # real tokens, without padding
-    splits: bool = True  # False: its loss is not that of its parts
+    can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return rows and tokens a row. Rows without tokens (images) count as one token."""
+        """Return the rows and the tokens in a row. A row without tokens (an image) counts as one token."""
         ids = self.arrays.get("input_ids")
-        return (ids.shape[0], ids.shape[1]) if ids is not None else (len(next(iter(self.arrays.values()))), 1)
+        if ids is None:
+            return len(next(iter(self.arrays.values()))), 1
+        return ids.shape[0], ids.shape[1]
 
     @property
     def num_padded_tokens(self) -> int:
@@ -48,33 +51,37 @@ class MicroBatch:
 
 
 def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-    """Return the model's keyword arguments. They go to a CUDA device through pinned memory, without waiting."""
+    """Return the model's keyword arguments as tensors. They go to a CUDA device through pinned memory, without waiting."""
     import torch
 
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays.items()}
     if device is None or torch.device(device).type == "cpu":
         return tensors
-    pinned = torch.device(device).type == "cuda"
-    return {name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned) for name, tensor in tensors.items()}
+    if torch.device(device).type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int) -> MicroBatch:
-    """Fill one row group. The rows of the group hold ids of `sequences`."""
+def fill_micro_batch(
+    group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int
+) -> MicroBatch:
+    """Return the micro-batch of a row group, whose rows hold ids of ``sequences``."""
     if objective.kind == "causal-lm":
-        return replace(_fill_causal(group, sequences, layout), splits=objective.loss_splits)
+        return replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
         return _fill_seq2seq(ids, lengths, sequences, layout, objective)
-    input_ids = _padded(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
-    if sequences.labels is not None:  # the data says what is to be found: its words are masked already
-        inputs, labels = input_ids, _padded(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
+    input_ids = _pad_rows(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
+    if sequences.labels is not None:  # the data has labels, so its words are masked already
+        inputs = input_ids
+        labels = _pad_rows(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
     else:
-        real = np.arange(group.width) < _column(lengths)
+        real = np.arange(group.width) < _as_column(lengths)
         members = ids if len(ids) else np.zeros(1, np.int64)
         inputs, labels = objective.mask_tokens(input_ids, real, members, seed=seed, epoch=epoch)
     return MicroBatch(
-        arrays=_given(input_ids=inputs, attention_mask=_mask(lengths, group.width), labels=labels),
+        arrays=_without_missing(input_ids=inputs, attention_mask=_attention_mask(lengths, group.width), labels=labels),
         sequence_ids=ids,
         num_label_tokens=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=int(lengths.sum()),
@@ -82,21 +89,23 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
 
 
 def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> MicroBatch:
+    """Fill rows of one or several sequences. The model shifts the labels."""
     shape = (max(1, len(group.rows)), group.width)
-    # Not the padding token: its embedding is 0, where a norm that the model takes of it has no finite gradient (Gemma 3n).
+    # A real token, not the padding token: its embedding is 0, and a norm of it has no finite gradient (Gemma 3n).
     input_ids = np.full(shape, sequences.tokens[0], np.int64)
     labels = np.full(shape, IGNORED, np.int64)
     count = np.arange(group.width)
-    # Alone in its row, a sequence needs no positions: under a causal mask it never sees the padding behind it.
+    # A sequence that is alone in its row needs no positions: under a causal mask it never sees the padding on its right.
     position_ids = np.empty(shape, np.int64) if group.has_shared_rows else None
     for row, members in enumerate(group.rows):
         filled = 0
         for member in members:
-            start, end = int(sequences.starts[member]), filled + int(sequences.lengths[member])
-            piece = sequences.tokens[start : start + end - filled]
-            input_ids[row, filled:end] = piece
-            learned = piece if sequences.labels is None else sequences.labels[start : start + end - filled]
-            labels[row, filled + 1 : end] = learned[1:]
+            start = int(sequences.starts[member])
+            end = filled + int(sequences.lengths[member])
+            tokens = sequences.tokens[start : start + end - filled]
+            input_ids[row, filled:end] = tokens
+            token_labels = tokens if sequences.labels is None else sequences.labels[start : start + end - filled]
+            labels[row, filled + 1 : end] = token_labels[1:]
             if position_ids is not None:
                 position_ids[row, filled:end] = count[: end - filled]
             filled = end
@@ -104,9 +113,9 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
             position_ids[row, filled:] = count[: group.width - filled]
     ids = np.array([member for members in group.rows for member in members], np.int64)
     lengths = sequences.lengths[ids]
-    mask = _mask(lengths, group.width) if layout.mask_padding and not layout.packing else None
+    mask = _attention_mask(lengths, group.width) if layout.mask_padding and not layout.packing else None
     return MicroBatch(
-        arrays=_given(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
+        arrays=_without_missing(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
         sequence_ids=ids,
         num_label_tokens=int(sequences.num_labels(ids, first=1).sum()),
         num_tokens=int(lengths.sum()),
@@ -114,17 +123,19 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
-    """Fill the first half of each sequence in as input, the second as labels. The model builds decoder_input_ids from the
-    labels."""
+    """Use the first half of each sequence as input, and the second half as labels.
+
+    The model makes decoder_input_ids from the labels.
+    """
     first = lengths // 2
-    widths = [round_up(int(part.max(initial=1)), layout.pad_multiple) for part in (first, lengths - first)]
-    width, label_width = (min(w, sequences.sequence_length) for w in widths)
+    width = min(round_up(int(first.max(initial=1)), layout.pad_multiple), sequences.sequence_length)
+    label_width = min(round_up(int((lengths - first).max(initial=1)), layout.pad_multiple), sequences.sequence_length)
     starts = sequences.starts[ids]
     return MicroBatch(
-        arrays=_given(
-            input_ids=_padded(sequences.tokens, ids, starts, first, width, objective.pad_token_id),
-            attention_mask=_mask(first, width),
-            labels=_padded(sequences.tokens, ids, starts + first, lengths - first, label_width, IGNORED),
+        arrays=_without_missing(
+            input_ids=_pad_rows(sequences.tokens, ids, starts, first, width, objective.pad_token_id),
+            attention_mask=_attention_mask(first, width),
+            labels=_pad_rows(sequences.tokens, ids, starts + first, lengths - first, label_width, IGNORED),
         ),
         sequence_ids=ids,
         num_label_tokens=int((lengths - first).sum()),
@@ -132,24 +143,27 @@ def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, 
     )
 
 
-def _given(**arrays: Ids | None) -> dict[str, Ids]:
+def _without_missing(**arrays: Ids | None) -> dict[str, Ids]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _padded(flat: NDArray[Any], ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
+def _pad_rows(flat: NDArray[Any], ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
+    """Return rows of the given parts of a flat array, padded on the right."""
     rows = np.full((max(1, len(ids)), width), padding, np.int64)
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         rows[row, :length] = flat[start : start + length]
     return rows
 
 
-def _column(lengths: Ids) -> Any:
+def _as_column(lengths: Ids) -> Any:
     return lengths[:, None] if len(lengths) else np.zeros((1, 1), np.int64)
 
 
-def _mask(lengths: Ids, width: int) -> Ids | None:
-    """Return the mask, or None without padding and for a stand-in: a row that masks everything makes NaN in some attention
-    kernels."""
+def _attention_mask(lengths: Ids, width: int) -> Ids | None:
+    """Return the mask, or None without padding.
+
+    A stand-in has no mask either: a row that is masked completely makes NaN in some attention kernels.
+    """
     if not len(lengths) or int(lengths.min()) >= width:
         return None
     return (np.arange(width) < lengths[:, None]).astype(np.int64)

@@ -1,9 +1,6 @@
-"""Lay out the sequences of one global batch in rows and micro-batches, and decide which rank computes which.
+"""Arrange the sequences of one global batch in rows and micro-batches, and decide which rank computes which.
 
-The plan decides this. It never decides WHICH sequences are in the global batch, so every layout has the same loss and
-gradient.
-
-Derive the layout and the objective of batches from a plan and a model.
+The plan decides this. It does not decide which sequences are in the global batch, so every layout has the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -22,17 +19,17 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Layout(Value):
-    """The plan's part of the data. Everything here may change between two runs without changing what is learned."""
+    """The plan's decisions about batches. They may change between two runs without changing what is learned."""
 
     micro_batch: Count  # rows per micro-batch
     packing: bool = False
-    # With packing, a micro-batch is one row of up to micro_batch x sequence_length tokens: nothing is wasted, and it takes
-    # an attention kernel whose work does not grow with the row.
+    # With packing, a micro-batch is one row of up to micro_batch x sequence_length tokens. It has no padding, but it needs an
+    # attention kernel whose work does not grow with the row.
     flatten: bool = False
-    pad_multiple: Count = 8  # widths of micro-batches; packed rows are sequence_length wide unless flattened
-    # False: no attention_mask on right padding. Causal attention never looks at it, and its kernels are faster without.
+    pad_multiple: Count = 8  # of the widths of micro-batches; packed rows are sequence_length wide unless flattened
+    # False: no attention_mask for padding on the right. Causal attention ignores it, and its kernels are faster without.
     mask_padding: bool = True
-    pads: bool = True  # False: the model's results change with padding, so a row is as wide as its text
+    pads: bool = True  # False: padding changes the model's results, so a row is as wide as its text
     rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
     world_size: Count = 1
 
@@ -44,8 +41,10 @@ class Layout(Value):
 
 
 class RowGroup(NamedTuple):
-    """One micro-batch before it is filled: the indices of each row's sequences. A group without rows is a stand-in without
-    labels."""
+    """One micro-batch before it is filled: the indices of the sequences in each row.
+
+    A group without rows is a stand-in without labels.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     width: int
@@ -60,41 +59,42 @@ class RowGroup(NamedTuple):
 
 
 def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> list[list[RowGroup]]:
-    """Return the row groups of every rank, longest first. Each rank gets the same number."""
+    """Return the row groups of every rank, longest first. Each rank gets equally many."""
     if layout.flatten:
-        return _deal(_flat_rows(lengths, layout, sequence_length), layout.world_size)
+        return _deal_to_ranks(_flat_rows(lengths, layout, sequence_length), layout.world_size)
     if layout.packing:
         rows = _packed_rows(lengths, layout, sequence_length)
     else:
-        rows = [(index,) for index in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
+        rows = [(index,) for index in sorted(range(len(lengths)), key=lambda index: -lengths[index])]
     size = layout.micro_batch
 
-    def group(part: Sequence[tuple[int, ...]]) -> RowGroup:
+    def make_group(group_rows: Sequence[tuple[int, ...]]) -> RowGroup:
         if layout.packing:
-            return RowGroup(tuple(part), sequence_length)
-        longest = max((lengths[row[0]] for row in part), default=2)
+            return RowGroup(tuple(group_rows), sequence_length)
+        longest = max((lengths[row[0]] for row in group_rows), default=2)
         multiple = layout.pad_multiple if layout.pads else 1
-        return RowGroup(tuple(part), min(round_up(longest, multiple), sequence_length))
+        return RowGroup(tuple(group_rows), min(round_up(longest, multiple), sequence_length))
 
-    runs = [rows] if layout.pads or layout.packing else _of_one_length(rows, lengths)
-    groups = [group(run[start : start + size]) for run in runs for start in range(0, len(run), size)]
+    runs = [rows] if layout.pads or layout.packing else _group_by_length(rows, lengths)
+    groups = [make_group(run[start : start + size]) for run in runs for start in range(0, len(run), size)]
     while len(groups) % layout.world_size:
-        widest = max(groups, key=lambda g: (len(g.rows) > 1, g.num_padded_tokens))
-        if len(widest.rows) > 1:  # halving the largest shortens the slowest rank; a stand-in would only wait for it
-            groups.remove(widest)
-            half = (len(widest.rows) + 1) // 2
-            groups += [group(widest.rows[:half]), group(widest.rows[half:])]
+        largest = max(groups, key=lambda group: (len(group.rows) > 1, group.num_padded_tokens))
+        if len(largest.rows) > 1:  # halve the largest group: that helps the slowest rank, while a stand-in would only wait
+            groups.remove(largest)
+            half = (len(largest.rows) + 1) // 2
+            groups += [make_group(largest.rows[:half]), make_group(largest.rows[half:])]
         else:
-            groups.append(group(()))
-    return _deal(groups, layout.world_size)
+            groups.append(make_group(()))
+    return _deal_to_ranks(groups, layout.world_size)
 
 
-def _of_one_length(rows: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return rows of one sequence each, sorted by length, parted where the length changes."""
+def _group_by_length(rows: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Divide rows of one sequence each, which are sorted by length, into runs of equal length."""
     return [list(run) for _, run in groupby(rows, key=lambda row: lengths[row[0]])]
 
 
 def _flat_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[RowGroup]:
+    """Return groups of one row each, in which the sequences lie end to end."""
     capacity = layout.micro_batch * sequence_length
     groups = []
     for row in spread_rows(lengths, capacity=capacity, multiple=layout.world_size):
@@ -104,28 +104,28 @@ def _flat_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> 
 
 
 def _packed_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[tuple[int, ...]]:
-    """Return packed rows, those with one sequence first: they need no position_ids, so their micro-batches take the plain
-    causal kernels.
+    """Return packed rows, those with one sequence first.
 
-    Left-over rows of one sequence join the mixed rows, so that there are never more micro-batches than needed.
+    Micro-batches of such rows need no position_ids, so they use the plain causal kernels. The last rows of one sequence share a
+    micro-batch with other rows, so that there are no more micro-batches than needed.
     """
     rows = [tuple(row) for row in pack_rows(lengths, capacity=sequence_length)]
     single = [row for row in rows if len(row) == 1]
     return single + [row for row in rows if len(row) > 1]
 
 
-def _deal(groups: list[RowGroup], world_size: int) -> list[list[RowGroup]]:
-    """Deal the micro-batches to ranks.
+def _deal_to_ranks(groups: list[RowGroup], world_size: int) -> list[list[RowGroup]]:
+    """Distribute the micro-batches over ranks.
 
-    Micro-batches that run together are of similar size, because ranks wait for each other. Totals are balanced.
+    Micro-batches that run at the same time have similar sizes, because ranks wait for each other. Totals are balanced.
     """
     if world_size == 1:
         return [groups]
-    groups = sorted(groups, key=lambda g: -g.num_padded_tokens)
-    hands: list[list[RowGroup]] = [[] for _ in range(world_size)]
+    groups = sorted(groups, key=lambda group: -group.num_padded_tokens)
+    ranks: list[list[RowGroup]] = [[] for _ in range(world_size)]
     for start in range(0, len(groups), world_size):
-        step = groups[start : start + world_size]
-        forward = (start // world_size) % 2 == 0
-        for hand, item in zip(hands if forward else reversed(hands), step, strict=True):
-            hand.append(item)
-    return hands
+        simultaneous = groups[start : start + world_size]
+        is_forward = (start // world_size) % 2 == 0
+        for rank_groups, group in zip(ranks if is_forward else reversed(ranks), simultaneous, strict=True):
+            rank_groups.append(group)
+    return ranks

@@ -1,6 +1,6 @@
-"""Define what a sequence is trained to predict: which tokens go in, which are labels, and how many labels count.
+"""Define what a model learns to predict from a sequence: which tokens are inputs, which are labels, and how many labels count.
 
-Labels are -100 where nothing is predicted. Choices are drawn from (seed, epoch, sequence), never from the layout.
+A label of -100 does not count. Random choices depend on (seed, epoch, sequence) and not on the layout.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ Kind = Literal["causal-lm", "masked-lm", "seq2seq-lm"]
 
 
 class Objective(Value):
+    """The objective of a training, with the token ids that it needs."""
+
     kind: Kind = "causal-lm"
     pad_token_id: int = 0
-    mask_token_id: int | None = None  # masked-lm only, and the three below
+    mask_token_id: int | None = None  # for masked-lm only, as are the next three
     special_token_ids: tuple[int, ...] = ()  # never masked
     vocab_size: int | None = None  # the range of random replacements
     mask_probability: float = labelled_share("masked-lm")
-    # causal-lm: what padding on the right of a text needs (models/isolation/check.py); none: rows hold texts of one length
+    # For causal-lm: what padding on the right of a text needs (models/isolation/check.py). none: all texts of a micro-batch have
+    # the same length.
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
-    loss_splits: bool = True  # False: the loss of a batch is not that of its parts, so that it must not be halved
+    loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
 
     def check_masks(self) -> None:
-        """Check that words can be masked, for data that does not say its labels. Raise RequestError if they cannot."""
+        """Check that tokens can be masked, for data without labels. Raise RequestError if they cannot."""
         if self.kind == "masked-lm" and (self.mask_token_id is None or self.vocab_size is None):
             raise RequestError(
                 f"objective masked-lm needs mask_token_id ({self.mask_token_id}) and vocab_size ({self.vocab_size}); "
@@ -42,7 +45,7 @@ class Objective(Value):
             )
 
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
-        """Return the labels that count: the divisor that makes a global batch's loss independent of its layout."""
+        """Return the number of labels that count. A global batch's loss is divided by it, whatever the layout."""
         lengths = sequences.lengths[sequence_ids]
         if self.kind == "causal-lm" or sequences.labels is not None:
             return int(self.counted_labels(sequences, sequence_ids).sum())
@@ -52,10 +55,10 @@ class Objective(Value):
         positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         tokens = sequences.tokens[np.repeat(sequences.starts[sequence_ids], lengths) + positions]
         bits = _token_bits(np.repeat(_sequence_keys(sequence_ids, seed=seed, epoch=epoch), lengths), positions)
-        return int(np.count_nonzero(self._chosen(tokens, bits)))
+        return int(np.count_nonzero(self._is_chosen(tokens, bits)))
 
     def counted_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many labels each sequence has if none are drawn. A causal model predicts no first token."""
+        """Return how many labels each sequence has, if they are not drawn. A causal model does not predict the first token."""
         return sequences.num_labels(sequence_ids, first=1 if self.kind == "causal-lm" else 0)
 
     def mask_tokens(
@@ -67,20 +70,20 @@ class Objective(Value):
         seed: int,
         epoch: int,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs and labels of masked-lm for rows of one sequence each. `real` is False on padding."""
+        """Return inputs and labels of masked-lm for rows of one sequence each. ``real`` is False on padding."""
         assert self.mask_token_id is not None and self.vocab_size is not None
         keys = _sequence_keys(sequence_ids, seed=seed, epoch=epoch)
         bits = _token_bits(keys[:, None], np.arange(input_ids.shape[1])[None, :])
-        chosen = self._chosen(input_ids, bits) & real
+        chosen = self._is_chosen(input_ids, bits) & real
         labels = np.where(chosen, input_ids, IGNORED)
-        kind = (bits >> np.uint64(24)) & np.uint64(0xFFFF)
-        masked = chosen & (kind < int(MASK_TOKEN_SHARE * 2**16))
-        random = chosen & ~masked & (kind < int((MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE) * 2**16))
+        draw = (bits >> np.uint64(24)) & np.uint64(0xFFFF)
+        masked = chosen & (draw < int(MASK_TOKEN_SHARE * 2**16))
+        random = chosen & ~masked & (draw < int((MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE) * 2**16))
         inputs = np.where(masked, self.mask_token_id, input_ids)
         replacement = ((bits & np.uint64(0xFFFFFF)) % np.uint64(self.vocab_size)).astype(np.int64)
         return np.where(random, replacement, inputs), labels
 
-    def _chosen(self, tokens: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def _is_chosen(self, tokens: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
         chosen = (bits >> np.uint64(40)) < int(self.mask_probability * 2**24)
         for special in self.special_token_ids:
             chosen &= tokens != special
@@ -88,7 +91,7 @@ class Objective(Value):
 
 
 def objective_for(kind: Kind, tokenizer: Any | None, *, vocab_size: int) -> Objective:
-    """Return the objective with the tokenizer's own ids. Padding falls back to EOS, then 0: it never has a label."""
+    """Return the objective with the tokenizer's ids. Padding never has a label; without a padding token it is EOS, else 0."""
     if tokenizer is None:
         return Objective(kind=kind, vocab_size=vocab_size)
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -102,8 +105,8 @@ def objective_for(kind: Kind, tokenizer: Any | None, *, vocab_size: int) -> Obje
 
 
 def _sequence_keys(sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.uint64]:
-    run = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
-    return _mix(run + sequence_ids.astype(np.uint64))
+    epoch_key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+    return _mix(epoch_key + sequence_ids.astype(np.uint64))
 
 
 def _token_bits(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -111,7 +114,10 @@ def _token_bits(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix bits by SplitMix64's finaliser (Steele, Lea, Flood 2014): a stateless random number per token, in vector operations."""
+    """Mix bits by SplitMix64's finaliser (Steele, Lea, Flood 2014).
+
+    It gives one stateless random number for each token, in vector operations.
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -14,13 +14,13 @@ from upshift.training.batches.objective import Objective, objective_for
 
 
 def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
-    """Return the layout for one of the ranks, or groups of ranks, with sequences of their own."""
+    """Return the layout for one data-parallel rank."""
     return Layout(
         micro_batch=plan.per_device_train_batch_size,
         packing=plan.packing,
         flatten=plan.flattens,
         pad_multiple=plan.pad_multiple,
-        # Most causal models never look at padding on the right of a text, nor do their losses.
+        # Most causal models ignore padding on the right of a text, and so do their losses.
         mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
         pads=objective.padding != "none",
         rank=data_rank,
@@ -28,8 +28,8 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
     )
 
 
-def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
-    """Return the model's objective. Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
+def find_objective(source: ModelSource, *, tokenizer: Any = None) -> Objective:
+    """Return the model's objective. Without a tokenizer, as in trials on random tokens, a masked-lm masks with token 0."""
     config = source.hf_config
     model_class, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):

@@ -1,8 +1,8 @@
-"""Make the batches of a training run. The sequences of global batch i depend on (seed, epoch, i) alone, never on the plan.
+"""Make the batches of a training run. The sequences of global batch i depend only on (seed, epoch, i), and not on the plan.
 
-So every plan trains on the same tokens in the same order, and losses compare. An epoch is a new permutation of all sequences,
-each of them once. Its last global batch has those that are left, and its loss is their mean, as in transformers' Trainer.
-Planning needs numpy, not torch.
+So every plan trains on the same tokens in the same order, and losses can be compared. An epoch has all sequences once, in a new
+permutation. Its last global batch has the remaining ones, and its loss is their mean, as in transformers' Trainer. Planning
+needs numpy, but not torch.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.training.batches.collate import MicroBatch, fill
+from upshift.training.batches.collate import MicroBatch, fill_micro_batch
 from upshift.training.batches.layout import Layout, RowGroup, lay_out
 from upshift.training.batches.objective import Objective
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
-LOOK_AHEAD_SEQUENCES = 2**14  # laying out so many takes about a tenth of a second
+LOOK_AHEAD_SEQUENCES = 2**14  # laying out this many takes about a tenth of a second
 
 
-def batches_of_epoch(num_sequences: int, global_batch: int) -> int:
-    """Return the number of global batches in which every sequence is once. The last may be smaller."""
+def count_batches(num_sequences: int, global_batch: int) -> int:
+    """Return the number of global batches of an epoch. The last one may be smaller."""
     return -(-num_sequences // global_batch)
 
 
-def steps_of(epochs: float, *, num_sequences: int, global_batch: int) -> int:
-    """Return the optimizer steps of so many epochs, rounded up as transformers' Trainer does, at least 1."""
-    return max(math.ceil(epochs * batches_of_epoch(num_sequences, global_batch)), 1)
+def count_steps(epochs: float, *, num_sequences: int, global_batch: int) -> int:
+    """Return the optimizer steps of these epochs, at least 1, rounded up as in transformers' Trainer."""
+    return max(math.ceil(epochs * count_batches(num_sequences, global_batch)), 1)
 
 
 class Position(Value):
-    """The place of a run in the data: the global batch that comes next. Checkpoints store it."""
+    """The position of a run in its data: the next global batch. Checkpoints store it."""
 
     epoch: Annotated[int, Field(ge=0)] = 0
     batch: Annotated[int, Field(ge=0)] = 0
@@ -45,17 +45,19 @@ class Position(Value):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GlobalBatch:
+    """The batch of one optimizer step, as one rank computes it."""
+
     position: Position
     next_position: Position
     micro_batches: tuple[MicroBatch, ...]  # of this rank
     sequence_ids: NDArray[np.int64]  # of all ranks
-    num_label_tokens: int  # of all ranks: the sum of token losses is divided by this
+    num_label_tokens: int  # of all ranks; the sum of token losses is divided by it
     num_tokens: int  # of all ranks, without padding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSource:
-    """All inputs that decide the batches of one rank."""
+    """The batches of one rank, and all inputs that decide them."""
 
     sequences: Sequences
     global_batch: int  # sequences per optimizer step, over all ranks
@@ -75,43 +77,47 @@ class BatchSource:
 
     @property
     def batches_per_epoch(self) -> int:
-        return batches_of_epoch(len(self.sequences), self.global_batch)
+        return count_batches(len(self.sequences), self.global_batch)
 
     def position_of_step(self, step: int) -> Position:
-        """Return the position before optimizer step `step`, counted from 0 over all epochs."""
+        """Return the position before an optimizer step. Steps are counted from 0 over all epochs."""
         epoch, batch = divmod(step, self.batches_per_epoch)
         return Position(epoch=epoch, batch=batch)
 
     def batches(self, position: Position | None = None) -> Iterator[GlobalBatch]:
-        """Yield batches without end, from `position` on. The caller decides when to stop."""
-        position = self._checked(position or Position())
-        epoch, order = -1, np.empty(0, np.int64)
+        """Yield batches without end, starting at ``position``. The caller decides when to stop."""
+        position = self._check_position(position or Position())
+        epoch = -1
+        order = np.empty(0, np.int64)
         while True:
             if position.epoch != epoch:
-                epoch, order = position.epoch, self._order(position.epoch)
+                epoch = position.epoch
+                order = self.epoch_order(position.epoch)
             yield self._build(position, order)
-            position = self._following(position)
+            position = self._next_position(position)
 
     def sequence_ids(self, position: Position) -> NDArray[np.int64]:
         """Return the sequences of one global batch, in the order of the epoch."""
-        return self._members(self._checked(position), self._order(position.epoch))
+        return self.members(self._check_position(position), self.epoch_order(position.epoch))
 
     def _build(self, position: Position, order: NDArray[np.int64]) -> GlobalBatch:
-        ids = self._members(position, order)
-        return build_global_batch(self, ids, position=position, next_position=self._following(position))
+        ids = self.members(position, order)
+        return build_global_batch(self, ids, position=position, next_position=self._next_position(position))
 
-    def _members(self, position: Position, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    def members(self, position: Position, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sequences of one global batch. ``order`` is that of its epoch."""
         return order[position.batch * self.global_batch : (position.batch + 1) * self.global_batch]
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
+    def epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of all sequences in an epoch."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
 
-    def _following(self, position: Position) -> Position:
+    def _next_position(self, position: Position) -> Position:
         if position.batch + 1 < self.batches_per_epoch:
             return Position(epoch=position.epoch, batch=position.batch + 1)
         return Position(epoch=position.epoch + 1, batch=0)
 
-    def _checked(self, position: Position) -> Position:
+    def _check_position(self, position: Position) -> Position:
         if position.batch >= self.batches_per_epoch:
             raise RequestError(
                 f"position batch={position.batch} is past the {self.batches_per_epoch} global batches of an epoch; "
@@ -121,6 +127,7 @@ class BatchSource:
 
 
 def check_layout(layout: Layout, objective: Objective) -> None:
+    """Raise RequestError if the layout changes the results of the objective."""
     if objective.kind == "causal-lm":
         return
     if layout.packing:
@@ -137,10 +144,12 @@ def check_layout(layout: Layout, objective: Objective) -> None:
 def build_global_batch(
     source: BatchSource, sequence_ids: NDArray[np.int64], *, position: Position, next_position: Position
 ) -> GlobalBatch:
-    sequences, objective = source.sequences, source.objective
+    """Return the global batch of these sequences, with the micro-batches of the source's rank."""
+    sequences = source.sequences
+    objective = source.objective
     groups = _row_groups(source, sequence_ids)
     micro_batches = tuple(
-        fill(group, sequences, source.layout, objective, seed=source.seed, epoch=position.epoch) for group in groups
+        fill_micro_batch(group, sequences, source.layout, objective, seed=source.seed, epoch=position.epoch) for group in groups
     )
     if source.layout.world_size == 1:
         num_label_tokens = sum(micro_batch.num_label_tokens for micro_batch in micro_batches)
@@ -159,7 +168,7 @@ def build_global_batch(
 def evaluation_batches(
     sequences: Sequences, *, global_batch: int, layout: Layout, objective: Objective | None = None, seed: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Yield batches with every sequence once, in order. The last global batch may be smaller."""
+    """Yield global batches that have every sequence once, in order. The last one may be smaller."""
     source = BatchSource(
         sequences=sequences,
         global_batch=min(global_batch, max(1, len(sequences))),
@@ -173,37 +182,43 @@ def evaluation_batches(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upcoming:
-    """The sizes of the next global batches of a run, known from lengths alone."""
+class UpcomingSizes:
+    """The sizes of the next global batches of a run, computed from the lengths of their sequences."""
 
-    steps: int  # how many were looked at
-    longest_step: int  # of them, from 0: the one whose micro-batches hold most tokens at once
+    steps: int  # number of steps that were looked at
+    longest_step: int  # the one of them, from 0, whose micro-batches hold most tokens at once
     longest_tokens: int  # of its largest micro-batch, padding included
-    num_tokens: float  # of all ranks, without padding: mean of a step
-    num_padded_tokens: float  # of the rank that has most: mean of a step
+    num_tokens: float  # mean of a step, of all ranks, without padding
+    num_padded_tokens: float  # mean of a step, of the rank that has most
 
 
-def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> Upcoming:
-    """Lay out ``num_steps`` global batches, or as many of them as hold ``LOOK_AHEAD_SEQUENCES``, and fill none."""
+def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> UpcomingSizes:
+    """Lay out ``num_steps`` global batches, or the first ``LOOK_AHEAD_SEQUENCES`` sequences of them. Fill no batch."""
     steps = min(num_steps, max(LOOK_AHEAD_SEQUENCES // source.global_batch, 1))
-    longest, longest_step, real, padded = (0, 0), 0, 0, 0
-    epoch, order = -1, np.empty(0, np.int64)
+    longest = (0, 0)
+    longest_step = 0
+    num_tokens = 0
+    num_padded_tokens = 0
+    epoch = -1
+    order = np.empty(0, np.int64)
     for step in range(steps):
         position = source.position_of_step(first_step + step)
         if position.epoch != epoch:
-            epoch, order = position.epoch, source._order(position.epoch)
-        lengths = source.sequences.lengths[source._members(position, order)].tolist()
+            epoch = position.epoch
+            order = source.epoch_order(position.epoch)
+        lengths = source.sequences.lengths[source.members(position, order)].tolist()
         ranks = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)
         sizes = [sorted((group.num_padded_tokens for group in groups), reverse=True) for groups in ranks]
-        real += sum(lengths)
-        padded += max(map(sum, sizes))
-        # Two of them: gradients exist while the second one runs.
-        most = max((one[0], one[1] if len(one) > 1 else 0) for one in sizes)
-        if most > longest:
-            longest, longest_step = most, step
-    return Upcoming(
-        steps=steps, longest_step=longest_step, longest_tokens=longest[0], num_tokens=real / steps,
-        num_padded_tokens=padded / steps,
+        num_tokens += sum(lengths)
+        num_padded_tokens += max(map(sum, sizes))
+        # The two largest micro-batches of a rank: gradients exist while the second one runs.
+        largest = max((rank_sizes[0], rank_sizes[1] if len(rank_sizes) > 1 else 0) for rank_sizes in sizes)
+        if largest > longest:
+            longest = largest
+            longest_step = step
+    return UpcomingSizes(
+        steps=steps, longest_step=longest_step, longest_tokens=longest[0], num_tokens=num_tokens / steps,
+        num_padded_tokens=num_padded_tokens / steps,
     )  # fmt: skip
 
 
@@ -212,18 +227,23 @@ def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, ob
     objective = objective or Objective()
     check_layout(layout, objective)
     tokens = np.random.default_rng(0).integers(0, vocab_size, layout.micro_batch * sequence_length).astype(np.int32)
-    shared = layout.packing and sequence_length >= 4
-    row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2] if shared else [sequence_length]
+    row_lengths = [sequence_length]
+    if layout.packing and sequence_length >= 4:
+        row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2]
     lengths = np.array(row_lengths * layout.micro_batch, np.int64)
     sequences = Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length)
-    per_row = len(row_lengths)
+    per_row = len(row_lengths)  # sequences
     rows = tuple(tuple(range(row * per_row, (row + 1) * per_row)) for row in range(layout.micro_batch))
-    return fill(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)
+    return fill_micro_batch(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)
 
 
 def _row_groups(source: BatchSource, sequence_ids: NDArray[np.int64]) -> list[RowGroup]:
-    """Return this rank's row groups, with ids of the whole corpus."""
+    """Return this rank's row groups. Their rows hold ids of the whole corpus."""
     lengths = source.sequences.lengths[sequence_ids].tolist()
     groups = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)[source.layout.rank]
     ids = sequence_ids.tolist()
-    return [RowGroup(tuple(tuple(ids[i] for i in row) for row in group.rows), group.width) for group in groups]
+    with_ids = []
+    for group in groups:
+        rows = tuple(tuple(ids[index] for index in row) for row in group.rows)
+        with_ids.append(RowGroup(rows, group.width))
+    return with_ids

@@ -1,7 +1,7 @@
-"""Save and load together, by ranks that have the model in parts (divided.py), and write the whole model in the end.
+"""Save and load sharded checkpoints together, and write the full model at the end.
 
-All ranks call each function at the same point of their runs. The thread that trains exchanges there what they agree on. A
-thread of each rank writes the files, and exchanges nothing.
+All ranks call each function at the same point of their runs. The training thread exchanges everything on which the ranks
+agree. One thread of each rank writes the files, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from upshift.training.checkpoint.directory import (
     writing,
 )
 from upshift.training.checkpoint.model import PARTS_TEMPORARY, extra_bytes, save_model, write_tokenizer
-from upshift.training.checkpoint.optimizer import class_name, decode, describe, encode, restore_options
+from upshift.training.checkpoint.optimizer import class_name, decode, describe_optimizer, encode, restore_options
 from upshift.training.checkpoint.rng import RngState, read_rng, restore_rng, seed_rng, write_rngs
 from upshift.training.checkpoint.sharded import (
     Piece,
-    Stored,
+    StoredPieces,
     checksums_of_ranks,
     fill,
-    load_parts,
-    own_parts,
-    parts_of,
+    load_shards,
     read_pieces,
+    shards_to_write,
+    stages_of,
     tied_names,
     updated_names,
 )
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedState, TrainState
-from upshift.training.distributed.mesh import Place, gather, on_rank_0, together
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 Seal = Callable[[], None]
 ALIGNMENT = 64
 
 
-def shares(optimizer: torch.optim.Optimizer, place: Place) -> bool:
-    """Return whether a rank has less than the whole model and optimizer state."""
-    return isinstance(optimizer, OnParts) or place.plan.layout.pipeline_parallel > 1
+def has_shards(optimizer: torch.optim.Optimizer, mesh: Mesh) -> bool:
+    """Return whether a rank has only shards of the model or of the optimizer state."""
+    return isinstance(optimizer, ShardedOptimizer) or mesh.plan.layout.pipeline_parallel > 1
 
 
-def save_parts(
+def save_shards(
     directory: Path,
     *,
     model: nn.Module,
@@ -70,33 +70,36 @@ def save_parts(
     scaler_state: dict[str, Any] | None,
     state: TrainState,
     rngs: Sequence[RngState],
-    place: Place,
+    mesh: Mesh,
     writer: BackgroundWriter,
     keep: int = 2,
 ) -> tuple[Path, Seal]:
-    """Save this rank's parts. Return when they are copied to host memory, if that has room.
+    """Save this rank's shards. Return after copying them to host memory if there is room, and else after writing them.
 
-    Rank 0 calls ``Seal`` when the writers of all ranks are done. Until then the checkpoint does not count. Raise JobFailed on
-    all ranks if one cannot write.
+    Return the path of the checkpoint and a function that completes it. Rank 0 calls that function when the writers of all ranks
+    are done. Until then the checkpoint does not count. Raise JobFailed on all ranks if one of them cannot write.
     """
-    final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    own = own_parts(model, optimizer, place.plan, place.rank)
-    saved_optimizer = described(model, optimizer, place)
-    make_shared(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
-    behind = all(gather(has_room(own.num_bytes), place.plan))
-    kept = own.copied() if behind else own
+    final = directory / f"checkpoint-{state.step}"
+    temporary = directory / f"checkpoint-{state.step}.tmp"
+    shards = shards_to_write(model, optimizer, mesh.plan, mesh.rank)
+    saved_optimizer = describe_all_ranks(model, optimizer, mesh)
+    num_bytes = sum(all_gather_objects(shards.num_bytes, mesh.plan))
+    make_shared_directory(temporary, num_bytes + extra_bytes(tokenizer), final.name, mesh)
+    in_background = all(all_gather_objects(has_room(shards.num_bytes), mesh.plan))
+    if in_background:
+        shards = shards.copied()
 
     def write() -> None:
         with writing(directory, name=final.name, temporary=None):
-            kept.write(temporary)
+            shards.write(temporary)
 
-    with together(place.plan):
-        writer.start(write) if behind else write()
+    with gather_errors(mesh.plan):
+        writer.start(write) if in_background else write()
 
     def seal() -> None:
         with writing(directory, name=final.name, temporary=temporary):
-            first_part: Any = parts_of(model)[0]  # a transformers model, or a stage of one
-            first_part.config.save_pretrained(temporary)
+            stage: Any = stages_of(model)[0]  # a model of transformers, or a stage of one
+            stage.config.save_pretrained(temporary)
             if tokenizer is not None:
                 write_tokenizer(temporary, tokenizer)
             write_rngs(temporary, rngs)
@@ -104,7 +107,7 @@ def save_parts(
                 train=state, optimizer=saved_optimizer, scheduler=encode(scheduler_state), scaler=encode(scaler_state),
                 files=file_sizes(temporary),
             )  # fmt: skip
-            saved.write(temporary, known=checksums_of_ranks(temporary))
+            saved.write(temporary, earlier_checksums=checksums_of_ranks(temporary))
             put_in_place(temporary, final)
             remove_older(directory, newest=final, keep=keep)
             write_latest(directory, final.name)
@@ -112,33 +115,33 @@ def save_parts(
     return final, seal
 
 
-def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
-    """Return the optimizers of all ranks as one, without the tensors of their states."""
-    return _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
+def describe_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> SavedOptimizer:
+    """Return one description of the optimizers of all ranks, without the tensors of their states."""
+    return _merge(all_gather_objects(describe_optimizer(optimizer, updated_names(model, optimizer)), mesh.plan))
 
 
-def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
-    """Make the directory that all ranks write to, on rank 0."""
+def make_shared_directory(temporary: Path, num_bytes: int, name: str, mesh: Mesh) -> None:
+    """Make the directory to which all ranks write, on rank 0. It needs ``num_bytes`` of free space."""
     directory = temporary.parent
-    with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
-        if place.rank == 0:
+    with rank_0_first(mesh.plan), writing(directory, name=name, temporary=temporary):
+        if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(directory)
-            check_room(directory, name=name, need=need)
+            check_room(directory, name=name, need=num_bytes)
             temporary.mkdir()
-    with together(place.plan):
-        _check_shared(temporary)
+    with gather_errors(mesh.plan):
+        _check_directory_is_shared(temporary)
 
 
-def load_shared(
-    directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Place
+def load_sharded_checkpoint(
+    directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, mesh: Mesh
 ) -> TrainState:
-    """Load this rank's parts from a checkpoint that any number of ranks with any layout wrote.
+    """Load this rank's shards from a checkpoint of any number of ranks in any layout.
 
-    Random numbers go on if the same layout goes on. Otherwise they are seeded by the run's seed, the step, and the rank. Raise
+    Random numbers continue if the layout is the same. Otherwise they are seeded by the run's seed, the step and the rank. Raise
     RequestError if the checkpoint does not match this run.
     """
-    saved = check_checkpoint(directory, contents=place.rank == 0)  # one rank reads the bytes for all
+    saved = check_checkpoint(directory, contents=mesh.rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
     if saved.optimizer.optimizer_class != class_name(optimizer):
@@ -149,69 +152,71 @@ def load_shared(
     if saved.optimizer.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
     names = updated_names(model, optimizer)
-    restore_options(directory, saved.optimizer, optimizer, names, some=True)
-    load_parts(directory, model, optimizer, lambda name: decode(saved.optimizer.numbers.get(name, {})))
+    restore_options(directory, saved.optimizer, optimizer, names, allow_subset=True)
+    load_shards(directory, model, optimizer, lambda name: decode(saved.optimizer.numbers.get(name, {})))
     scheduler.load_state_dict(decode(saved.scheduler))
     if saved.scaler is not None:
         scaler.load_state_dict(decode(saved.scaler))
-    plan = place.plan
-    same = saved.train.plan["num_processes"] == plan.num_processes and Layout(**saved.train.plan["layout"]) == plan.layout
-    rng = read_rng(directory, rank=place.rank) if same else None
+    plan = mesh.plan
+    has_same_layout = (
+        saved.train.plan["num_processes"] == plan.num_processes and Layout(**saved.train.plan["layout"]) == plan.layout
+    )
+    rng = read_rng(directory, rank=mesh.rank) if has_same_layout else None
     if rng is not None:
         restore_rng(rng, next(model.parameters()).device)
     else:
-        seed_rng(saved.train.seed, saved.train.step, place.rank // plan.layout.tensor_parallel)
+        seed_rng(saved.train.seed, saved.train.step, mesh.rank // plan.layout.tensor_parallel)
     return saved.train
 
 
-def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], place: Place) -> None:
+def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], mesh: Mesh) -> None:
     """Write the final Hugging Face directory.
 
-    Each rank writes its parts. Rank 0 puts them together in a file that is mapped, so no rank holds the whole model.
-    ``skeleton`` makes the model without weights. Raise JobFailed on all ranks if one cannot write.
+    Each rank writes its shards. Rank 0 assembles them in a memory-mapped file, so that no rank needs memory for the full model.
+    ``skeleton`` returns the model without weights. Raise JobFailed on all ranks if one of them cannot write.
     """
 
     def save(weights: dict[str, Tensor]) -> None:
-        whole = skeleton()
-        save_model(directory, whole, tokenizer, weights=without_tied(weights, whole))
+        empty_model = skeleton()
+        save_model(directory, empty_model, tokenizer, weights=drop_tied_names(weights, empty_model))
 
-    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, mesh=mesh)
 
 
-def without_tied(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return each weight under one of its names."""
-    twice = {tied for tied, name in tied_names(model).items() if name in weights}
-    return {name: weight for name, weight in weights.items() if name not in twice}
+def drop_tied_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights without the second names of tied ones."""
+    duplicates = {tied for tied, name in tied_names(model).items() if name in weights}
+    return {name: weight for name, weight in weights.items() if name not in duplicates}
 
 
 def export_weights(
-    directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], place: Place
+    directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], mesh: Mesh
 ) -> None:
-    """Collect the whole weights in a file that is mapped, and call ``save`` with them on rank 0."""
-    parts = directory / PARTS_TEMPORARY
-    own = own_parts(model, None, place.plan, place.rank)
-    size = sum(gather(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
-    with on_rank_0(place.plan):
-        if place.rank == 0:
+    """Assemble the full weights in a memory-mapped file, and call ``save`` with them on rank 0."""
+    shard_directory = directory / PARTS_TEMPORARY
+    shards = shards_to_write(model, None, mesh.plan, mesh.rank)
+    size = sum(all_gather_objects(shards.num_bytes, mesh.plan))  # on disk three times: in shards, assembled, and as the model
+    with rank_0_first(mesh.plan):
+        if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(parts, ignore_errors=True)
-            with writing(directory, name="the final model", temporary=parts):
+            shutil.rmtree(shard_directory, ignore_errors=True)
+            with writing(directory, name="the final model", temporary=shard_directory):
                 check_room(directory, name="the final model", need=3 * size + extra_bytes(tokenizer))
-                parts.mkdir()
-    with together(place.plan), writing(directory, name="the final model", temporary=None):
-        _check_shared(parts)
-        own.write(parts)
-    with on_rank_0(place.plan):
-        if place.rank == 0:
+                shard_directory.mkdir()
+    with gather_errors(mesh.plan), writing(directory, name="the final model", temporary=None):
+        _check_directory_is_shared(shard_directory)
+        shards.write(shard_directory)
+    with rank_0_first(mesh.plan):
+        if mesh.rank == 0:
             try:
-                with tempfile.TemporaryFile(dir=parts) as file:
-                    save(_put_together(read_pieces(parts)["weights"], parts, file))
+                with tempfile.TemporaryFile(dir=shard_directory) as file:
+                    save(_assemble(read_pieces(shard_directory)["weights"], shard_directory, file))
             finally:
-                shutil.rmtree(parts, ignore_errors=True)
+                shutil.rmtree(shard_directory, ignore_errors=True)
 
 
-def _check_shared(temporary: Path) -> None:
-    """Check that this rank sees the directory that rank 0 made. Raise JobFailed if not."""
+def _check_directory_is_shared(temporary: Path) -> None:
+    """Raise JobFailed if this rank does not see the directory that rank 0 made."""
     if not temporary.is_dir():
         raise JobFailed(
             f"{temporary.parent} on {socket.gethostname()} is not the one that rank 0 writes to; ranks that share a model save "
@@ -219,25 +224,25 @@ def _check_shared(temporary: Path) -> None:
         )
 
 
-def _put_together(stored: Stored, directory: Path, file: Any) -> dict[str, Tensor]:
-    """Return each tensor whole, in the pages of ``file``."""
-    found = {name: (pieces[0][0].shape, dtype_of(pieces[0][1])) for name, pieces in stored.items()}
-    sizes = {name: -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT for name, (shape, dtype) in found.items()}
-    file.truncate(max(sum(sizes.values()), ALIGNMENT))
+def _assemble(stored: StoredPieces, directory: Path, file: Any) -> dict[str, Tensor]:
+    """Return each full tensor in the memory-mapped pages of ``file``."""
+    formats = {name: (pieces[0][0].shape, dtype_of(pieces[0][1])) for name, pieces in stored.items()}
+    page_sizes = [-(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT for shape, dtype in formats.values()]
+    file.truncate(max(sum(page_sizes), ALIGNMENT))
     mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     weights = {}
-    for (name, (shape, dtype)), pages in zip(found.items(), mapped.split(list(sizes.values()) or [ALIGNMENT]), strict=True):
+    for (name, (shape, dtype)), pages in zip(formats.items(), mapped.split(page_sizes or [ALIGNMENT]), strict=True):
         weights[name] = pages[: dtype.itemsize * prod(shape)].view(dtype).view(shape)
         fill(weights[name], Piece(shape=shape), name, stored, directory)
     return weights
 
 
-def _merged(said: Sequence[SavedOptimizer]) -> SavedOptimizer:
-    """Merge the descriptions of all ranks. A stage of a pipeline has its own parameters alone, in groups of the same options."""
+def _merge(optimizers: Sequence[SavedOptimizer]) -> SavedOptimizer:
+    """Merge the descriptions of all ranks. The groups of pipeline stages have the same options and different parameters."""
     groups: dict[str, SavedGroup] = {}
-    for group in (group for one in said for group in one.groups):
-        before = groups.get(repr(group.options))
-        known = before.parameters if before is not None else ()
-        groups[repr(group.options)] = group.changed(parameters=tuple(dict.fromkeys((*known, *group.parameters))))
-    numbers = {name: values for one in said for name, values in one.numbers.items()}
-    return said[0].changed(groups=tuple(groups.values()), numbers=numbers)
+    for group in (group for optimizer in optimizers for group in optimizer.groups):
+        earlier = groups.get(repr(group.options))
+        parameters = earlier.parameters if earlier is not None else ()
+        groups[repr(group.options)] = group.changed(parameters=tuple(dict.fromkeys((*parameters, *group.parameters))))
+    numbers = {name: values for optimizer in optimizers for name, values in optimizer.numbers.items()}
+    return optimizers[0].changed(groups=tuple(groups.values()), numbers=numbers)

@@ -1,10 +1,10 @@
-"""Save and load checkpoints: a run that stops at any moment, killed or out of disk, continues from the newest whole one bit
-for bit.
+"""Save and load checkpoints, and check whether a run may write to an output directory.
 
-`checkpoint-<step>` is a Hugging Face directory (weights, or an adapter's; config, tokenizer) and also holds
-optimizer.safetensors, rng.safetensors and upshift_state.json. Nothing is pickled. One process saves; every process loads.
+A run that stops at any moment, killed or out of disk, continues bit for bit from the newest complete checkpoint.
+`checkpoint-<step>` is a Hugging Face directory with the weights (or those of an adapter), config and tokenizer. It also holds
+optimizer.safetensors, rng.safetensors and upshift_state.json. Nothing is pickled. One process saves, and every process loads.
 
-Check whether a run may write to an output directory. Only files that Upshift wrote are ever deleted.
+Upshift deletes only files that it wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.loading.output_lock import LOCK_NAME
@@ -25,10 +25,9 @@ from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
     TEMPORARY_CHECKPOINT,
-    FoundCheckpoints,
+    check_any_whole,
     check_checkpoint,
     check_room,
-    check_some_whole,
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
@@ -57,7 +56,7 @@ from upshift.training.checkpoint.state import STATE_NAME, SavedState, TrainState
 def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_files: Collection[str] = ()) -> None:
     """Make `path` ready for a run. Raise RequestError if that would touch a file that Upshift did not write.
 
-    `own_files` are names that the caller itself writes there, such as a record. Overwriting deletes them too.
+    `own_files` are names of other files that the caller writes there, such as a record. Overwriting deletes them too.
     """
     if overwrite and resume:
         raise RequestError("--overwrite and --resume exclude each other; use one of them")
@@ -65,24 +64,24 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
         raise RequestError(f"output directory {path} is a file; give a directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        inside = sorted(entry for entry in path.iterdir() if entry.name != LOCK_NAME)
+        entries = sorted(entry for entry in path.iterdir() if entry.name != LOCK_NAME)
     except OSError as error:
         raise RequestError(f"output directory {path} cannot be used: {error.strerror}; give another one") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise RequestError(f"output directory {path} is not writable; give another one")
-    if not inside:
+    if not entries:
         return
     if not (overwrite or resume):
         raise RequestError(
-            f"output directory {path} is not empty ({inside[0].name}); use --resume to continue its run, "
+            f"output directory {path} is not empty ({entries[0].name}); use --resume to continue its run, "
             "--overwrite to delete what Upshift wrote there, or an empty directory"
         )
-    own = _written_by_upshift(path, own_files)
-    foreign = [entry for entry in inside if entry not in own]
+    written = _written_by_upshift(path, own_files)
+    foreign = [entry for entry in entries if entry not in written]
     if resume:
-        newest = find_checkpoints(path)
-        check_some_whole(newest, path)
-        if foreign and newest.newest is None:
+        search = find_checkpoints(path)
+        check_any_whole(search, path)
+        if foreign and search.newest is None:
             raise RequestError(
                 f"output directory {path} has no checkpoint to resume from and holds {foreign[0].name}; "
                 "give the directory of an earlier run, or an empty one"
@@ -93,17 +92,17 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
             f"output directory {path} holds {foreign[0].name}, which Upshift did not write; "
             "move it away or give another directory"
         )
-    _delete(path, own)
+    _delete_entries(path, written)
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:
     temporary = (MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp")
     names = {MODEL_LIST_NAME, LOCK_NAME, *temporary, *own_files}
     model = model_files(directory)
-    return [path for path in directory.iterdir() if path.name in names or _is_ours(path, directory, model)]
+    return [path for path in directory.iterdir() if path.name in names or _is_from_upshift(path, directory, model)]
 
 
-def _is_ours(path: Path, directory: Path, model: list[str]) -> bool:
+def _is_from_upshift(path: Path, directory: Path, model: list[str]) -> bool:
     if path.is_symlink():
         return False
     if path.is_dir():
@@ -119,9 +118,9 @@ def _is_ours(path: Path, directory: Path, model: list[str]) -> bool:
     return path.name in model
 
 
-def _delete(directory: Path, own: list[Path]) -> None:
-    # The list of the model's files goes last: without it a rerun could not tell the rest of them from a user's.
-    for entry in sorted(own, key=lambda entry: entry.name == MODEL_LIST_NAME):
+def _delete_entries(directory: Path, entries: list[Path]) -> None:
+    # The list of the model's files goes last. Without it a rerun could not tell files of the model from files of the user.
+    for entry in sorted(entries, key=lambda entry: entry.name == MODEL_LIST_NAME):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -129,7 +128,6 @@ def _delete(directory: Path, own: list[Path]) -> None:
 
 
 __all__ = [
-    "FoundCheckpoints",
     "RngState",
     "SavedState",
     "TrainState",
@@ -163,30 +161,39 @@ def save_checkpoint(
     keep: int = 2,
     writer: BackgroundWriter | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-<step>` and then remove the oldest, so that `keep` (at least 2) remain.
+    """Write `directory/checkpoint-<step>`, and then remove the oldest checkpoints so that `keep` (at least 2) remain.
 
-    `rngs` are those of all ranks in order, if there are several; otherwise this process's own are taken. With a `writer` the
-    function returns when weights and optimizer state are copied to host memory, if that has room. The writer raises what fails
-    later. Raise JobFailed, naming the checkpoint that is still loadable, when the disk is too full or a write fails.
+    `rngs` are the states of all ranks in order. None: only the state of this process. With a `writer`, return when weights and
+    optimizer state are copied to host memory, if there is room for the copies. The writer then raises later errors. Raise
+    JobFailed if the disk is too full or a write fails. The message names the checkpoint that can still be loaded.
     """
     if writer is not None:
         writer.wait()
-    final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    name, rngs = final.name, rngs or [capture_rng(next(model.parameters()).device)]
+    final = directory / f"checkpoint-{state.step}"
+    temporary = directory / f"checkpoint-{state.step}.tmp"
+    name = final.name
+    rngs = rngs or [capture_rng(next(model.parameters()).device)]
+    weights: dict[str, Tensor] | None = None
+    saved_from: torch.optim.Optimizer = optimizer
+    names: nn.Module = model
     with writing(directory, name=name, temporary=temporary):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
-        check_room(directory, name=name, need=(need := model_bytes(model) + optimizer_bytes(optimizer)) + extra_bytes(tokenizer))
+        num_bytes = model_bytes(model) + optimizer_bytes(optimizer)
+        check_room(directory, name=name, need=num_bytes + extra_bytes(tokenizer))
         temporary.mkdir()
-        behind = writer is not None and has_room(need)
-        weights = copy_weights(model) if behind else None
-        kept, names = (copy_optimizer(optimizer), ParameterNames(model)) if behind else (optimizer, model)
-        scheduler, scaler = encode(scheduler_state), encode(scaler_state)
+        in_background = writer is not None and has_room(num_bytes)
+        if in_background:
+            weights = copy_weights(model)
+            saved_from = copy_optimizer(optimizer)
+            names = ParameterNames(model)
+        scheduler = encode(scheduler_state)
+        scaler = encode(scaler_state)
 
     def write() -> None:
         with writing(directory, name=name, temporary=temporary):
             write_model(temporary, model, tokenizer, original_names=False, weights=weights)
-            saved_optimizer = write_optimizer(temporary, kept, names)
+            saved_optimizer = write_optimizer(temporary, saved_from, names)
             write_rngs(temporary, rngs)
             saved = SavedState(
                 train=state, optimizer=saved_optimizer, scheduler=scheduler, scaler=scaler, files=file_sizes(temporary)
@@ -196,7 +203,10 @@ def save_checkpoint(
             remove_older(directory, newest=final, keep=keep)
             write_latest(directory, name)
 
-    writer.start(write) if behind and writer is not None else write()
+    if in_background and writer is not None:
+        writer.start(write)
+    else:
+        write()
     return final
 
 
@@ -209,10 +219,10 @@ def load_checkpoint(
     scaler: Restorable | None = None,
     rank: int = 0,
 ) -> TrainState:
-    """Restore everything in place from one checkpoint directory, random number generators last.
+    """Restore everything in place from one checkpoint directory, the random number generators last.
 
-    A rank that did not exist when the checkpoint was saved gets a seed made of the run's seed, the step and the rank. Raise
-    RequestError when the checkpoint is not whole or is of another model or optimizer.
+    A rank that did not exist when the checkpoint was saved is seeded by the run's seed, the step and the rank. Raise
+    RequestError if the checkpoint is not complete, or belongs to another model or optimizer.
     """
     saved = check_checkpoint(directory, contents=rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):

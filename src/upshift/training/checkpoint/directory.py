@@ -1,9 +1,7 @@
-"""Handle checkpoint directories on disk: find whole ones, put a new one in place, and report a full disk.
+"""Handle checkpoint directories on disk: find complete ones, put a new one in place, and report a full disk. Needs no torch.
 
-A checkpoint is written as `checkpoint-<step>.tmp`, synced and renamed, so that at every moment each `checkpoint-<step>` is
-whole. `checkpoint-<step>.replaced` exists only while a checkpoint of the same step takes its place. Needs no torch.
-
-Compute the SHA-256 of a checkpoint's files, so that bytes which changed at the same length are noticed. Needs no torch.
+A checkpoint is written as `checkpoint-<step>.tmp`, synced and renamed, so that every `checkpoint-<step>` is complete at every
+moment. `checkpoint-<step>.replaced` exists only while another checkpoint of the same step takes its place.
 """
 
 from __future__ import annotations
@@ -33,58 +31,73 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
-READ_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".model", ".txt", ".jinja", ".py")  # files that a model may read
+MODEL_FILE_SUFFIXES = (
+    ".safetensors",
+    ".json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".model",
+    ".txt",
+    ".jinja",
+    ".py",
+)  # files that loading a model may read
 MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundCheckpoints:
-    newest: Path | None  # the newest whole one
-    damaged: tuple[tuple[Path, str], ...]  # those that are newer but not whole, with the reason
+class CheckpointSearch:
+    """The result of a search for the newest complete checkpoint."""
+
+    newest: Path | None  # the newest complete one
+    damaged: tuple[tuple[Path, str], ...]  # newer ones that are damaged, each with the reason
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest whole checkpoint in `directory`, or None. Log a warning for each newer one that is damaged.
+    """Return the newest complete checkpoint in `directory`, or None. Log a warning for each newer one that is damaged.
 
     Raise RequestError if there are checkpoints and all of them are damaged.
     """
-    found = find_checkpoints(directory)
-    check_some_whole(found, directory)
-    for path, reason in found.damaged:
+    search = find_checkpoints(directory)
+    check_any_whole(search, directory)
+    for path, reason in search.damaged:
         logger.warning("skipped a damaged checkpoint, %s: %s", path.name, reason)
-    if found.newest is not None and found.damaged:
-        logger.warning("the run goes on from %s, the newest whole one", found.newest.name)
-    return found.newest
+    if search.newest is not None and search.damaged:
+        logger.warning("the run goes on from %s, the newest whole one", search.newest.name)
+    return search.newest
 
 
-def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
-    """Raise RequestError if there are checkpoints and all of them are damaged: a run would begin again without a word."""
-    if found.newest is None and found.damaged:
-        reasons = "; ".join(reason.partition("; ")[0] for _, reason in found.damaged)
+def check_any_whole(search: CheckpointSearch, directory: Path) -> None:
+    """Raise RequestError if there are checkpoints and all of them are damaged.
+
+    Otherwise the run would start again at step 0 without any notice.
+    """
+    if search.newest is None and search.damaged:
+        reasons = "; ".join(reason.partition("; ")[0] for _, reason in search.damaged)
         raise RequestError(
             f"no checkpoint in {directory} is whole ({reasons}); copy a whole one back to resume, or start again at step 0 with "
             "--overwrite or another output directory"
         )
 
 
-def find_checkpoints(directory: Path, *, contents: bool = True) -> FoundCheckpoints:
-    """Return the newest whole checkpoint, and the damaged newer ones.
+def find_checkpoints(directory: Path, *, contents: bool = True) -> CheckpointSearch:
+    """Return the newest complete checkpoint, and the damaged newer ones.
 
-    ``contents`` compares every byte with what was saved, by checksums. Otherwise names, sizes and headers alone are compared.
+    ``contents`` compares every byte with the saved one, by checksums. Otherwise only names, sizes and headers are compared.
     """
     damaged: list[tuple[Path, str]] = []
-    for path in _candidates(directory):
-        reason = _damage(path, contents=contents)
+    for path in _checkpoints_newest_first(directory):
+        reason = _describe_damage(path, contents=contents)
         if reason is None:
-            return FoundCheckpoints(newest=path, damaged=tuple(damaged))
+            return CheckpointSearch(newest=path, damaged=tuple(damaged))
         damaged.append((path, reason))
-    return FoundCheckpoints(newest=None, damaged=tuple(damaged))
+    return CheckpointSearch(newest=None, damaged=tuple(damaged))
 
 
 def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
-    """Return the manifest of a checkpoint after checking that every file is as it was written. Raise RequestError if not.
+    """Return the manifest of a checkpoint. Raise RequestError if a file is not as it was written.
 
-    ``contents`` compares every byte, by checksums. Otherwise names, sizes and headers alone are compared.
+    ``contents`` compares every byte, by checksums. Otherwise only names, sizes and headers are compared.
     """
     saved = read_manifest(directory)
     for name, expected in saved.files.items():
@@ -98,29 +111,29 @@ def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
         if contents:
             _check_bytes(file, saved.checksums.get(name))
     if isinstance(saved, SavedState):
-        _check_own(directory, saved)
-    in_parts = any(name.startswith("pieces-") for name in saved.files)
-    adapters_only = ADAPTER_WEIGHTS in saved.files  # a Trainer may have saved them so
-    if isinstance(saved, SavedState) and not (adapters_only or in_parts):
+        _check_folder(directory, saved)
+    has_pieces = any(name.startswith("pieces-") for name in saved.files)
+    adapters_only = ADAPTER_WEIGHTS in saved.files  # a Trainer may save only its adapters
+    if isinstance(saved, SavedState) and not (adapters_only or has_pieces):
         find_safetensors(directory)
     return saved
 
 
 def _check_bytes(file: Path, expected: str | None) -> None:
     try:
-        found = checksum_of(file)
+        checksum = checksum_of(file)
     except OSError as error:
         raise RequestError(f"{file} cannot be read ({error.strerror}); resume from another checkpoint") from None
-    if found != expected:
+    if checksum != expected:
         raise RequestError(f"{file} has other bytes than were saved; resume from another checkpoint")
 
 
-def _check_own(directory: Path, saved: SavedState) -> None:
-    """Raise RequestError if the folder is not named by its step, or has a file that could be read in place of what was saved."""
+def _check_folder(directory: Path, saved: SavedState) -> None:
+    """Raise RequestError if the folder has the name of another step, or an added file that loading could read."""
     if step_of(directory) not in (None, saved.train.step):
         raise RequestError(f"{directory} holds the state of step {saved.train.step}; resume from another checkpoint")
-    others = (name for name in file_sizes(directory) if name not in saved.files and not name.startswith("."))
-    added = sorted(name for name in others if name.endswith(READ_SUFFIXES))
+    unsaved = (name for name in file_sizes(directory) if name not in saved.files and not name.startswith("."))
+    added = sorted(name for name in unsaved if name.endswith(MODEL_FILE_SUFFIXES))
     if added:
         raise RequestError(f"{directory / added[0]} was not saved with the checkpoint; move it away, or resume from another one")
 
@@ -130,15 +143,16 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _candidates(directory: Path) -> list[Path]:
-    """Return checkpoint directories, newest first. A replaced one comes after the one that replaced it."""
+def _checkpoints_newest_first(directory: Path) -> list[Path]:
+    """Return the checkpoint directories, newest first. A replaced one comes after the one that replaced it."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
+    checkpoints = [path for path in directory.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(checkpoints, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def _damage(path: Path, *, contents: bool = False) -> str | None:
+def _describe_damage(path: Path, *, contents: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint, or None."""
     try:
         check_checkpoint(path, contents=contents)
     except RequestError as error:
@@ -162,18 +176,18 @@ def still_loadable(directory: Path) -> str:
 
 @contextmanager
 def writing(directory: Path, *, name: str, temporary: Path | None) -> Iterator[None]:
-    """Remove `temporary` on any error while open, and raise JobFailed for a failed write.
+    """Remove `temporary` on any error while open. Raise JobFailed for a failed write.
 
-    `temporary` is None if others write there, too.
+    `temporary` is None if other ranks write there too.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            reason = "the disk is full"
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or reason
         raise JobFailed(f"{name} could not be written to {directory}: {reason}; {still_loadable(directory)}") from error
     except BaseException:
         if temporary is not None:
@@ -182,16 +196,17 @@ def writing(directory: Path, *, name: str, temporary: Path | None) -> Iterator[N
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
+    """Return the size in bytes of every file but the manifest, by its path in the directory."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != STATE_NAME)
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync files, then the directories that name them: a rename must not reach the disk before the contents."""
-    # safetensors lets only the owner read its files, whatever the umask says.
+    """Sync all files, and then their directories, so that a rename does not reach the disk before the contents."""
+    # safetensors makes its files readable only by the owner, whatever the umask is.
     weights = list(directory.rglob("*.safetensors"))
-    others = [path for path in directory.iterdir() if path.is_file() and path not in weights]
-    mode = stat.S_IMODE(others[0].stat().st_mode)
+    other_files = [path for path in directory.iterdir() if path.is_file() and path not in weights]
+    mode = stat.S_IMODE(other_files[0].stat().st_mode)
     for path in weights:
         path.chmod(mode)
     for path in [*directory.rglob("*"), directory]:
@@ -214,11 +229,11 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Rename, so that at every moment either the old or the new directory is there whole."""
+    """Rename `temporary` to `final`. At every moment either the old or the new directory is there and complete."""
     sync_tree(temporary)
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
-        if _damage(final) is None:
+        if _describe_damage(final) is None:
             remove_checkpoint(replaced)
             final.rename(replaced)
         else:
@@ -229,23 +244,23 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
-    """Keep `newest` and the newest whole ones before it, `keep` in all. Later steps are not touched."""
+    """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone."""
     step = step_of(newest)
-    older = [path for path in _candidates(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
-    kept = 1
+    older = [path for path in _checkpoints_newest_first(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
+    num_kept = 1
     for path in older:
-        if kept < max(keep, MIN_KEPT) and _damage(path) is None:
-            kept += 1
+        if num_kept < max(keep, MIN_KEPT) and _describe_damage(path) is None:
+            num_kept += 1
         else:
             remove_checkpoint(path)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint under a name that never counts as one: a half-deleted directory is no candidate."""
+    """Rename a checkpoint and then delete it, so that a half-deleted directory never counts as a checkpoint."""
     if path.exists():
-        doomed = path.with_name(f"{path.name}.removed.tmp")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        removed = path.with_name(f"{path.name}.removed.tmp")
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def write_latest(directory: Path, name: str) -> None:
@@ -253,7 +268,7 @@ def write_latest(directory: Path, name: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text. The file holds the old text or the new one at every moment."""
+    """Replace a file's text. At every moment the file holds either the old or the new text."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)

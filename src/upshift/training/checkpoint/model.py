@@ -1,12 +1,10 @@
-"""Write and read the model's part of a checkpoint, and the final model: plain Hugging Face directories with safetensors
-weights.
+"""Write and read the model's part of a checkpoint, and the final model, as Hugging Face directories with safetensors weights.
 
-Of a model with an adapter the adapter alone is written. Checkpoints keep the model's own tensor names, so that weights go back
-in place one by one. The final model is in the format that the architecture is published in. from_pretrained reads both.
+Checkpoints keep the model's own tensor names, so that each weight is copied back in place. The final model has the format in
+which the architecture is published. from_pretrained reads both.
 
-Write and read a peft adapter as a directory that peft reads: adapter_config.json, adapter_model.safetensors and a card.
-
-The weights of the model around which the adapter is trained never change and are not in it.
+If the model has an adapter, only the adapter is written, as a directory that peft reads: adapter_config.json,
+adapter_model.safetensors and a card. The weights of the model under the adapter never change and are not in it.
 """
 
 from __future__ import annotations
@@ -39,57 +37,62 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that are saved, by its own names: all of them, or those that are not frozen if it has an
-    adapter."""
+    """Return the tensors of a model that are saved, by the model's own names.
+
+    These are all tensors, or those that are not frozen if the model has an adapter.
+    """
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapter(model):
         return state
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    # Beside a 4-bit weight stand its scales, under names that begin with its own.
-    return {name: tensor for name, tensor in state.items() if frozen.isdisjoint(_name_and_beginnings(name))}
+    # The scales of a 4-bit weight have names that begin with the name of the weight.
+    return {name: tensor for name, tensor in state.items() if frozen.isdisjoint(_name_prefixes(name))}
 
 
-def _name_and_beginnings(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+def _name_prefixes(name: str) -> list[str]:
+    """Return the dotted prefixes of a name, itself included."""
+    components = name.split(".")
+    return [".".join(components[:end]) for end in range(1, len(components) + 1)]
 
 
 def write_adapter(directory: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write the adapter. ``weights`` is the result of ``saved_state``, or a copy of it."""
+    """Write the adapter of a model. ``weights`` is the result of ``saved_state``, or a copy of it."""
     model.save_pretrained(directory, state_dict=weights, save_embedding_layers=False)
 
 
 def read_adapter(directory: Path, model: Any) -> None:
-    """Copy the weights into the adapter's own tensors, bit for bit. Raise RequestError if the adapter is another one."""
+    """Copy saved weights into the adapter's own tensors, bit for bit. Raise RequestError if the adapter is another one."""
     from peft import set_peft_model_state_dict
 
-    file, (name,) = directory / ADAPTER_WEIGHTS, model.peft_config
+    file = directory / ADAPTER_WEIGHTS
+    (adapter_name,) = model.peft_config
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
-        answer: Any = set_peft_model_state_dict(model, load_file(file), adapter_name=name)
-    except (RuntimeError, KeyError) as error:  # torch's words for another shape, peft's for a name that is not there
-        raise RequestError(f"{file} is of another adapter ({' '.join(str(error).split())[:200]}); {_NEXT}") from None
-    wrong = [*answer.unexpected_keys, *sorted(trained.intersection(answer.missing_keys))]
-    if wrong:
-        raise RequestError(f"{file} and the model's adapter differ in {wrong[0]}; {_NEXT}")
+        loaded: Any = set_peft_model_state_dict(model, load_file(file), adapter_name=adapter_name)
+    except (RuntimeError, KeyError) as error:  # raised by torch for another shape, and by peft for a missing name
+        raise RequestError(f"{file} is of another adapter ({' '.join(str(error).split())[:200]}); {_ADAPTER_FIX}") from None
+    differing = [*loaded.unexpected_keys, *sorted(trained.intersection(loaded.missing_keys))]
+    if differing:
+        raise RequestError(f"{file} and the model's adapter differ in {differing[0]}; {_ADAPTER_FIX}")
 
 
-_NEXT = "give the adapter_config.json that was saved with it"
+_ADAPTER_FIX = "give the adapter_config.json that was saved with it"
 
 
-MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
+MODEL_LIST_NAME = "upshift_model.json"  # lists the files of the final model, because only those may be replaced
 MODEL_TEMPORARY = "model.tmp"
-PARTS_TEMPORARY = "parts.tmp"  # the parts of ranks, from which the final model is put together
-MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
-MARKS = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
+PARTS_TEMPORARY = "parts.tmp"  # the shards of ranks, from which the final model is assembled
+MAX_SHARD_SIZE = "4GB"  # safetensors needs all tensors of one file in host memory at once
+CONFIG_NAMES = ("config.json", ADAPTER_FILE)  # no reader takes a directory without either of them for a model
 JSON_BYTES = MIB  # config, state and file headers
 TOKENIZER_ENTRY_BYTES = 128
 
 
 def save_model(directory: Path, model: nn.Module, tokenizer: Any | None, *, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the final Hugging Face directory. Raise JobFailed when it cannot be written, RequestError over a user's file.
+    """Write the final Hugging Face directory.
 
-    ``weights`` are given for a model that has none itself. Files move into place one by one, the config last.
+    ``weights`` are the weights of a model that has none itself. Files move into place one by one, the config last. Raise
+    JobFailed if the directory cannot be written, and RequestError if a file of the user is in the way.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if weights is None:
@@ -104,17 +107,18 @@ def save_model(directory: Path, model: nn.Module, tokenizer: Any | None, *, weig
 
 
 def _move_into(directory: Path, temporary: Path) -> None:
+    """Move the files of the final model into place. Raise RequestError if a file of the user is in the way."""
     names = list(file_sizes(temporary))
-    before = model_files(directory)
-    foreign = [name for name in names if (directory / name).exists() and name not in before]
+    earlier_names = model_files(directory)
+    foreign = [name for name in names if (directory / name).exists() and name not in earlier_names]
     if foreign:
         raise RequestError(f"{directory / foreign[0]} is not from Upshift and stays; choose another output directory")
-    for mark in MARKS:
-        (directory / mark).unlink(missing_ok=True)
-    replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *before})))
-    for name in set(before) - set(names):
+    for config_name in CONFIG_NAMES:
+        (directory / config_name).unlink(missing_ok=True)
+    replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *earlier_names})))
+    for name in set(earlier_names) - set(names):
         (directory / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: name in MARKS):
+    for name in sorted(names, key=lambda name: name in CONFIG_NAMES):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (temporary / name).replace(directory / name)
     shutil.rmtree(temporary)
@@ -122,9 +126,9 @@ def _move_into(directory: Path, temporary: Path) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """Return the files of the final model that save_model wrote, or was writing, into `directory`.
+    """Return the files of the final model that save_model wrote, or began to write, into `directory`.
 
-    Raise RequestError if the list of them is damaged.
+    Raise RequestError if the list of these files is damaged.
     """
     path = directory / MODEL_LIST_NAME
     if not path.is_file():
@@ -136,8 +140,8 @@ def model_files(directory: Path) -> list[str]:
             f"{path} is damaged, so Upshift cannot tell which files of {directory} it wrote; use another output directory, or "
             "move that file and the final model away"
         ) from None
-    inside = directory.resolve()
-    return [name for name in names if (inside / name).resolve().is_relative_to(inside)]
+    root = directory.resolve()
+    return [name for name in names if (root / name).resolve().is_relative_to(root)]
 
 
 def write_model(
@@ -148,7 +152,7 @@ def write_model(
     original_names: bool,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the model and the tokenizer. `weights` is a copy of the model's saved_state, if the model trains on meanwhile."""
+    """Write the model and the tokenizer. `weights` is a copy of saved_state, for a model whose training goes on meanwhile."""
     if ADAPTER_LOADED.read(model, False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
     weights = saved_state(model) if weights is None else weights
@@ -162,7 +166,7 @@ def write_model(
 
 def write_weights(directory: Path, model: nn.Module, weights: dict[str, Tensor], *, original_names: bool) -> None:
     """Write the weights and the configs. `weights` is the model's state_dict, or a copy of it."""
-    library_model: Any = model  # one of transformers'
+    library_model: Any = model  # a model of transformers
     with _no_progress_bars():
         library_model.save_pretrained(
             directory,
@@ -175,7 +179,7 @@ def write_weights(directory: Path, model: nn.Module, weights: dict[str, Tensor],
 def write_tokenizer(directory: Path, tokenizer: Any) -> None:
     try:
         tokenizer.save_pretrained(directory)
-    except Exception as error:  # the Rust library has no class for its I/O errors; a subclass is Python's own
+    except Exception as error:  # the Rust library raises Exception itself for an I/O error
         if type(error) is not Exception:
             raise
         raise OSError(f"the tokenizer: {error}") from error
@@ -183,44 +187,46 @@ def write_tokenizer(directory: Path, tokenizer: Any) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights on disk. Tied tensors count once."""
+    """Return the size of the saved weights in bytes. Tied tensors count once."""
     unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in saved_state(model).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
 def extra_bytes(tokenizer: Any | None) -> int:
+    """Return an estimate of the bytes of all other files of a checkpoint."""
     return JSON_BYTES + (len(tokenizer) * TOKENIZER_ENTRY_BYTES if tokenizer is not None else 0)
 
 
 def read_weights(directory: Path, model: nn.Module) -> None:
-    """Copy the weights into the model's own tensors, bit for bit. Raise RequestError if the model is another one."""
+    """Copy saved weights into the model's own tensors, bit for bit. Raise RequestError if the model is another one."""
     if has_adapter(model):
         read_adapter(directory, model)
         return
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
     for name, stored in find_safetensors(directory).tensors.items():
-        _copy(stored, targets=targets, directory=directory)
+        _copy_weight(stored, targets=targets, directory=directory)
         filled.add(targets[name].data_ptr())
     not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     for name, tensor in targets.items():
-        # A tied weight is saved under one of its names.
+        # A tied weight is saved under only one of its names.
         if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
 
 
-def _copy(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
-    name, target = stored.name, targets.get(stored.name)
+def _copy_weight(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
+    name = stored.name
+    target = targets.get(stored.name)
     if target is None:
         raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
     if stored.shape != tuple(target.shape) or dtype_of(stored) != target.dtype:

@@ -1,10 +1,11 @@
-"""Write and read an optimizer's state as safetensors and JSON: tensors by `<parameter name>.<state key>`, no pickle.
+"""Write and read an optimizer's state as safetensors and JSON, without a pickle.
 
-torch's own state_dict numbers the parameters, and its load_state_dict casts state to the parameter's dtype. Here names decide,
-and every bit is kept. Options that only say how a step is computed (fused, foreach ...) stay as the running optimizer has
-them, so a run may resume with another implementation of the same optimizer.
+Tensors have the names `<parameter name>.<state key>`. torch's own state_dict numbers the parameters, and its load_state_dict
+casts state to the dtype of the parameter. Here names identify the parameters, and every bit is kept. Options that only say how
+a step is computed (fused, foreach ...) stay as in the running optimizer, so a run may resume with another implementation of
+the same optimizer.
 
-Convert the few torch values that stand among plain ones (a dtype, a size, a tensor learning rate) to JSON and back.
+The few torch values among the plain ones (a dtype, a size, a tensor learning rate) are converted to JSON and back.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from upshift.loading.files.safetensors_header import read_header
 from upshift.loading.files.tensors import read_tensor
 from upshift.planning.optimizers import optimizers
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
-from upshift.training.optimizers.cpu_offload import OnHost
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.cpu_offload import HostOptimizer
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 
 def encode(value: Any) -> Any:
-    """Return the value as plain JSON data. Raise TypeError for a value that would not come back as it was.
+    """Return the value as plain JSON data. ``decode`` returns the value again, with lists in place of tuples.
 
-    Tuples come back as lists.
+    Raise TypeError for a value that has no such form.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -67,8 +68,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once
-REBUILDABLE = "torchao."  # the only package whose tensor classes a checkpoint may name
+MAX_FILE_BYTES = 4 * 10**9  # safetensors needs all tensors of one file in host memory at once
+REBUILDABLE_PREFIX = "torchao."  # the only package whose tensor classes a checkpoint may name
 
 
 def plain_name(name: str) -> str:
@@ -80,18 +81,20 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def names_of_updated(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+def updated_parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Return the names of the tensors that the optimizer updates: the model's parameters, or their copies on the host."""
     names = parameter_names(model)
-    return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
+    if isinstance(optimizer, HostOptimizer):
+        return {copy: names[parameter] for copy, parameter in optimizer.copies.items()}
+    return names
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, (OnHost, OnParts)) else optimizer).__name__
+    return type(optimizer.inner if isinstance(optimizer, (HostOptimizer, ShardedOptimizer)) else optimizer).__name__
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
@@ -103,8 +106,8 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
             elif type(value) in (Tensor, nn.Parameter):
                 tensors[full_name] = value.detach()
             else:
-                subclasses[full_name], parts = _take_apart(value, optimizer)
-                tensors |= {f"{full_name}.{part}": tensor for part, tensor in parts.items()}
+                subclasses[full_name], components = _flatten_subclass(value, optimizer)
+                tensors |= {f"{full_name}.{component}": tensor for component, tensor in components.items()}
     _write_tensors(directory, tensors)
     return SavedOptimizer(
         optimizer_class=class_name(optimizer),
@@ -114,26 +117,33 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
     )
 
 
-def describe(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
-    """Return the description of an optimizer without the tensors of its state. ``names`` are those of the tensors that it
-    updates."""
-    numbers = {
-        names[part]: {key: encode(value) for key, value in state.items() if not isinstance(value, Tensor)}
-        for part, state in optimizer.state.items()
-    }
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
+    """Return the description of an optimizer without the tensors of its state.
+
+    ``names`` has the name of each tensor that the optimizer updates.
+    """
+    numbers: dict[str, dict[str, Any]] = {}
+    for tensor, state in optimizer.state.items():
+        values = {key: encode(value) for key, value in state.items() if not isinstance(value, Tensor)}
+        if values:
+            numbers[names[tensor]] = values
     return SavedOptimizer(
-        optimizer_class=class_name(optimizer), subclasses={}, numbers={name: kept for name, kept in numbers.items() if kept},
+        optimizer_class=class_name(optimizer),
         groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
-    )  # fmt: skip
+        numbers=numbers,
+        subclasses={},
+    )
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the size of the optimizer's state in bytes."""
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(part.numel() * part.element_size() for value in values for part in _parts(value).values())
+    tensors = [tensor for value in values for tensor in _plain_tensors(value).values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parts(value: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that a state tensor consists of, if its class names them, or the tensor itself."""
+def _plain_tensors(value: Tensor) -> dict[str, Tensor]:
+    """Return the plain tensors inside a tensor of a subclass, by their names, or the tensor itself."""
     if not hasattr(value, "__tensor_flatten__"):
         return {"": value}
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
@@ -145,6 +155,7 @@ def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors to one file, or to several of limited size."""
     files: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -156,47 +167,54 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         size += num_bytes
     for number, members in enumerate(files, start=1):
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
-        contents, storages = {}, set()
-        for name in members:  # safetensors takes no two names for one storage, such as bitsandbytes' tables
+        contents: dict[str, Tensor] = {}
+        storages = set()
+        # safetensors does not write one storage under two names, such as the tables of bitsandbytes.
+        for name in members:
             storage = STORAGE.of(tensors[name].untyped_storage())
             contents[name] = tensors[name].clone() if storage in storages else tensors[name].contiguous()
             storages.add(storage)
         save_file(contents, directory / f"optimizer{suffix}.safetensors")
 
 
-def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
-    kind = type(value)
-    class_name = f"{kind.__module__}.{kind.__qualname__}"
-    refusal = RequestError(
+def _flatten_subclass(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
+    """Return the description and the plain tensors of a tensor of a subclass. Raise RequestError for unknown classes."""
+    tensor_class = type(value)
+    class_name = f"{tensor_class.__module__}.{tensor_class.__qualname__}"
+    error = RequestError(
         f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
         f"use one of {', '.join(optimizers())}"
     )
-    if not class_name.startswith(REBUILDABLE):
-        raise refusal
-    part_names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = {name: getattr(value, name) for name in part_names}
-    if any(type(part) is not Tensor for part in parts.values()):
-        raise refusal
-    return SavedSubclass(tensor_class=class_name, parts=tuple(part_names), context=encode(context)), parts
+    if not class_name.startswith(REBUILDABLE_PREFIX):
+        raise error
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    components = {name: getattr(value, name) for name in names}
+    if any(type(component) is not Tensor for component in components.values()):
+        raise error
+    return SavedSubclass(tensor_class=class_name, parts=tuple(names), context=encode(context)), components
 
 
-def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
+def _rebuild_subclass(saved: SavedSubclass, components: dict[str, Tensor]) -> Tensor:
+    """Return the tensor of a subclass from its plain tensors. Raise RequestError for unknown classes."""
     module_name, _, name = saved.tensor_class.rpartition(".")
-    kind = getattr(importlib.import_module(module_name), name, None) if module_name.startswith(REBUILDABLE) else None
-    if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+    tensor_class: Any = None
+    if module_name.startswith(REBUILDABLE_PREFIX):
+        tensor_class = getattr(importlib.import_module(module_name), name, None)
+    if not (isinstance(tensor_class, type) and issubclass(tensor_class, Tensor)):
         raise RequestError(f"the checkpoint names tensor class {saved.tensor_class!r}; only those of torchao are known")
-    tensor: Tensor = kind.__tensor_unflatten__(parts, decode(saved.context), None, None)  # type: ignore[attr-defined]
+    rebuild: Any = tensor_class.__tensor_unflatten__  # type: ignore[attr-defined]
+    tensor: Tensor = rebuild(components, decode(saved.context), None, None)
     return tensor
 
 
 def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Restore state and options in place. Raise RequestError if the optimizer is not the one that was saved."""
+    """Restore state and options in place. Raise RequestError if another optimizer was saved."""
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -205,50 +223,63 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
         optimizer.state[parameters[name]].update(decode(values))
     for name, key, tensor in _read_tensors(directory, saved):
         parameter = parameters[name]
-        optimizer.state[parameter][key] = placed(tensor, key, parameter, groups[parameter])
+        optimizer.state[parameter][key] = place_state(tensor, key, parameter, groups[parameter])
 
 
 def restore_options(
-    directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], *, some: bool = False
+    directory: Path,
+    saved: SavedOptimizer,
+    optimizer: torch.optim.Optimizer,
+    names: dict[Tensor, str],
+    *,
+    allow_subset: bool = False,
 ) -> None:
-    """Restore the options of each parameter group. ``some`` says that this rank has only some of the saved parameters."""
-    found = []
+    """Restore the options of each parameter group. Raise RequestError if the saved groups are different.
+
+    ``allow_subset`` is for a rank that has only some of the saved parameters.
+    """
+    matches = []
     for group in optimizer.param_groups:
-        own = {names[parameter] for parameter in group["params"]}
-        found += [one for one in saved.groups if own == {*one.parameters} or (some and own < {*one.parameters})]
-    if len(found) != len(optimizer.param_groups) or (len(found) != len(saved.groups) and not some):
+        group_names = {names[parameter] for parameter in group["params"]}
+        for saved_group in saved.groups:
+            saved_names = {*saved_group.parameters}
+            if group_names == saved_names or (allow_subset and group_names < saved_names):
+                matches.append(saved_group)
+    if len(matches) != len(optimizer.param_groups) or (len(matches) != len(saved.groups) and not allow_subset):
         raise RequestError(
             f"{directory} has other parameter groups than this run's optimizer; "
             "resume with the model and the optimizer settings that the run was started with"
         )
-    for group, known in zip(optimizer.param_groups, found, strict=True):
-        for key, value in decode(known.options).items():
+    for group, saved_group in zip(optimizer.param_groups, matches, strict=True):
+        for key, value in decode(saved_group.options).items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)  # in place: compiled steps hold this tensor
+                group[key].fill_(value)  # in place, because compiled steps use this tensor
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield parameter name, state key and tensor, one at a time, with subclasses put together again."""
+    """Yield parameter name, state key and tensor, one at a time. Tensors of subclasses are rebuilt from their components."""
     partial: dict[str, dict[str, Tensor]] = {full_name: {} for full_name in saved.subclasses}
     for path in sorted(directory.glob("optimizer*.safetensors")):
         for stored in read_header(path).tensors:
-            full_name, tensor = stored.name, read_tensor(stored)
-            owner, _, part = full_name.rpartition(".")
+            full_name = stored.name
+            tensor = read_tensor(stored)
+            owner, _, component = full_name.rpartition(".")
             if owner in partial:
-                partial[owner][part] = tensor
+                partial[owner][component] = tensor
                 if len(partial[owner]) < len(saved.subclasses[owner].parts):
                     continue
-                full_name, tensor = owner, _put_together(saved.subclasses[owner], partial.pop(owner))
+                full_name = owner
+                tensor = _rebuild_subclass(saved.subclasses[owner], partial.pop(owner))
             name, _, key = full_name.rpartition(".")
             yield name, key, tensor
 
 
-def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the tensor on the device where the optimizer looks for it.
+def place_state(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return the state tensor on the device where the optimizer needs it.
 
-    Step counters are on the host unless a kernel reads them.
+    Step counters stay on the host unless a kernel reads them.
     """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return tensor

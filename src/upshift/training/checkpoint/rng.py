@@ -1,13 +1,14 @@
-"""Write the random number generators of a process to safetensors and read them: dropout must continue as if never stopped.
+"""Write and read the random number generators of processes, so that a resumed run draws the same dropout.
 
-Torch's states are tensors. Python's and numpy's are JSON in the file's metadata. There is one entry per rank.
+The file is safetensors. The states of torch are tensors. Those of Python and numpy are JSON in the metadata. There is one entry
+for each rank.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from upshift.loading.files.safetensors_header import StoredTensor, read_header
+from upshift.loading.files.safetensors_header import read_header
 from upshift.loading.files.tensors import read_tensor
 
 RNG_NAME = "rng.safetensors"
 
 
 class HostRng(NamedTuple):
-    """The generators of the host, as they are: cheap to take at every batch."""
+    """The states of the host's generators, unconverted, because they are read for every batch."""
 
     cpu: torch.Tensor
     python: tuple[Any, ...]
@@ -33,10 +34,10 @@ class HostRng(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RngState:
-    """The generators of one process. It is picklable, so ranks can gather theirs to the one that saves."""
+    """The states of all generators of one process. It can be pickled, so that one rank can gather and save those of all ranks."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None  # of the process's one device
+    cuda: torch.Tensor | None  # of the one device of the process
     python: str  # JSON
     numpy: str  # JSON
 
@@ -46,13 +47,13 @@ def host_rng() -> HostRng:
 
 
 @contextmanager
-def undisturbed_rng() -> Iterator[None]:
-    """Restore the host's generators on leaving: random numbers drawn inside are drawn again by later code."""
-    before = host_rng()
+def preserved_rng() -> Iterator[None]:
+    """Restore the host's generators on leaving, so that later code draws the same numbers as without the block."""
+    rng = host_rng()
     try:
         yield
     finally:
-        restore_host_rng(before)
+        restore_host_rng(rng)
 
 
 def restore_host_rng(rng: HostRng) -> None:
@@ -63,54 +64,58 @@ def restore_host_rng(rng: HostRng) -> None:
 
 def capture_rng(device: torch.device) -> RngState:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return RngState(**_in_words(host_rng()), cuda=cuda)
+    return RngState(**_to_json_fields(host_rng()), cuda=cuda)
 
 
-def _in_words(rng: HostRng) -> dict[str, Any]:
-    kind, keys, *rest = rng.numpy
-    return {"cpu": rng.cpu, "python": json.dumps(rng.python), "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest])}
+def _to_json_fields(rng: HostRng) -> dict[str, Any]:
+    algorithm, keys, *remaining = rng.numpy
+    return {
+        "cpu": rng.cpu,
+        "python": json.dumps(rng.python),
+        "numpy": json.dumps([algorithm, np.asarray(keys).tolist(), *remaining]),
+    }
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
     torch.set_rng_state(state.cpu)
     if state.cuda is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.cuda, device)
-    version, internal, gauss = json.loads(state.python)
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = json.loads(state.numpy)
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, numbers, gauss = json.loads(state.python)
+    random.setstate((version, tuple(numbers), gauss))
+    algorithm, keys, *remaining = json.loads(state.numpy)
+    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), *remaining))
 
 
-def seed_rng(*parts: int) -> None:
-    seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+def seed_rng(*numbers: int) -> None:
+    """Seed all generators by a hash of the numbers."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
-    tensors, texts = {}, {}
-    named = {str(rank): state for rank, state in enumerate(states)}
-    for name, state in named.items():
-        tensors[f"{name}.cpu"] = state.cpu
+    """Write the states of all ranks, in the order of the ranks."""
+    tensors = {}
+    metadata = {}
+    for rank, state in enumerate(states):
+        tensors[f"{rank}.cpu"] = state.cpu
         if state.cuda is not None:
-            tensors[f"{name}.cuda"] = state.cuda
-        texts[f"{name}.python"], texts[f"{name}.numpy"] = state.python, state.numpy
-    save_file(tensors, directory / RNG_NAME, metadata=texts)
+            tensors[f"{rank}.cuda"] = state.cuda
+        metadata[f"{rank}.python"] = state.python
+        metadata[f"{rank}.numpy"] = state.numpy
+    save_file(tensors, directory / RNG_NAME, metadata=metadata)
 
 
 def read_rng(directory: Path, *, rank: int) -> RngState | None:
-    """Return the random numbers of a rank, or None when the checkpoint was saved by fewer processes."""
+    """Return the states of a rank's generators, or None if the checkpoint was saved by fewer processes."""
     header = read_header(directory / RNG_NAME)
-    return _read(header.by_name(), header.metadata, str(rank))
-
-
-def _read(tensors: Mapping[str, StoredTensor], texts: Mapping[str, str], name: str) -> RngState | None:
-    if f"{name}.cpu" not in tensors:
+    tensors = header.by_name()
+    if f"{rank}.cpu" not in tensors:
         return None
     return RngState(
-        cpu=read_tensor(tensors[f"{name}.cpu"]),
-        cuda=read_tensor(tensors[f"{name}.cuda"]) if f"{name}.cuda" in tensors else None,
-        python=texts[f"{name}.python"],
-        numpy=texts[f"{name}.numpy"],
+        cpu=read_tensor(tensors[f"{rank}.cpu"]),
+        cuda=read_tensor(tensors[f"{rank}.cuda"]) if f"{rank}.cuda" in tensors else None,
+        python=header.metadata[f"{rank}.python"],
+        numpy=header.metadata[f"{rank}.numpy"],
     )

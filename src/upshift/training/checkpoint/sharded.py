@@ -1,15 +1,12 @@
-"""Write and read a checkpoint of ranks that have the model in parts: each writes its own, and any ranks with any layout read
-them.
+"""Write and read sharded checkpoints: each rank writes its own shards, and ranks of any layout read them.
 
-Beside what every checkpoint has, `checkpoint-<step>` holds for each rank `weights-<rank>.safetensors`,
-`optimizer-<rank>.safetensors` and `pieces-<rank>.json`, which says for each tensor where in the whole it belongs. A part that
-several ranks have alike is written by the first of them. Tensors carry the names of the whole model. Tied weights carry the
-one name that they are saved under.
+A sharded `checkpoint-<step>` has the files of every checkpoint, and for each rank `weights-<rank>.safetensors`,
+`optimizer-<rank>.safetensors` and `pieces-<rank>.json`, which gives the position of each tensor in the whole tensor. A shard
+that several ranks have is written by the first of them. Tensors have the names of the full model. Tied weights have the one
+name under which they are saved.
 
-Describe the part of a tensor that a rank has, and turn parts of one layout into those of another.
-
-A part is, in every dimension, some intervals of the whole put behind each other: rows that fully_shard deals, columns of
-tensor parallelism, both halves of a packed weight.
+A Piece describes which elements of a tensor a rank has: in every dimension, some intervals of the whole tensor one behind the
+other. This covers the rows of fully_shard, the columns of tensor parallelism, and both halves of a packed weight.
 """
 
 from __future__ import annotations
@@ -35,342 +32,370 @@ from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.model import saved_state
-from upshift.training.checkpoint.optimizer import placed, plain_name
+from upshift.training.checkpoint.optimizer import place_state, plain_name
 from upshift.training.checkpoint.state import checksums_of
-from upshift.training.distributed.mesh import gather
-from upshift.training.optimizers.cpu_offload import OnHost
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.distributed.mesh import all_gather_objects
+from upshift.training.optimizers.cpu_offload import HostOptimizer
+from upshift.training.optimizers.sharded import ShardedOptimizer
 from upshift.value import Value
 
-Interval = tuple[int, int]  # begin, end
-Run = tuple[int, int, int]  # begin in one part, begin in another, length
+Interval = tuple[int, int]  # start, end
+Overlap = tuple[int, int, int]  # start in one piece, start in the other, length
 
 
 class Piece(Value):
-    """A part of a tensor. ``kept`` has the intervals of each dimension that is divided; all of any other dimension is there."""
+    """The part of a tensor that a rank has. ``kept`` has the intervals of each divided dimension. Other dimensions are whole."""
 
     shape: tuple[int, ...]  # of the whole tensor
     kept: dict[int, tuple[Interval, ...]] = {}
 
-    def of(self, dimension: int) -> tuple[Interval, ...]:
+    def intervals(self, dimension: int) -> tuple[Interval, ...]:
         return self.kept.get(dimension, ((0, self.shape[dimension]),))
 
     @property
     def numel(self) -> int:
         count = 1
         for dimension in range(len(self.shape)):
-            count *= sum(end - begin for begin, end in self.of(dimension))
+            count *= sum(end - start for start, end in self.intervals(dimension))
         return count
 
 
 class Pieces(Value):
-    """The contents of the files of one rank."""
+    """The description of the files of one rank."""
 
     tensors: dict[str, Piece]
     checksums: dict[str, str] = {}  # SHA-256 of the rank's own files by name
 
 
 def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
-    """Return the piece of a parameter that this rank has. With ``rows``, return only these rows of its first dimension."""
+    """Return which piece of a parameter this rank has. ``rows`` restricts it to these rows of the first dimension."""
     shape = tuple(tensor.shape)
-    places: dict[int, Tensor] = {}
+    indices: dict[int, Tensor] = {}
     if isinstance(tensor, DTensor):
         coordinates = tensor.device_mesh.get_coordinate()
         assert coordinates is not None, "a rank has parts of its own meshes' tensors alone"
-        # From the inside out: fully_shard divides the rows that tensor parallelism has left to the rank.
+        # From the last mesh dimension to the first: fully_shard divides the rows that tensor parallelism gave to the rank.
         for number, placement in reversed(list(enumerate(tensor.placements))):
             if placement.is_replicate():
                 continue
             dimension: int = placement.dim  # type: ignore[attr-defined]
-            before = places.get(dimension, torch.arange(shape[dimension]))
-            placement = Shard(dimension) if dimension in places else placement
-            # As the placement itself divides the whole: packed weights, and rows of columns, are not one interval.
-            along = before.view([-1 if one == dimension else 1 for one in range(len(shape))])
-            parts, _ = SPLIT_TENSOR.of(placement)(along, tensor.device_mesh.size(number), with_padding=False, contiguous=False)
-            places[dimension] = parts[coordinates[number]].reshape(-1)
+            remaining = indices.get(dimension, torch.arange(shape[dimension]))
+            placement = Shard(dimension) if dimension in indices else placement
+            # Let the placement divide the indices: packed weights, and rows of columns, are not one interval.
+            shaped = remaining.view([-1 if axis == dimension else 1 for axis in range(len(shape))])
+            chunks, _ = SPLIT_TENSOR.of(placement)(shaped, tensor.device_mesh.size(number), with_padding=False, contiguous=False)
+            indices[dimension] = chunks[coordinates[number]].reshape(-1)
     if rows is not None and shape:
-        places[0] = places.get(0, torch.arange(shape[0]))[rows[0] : rows[1]]
-    return Piece(shape=shape, kept={dimension: _intervals(found) for dimension, found in places.items()})
+        indices[0] = indices.get(0, torch.arange(shape[0]))[rows[0] : rows[1]]
+    return Piece(shape=shape, kept={dimension: _to_intervals(kept_indices) for dimension, kept_indices in indices.items()})
 
 
-def copy_shared(target: Tensor, own: Piece, source: Tensor, other: Piece) -> int:
-    """Copy the elements that both pieces have from ``source`` into ``target``. Return how many elements that was."""
-    copied = 0
-    runs = [list(_runs(own.of(dimension), other.of(dimension))) for dimension in range(len(own.shape))]
-    for one in product(*runs):
-        into, out_of = target, source
-        for dimension, (here, there, length) in enumerate(one):
-            into, out_of = into.narrow(dimension, here, length), out_of.narrow(dimension, there, length)
-        into.copy_(out_of)
-        copied += into.numel()
-    return copied
+def copy_overlap(target: Tensor, target_piece: Piece, source: Tensor, source_piece: Piece) -> int:
+    """Copy the elements that both pieces have from ``source`` into ``target``. Return the number of copied elements."""
+    num_copied = 0
+    overlaps = [
+        list(_overlaps(target_piece.intervals(dimension), source_piece.intervals(dimension)))
+        for dimension in range(len(target_piece.shape))
+    ]
+    for block in product(*overlaps):
+        target_block = target
+        source_block = source
+        for dimension, (target_start, source_start, length) in enumerate(block):
+            target_block = target_block.narrow(dimension, target_start, length)
+            source_block = source_block.narrow(dimension, source_start, length)
+        target_block.copy_(source_block)
+        num_copied += target_block.numel()
+    return num_copied
 
 
-def _runs(own: tuple[Interval, ...], other: tuple[Interval, ...]) -> Iterator[Run]:
-    here = 0
-    for begin, end in own:
-        there = 0
-        for first, last in other:
-            low, high = max(begin, first), min(end, last)
+def _overlaps(target: tuple[Interval, ...], source: tuple[Interval, ...]) -> Iterator[Overlap]:
+    """Yield the ranges that both lists of intervals have, each as a start in either list and a length."""
+    target_offset = 0
+    for target_start, target_end in target:
+        source_offset = 0
+        for source_start, source_end in source:
+            low = max(target_start, source_start)
+            high = min(target_end, source_end)
             if low < high:
-                yield here + low - begin, there + low - first, high - low
-            there += last - first
-        here += end - begin
+                yield target_offset + low - target_start, source_offset + low - source_start, high - low
+            source_offset += source_end - source_start
+        target_offset += target_end - target_start
 
 
-def _intervals(places: Tensor) -> tuple[Interval, ...]:
-    """Return the intervals of places that come in rising runs."""
-    if not places.numel():
+def _to_intervals(indices: Tensor) -> tuple[Interval, ...]:
+    """Return the intervals of consecutive indices."""
+    if not indices.numel():
         return ()
-    breaks = (places.diff() != 1).nonzero().flatten() + 1
-    runs = places.tensor_split(breaks.tolist()) if breaks.numel() else (places,)
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    runs = indices.tensor_split(breaks.tolist()) if breaks.numel() else (indices,)
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 KINDS = ("weights", "optimizer")
-MASTER = "master_weight"  # a part's fp32 copy, where the model has bf16
-Here = dict[str, tuple[Piece, Tensor]]
+MASTER_KEY = "master_weight"  # the fp32 copy of a shard, if the model has bf16
+NamedShards = dict[str, tuple[Piece, Tensor]]
 
 
 @dataclass(frozen=True)
-class Own:
-    """The parts that this rank writes, by kind."""
+class LocalShards:
+    """The shards that this rank writes, by kind."""
 
     rank: int
-    found: dict[str, Here]
+    shards: dict[str, NamedShards]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for here in self.found.values() for _, tensor in here.values())
+        return sum(tensor.nbytes for shards in self.shards.values() for _, tensor in shards.values())
 
-    def copied(self) -> Own:
-        """Return a copy in host memory, where training does not change it."""
+    def copied(self) -> LocalShards:
+        """Return a copy in host memory, which training does not change."""
         copies = HostCopies()
-        found: dict[str, Here] = {}
-        for kind, here in self.found.items():
-            found[kind] = {name: (piece, copies.of(tensor)) for name, (piece, tensor) in here.items()}
-        return Own(self.rank, found)
+        copied: dict[str, NamedShards] = {}
+        for kind, shards in self.shards.items():
+            copied[kind] = {name: (piece, copies.copy(tensor)) for name, (piece, tensor) in shards.items()}
+        return LocalShards(self.rank, copied)
 
     def write(self, directory: Path) -> None:
-        pieces = {f"{kind}/{name}": piece for kind, here in self.found.items() for name, (piece, _) in here.items()}
-        written = []
-        for kind, here in self.found.items():
-            if here:
-                tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in here.items()}
-                written.append(f"{kind}-{self.rank:05d}.safetensors")
-                save_file(tensors, directory / written[-1])
-        document = Pieces(tensors=pieces, checksums=checksums_of(directory, written)).to_json()
+        pieces: dict[str, Piece] = {}
+        files: list[str] = []
+        for kind, shards in self.shards.items():
+            pieces |= {f"{kind}/{name}": piece for name, (piece, _) in shards.items()}
+            if shards:
+                tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in shards.items()}
+                files.append(f"{kind}-{self.rank:05d}.safetensors")
+                save_file(tensors, directory / files[-1])
+        document = Pieces(tensors=pieces, checksums=checksums_of(directory, files)).to_json()
         (directory / f"pieces-{self.rank:05d}.json").write_text(document, encoding="utf-8")
 
 
-def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
-    """Return the parts that this rank writes. All ranks call it together. Without an optimizer these are weights alone."""
-    here = {"weights": weights_here(model), "optimizer": {} if optimizer is None else dict(state_here(model, optimizer))}
-    said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
-    first: dict[tuple[str, str, str], int] = {}
-    for number, known in enumerate(gather(said, plan)):
-        for (kind, name), piece in known.items():
-            first.setdefault((kind, name, piece.to_json()), number)
-    found = {
-        kind: {name: one for name, one in tensors.items() if first.get((kind, name, one[0].to_json())) == rank}
-        for kind, tensors in here.items()
+def shards_to_write(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> LocalShards:
+    """Return the shards that this rank writes. All ranks call this function together.
+
+    Without an optimizer these are only weights. Of several ranks that have the same shard, the first one writes it.
+    """
+    local_shards = {
+        "weights": local_weights(model),
+        "optimizer": {} if optimizer is None else dict(local_optimizer_state(model, optimizer)),
     }
-    return Own(rank, found)
+    local_pieces: dict[tuple[str, str], Piece] = {}
+    for kind, shards in local_shards.items():
+        local_pieces |= {(kind, name): piece for name, (piece, _) in shards.items() if piece.numel}
+    writer: dict[tuple[str, str, str], int] = {}
+    for number, rank_pieces in enumerate(all_gather_objects(local_pieces, plan)):
+        for (kind, name), piece in rank_pieces.items():
+            writer.setdefault((kind, name, piece.to_json()), number)
+    written: dict[str, NamedShards] = {}
+    for kind, shards in local_shards.items():
+        written[kind] = {
+            name: (piece, tensor) for name, (piece, tensor) in shards.items() if writer.get((kind, name, piece.to_json())) == rank
+        }
+    return LocalShards(rank, written)
 
 
-def whole_names(model: nn.Module) -> dict[Tensor, str]:
-    """Return the names of this rank's parameters in the whole model."""
-    found: dict[Tensor, str] = {}
-    for part in parts_of(model):
-        tied = tied_names(part)
-        for name, parameter in part.named_parameters():
-            found.setdefault(parameter, tied.get(plain_name(name), plain_name(name)))
-    return found
+def full_names(model: nn.Module) -> dict[Tensor, str]:
+    """Return the names of this rank's parameters in the full model."""
+    names: dict[Tensor, str] = {}
+    for stage in stages_of(model):
+        tied = tied_names(stage)
+        for name, parameter in stage.named_parameters():
+            names.setdefault(parameter, tied.get(plain_name(name), plain_name(name)))
+    return names
 
 
-def weights_here(model: nn.Module) -> Here:
-    """Return the saved parameters and buffers of the model."""
-    found: Here = {}
-    for part in parts_of(model):
-        tied = tied_names(part)
-        for name, tensor in saved_state(part).items():
-            known = tied.get(plain_name(name), plain_name(name))
-            if known not in found:
-                found[known] = (piece_of(tensor), _local(tensor))
-    return found
+def local_weights(model: nn.Module) -> NamedShards:
+    """Return this rank's shards of the saved parameters and buffers of the model."""
+    shards: NamedShards = {}
+    for stage in stages_of(model):
+        tied = tied_names(stage)
+        for name, tensor in saved_state(stage).items():
+            saved_name = tied.get(plain_name(name), plain_name(name))
+            if saved_name not in shards:
+                shards[saved_name] = (piece_of(tensor), _local_tensor(tensor))
+    return shards
 
 
-def state_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
-    """Yield tensors of the optimizer state by ``<parameter>.<state>``. Raise RequestError for state that is not made of plain
-    tensors."""
-    names = whole_names(model)
-    for part, parameter, piece in _updated(optimizer):
-        for key, value in optimizer.state.get(part, {}).items():
+def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
+    """Yield this rank's tensors of the optimizer state by ``<parameter>.<state>``.
+
+    Raise RequestError for state that is not made of plain tensors.
+    """
+    names = full_names(model)
+    for shard, parameter, piece in _updated_pieces(optimizer):
+        for key, value in optimizer.state.get(shard, {}).items():
             if isinstance(value, Tensor):
                 if type(value) is not Tensor:
                     raise RequestError(f"the optimizer keeps {type(value).__name__} of parts of weights, which cannot be saved")
-                whole = Piece(shape=tuple(value.shape))
-                yield f"{names[parameter]}.{key}", (piece if value.shape == part.shape else whole, value)
-        if part.data_ptr() != _local(parameter).data_ptr() and part.dtype != parameter.dtype:
-            yield f"{names[parameter]}.{MASTER}", (piece, part)
+                value_piece = piece if value.shape == shard.shape else Piece(shape=tuple(value.shape))
+                yield f"{names[parameter]}.{key}", (value_piece, value)
+        if shard.data_ptr() != _local_tensor(parameter).data_ptr() and shard.dtype != parameter.dtype:
+            yield f"{names[parameter]}.{MASTER_KEY}", (piece, shard)
 
 
 def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """Return, for each tensor that the optimizer updates here, the name of its parameter."""
-    names = whole_names(model)
-    return {part: names[parameter] for part, parameter in _parts(optimizer)}
+    """Return the parameter name of each tensor that the optimizer of this rank updates."""
+    names = full_names(model)
+    return {tensor: names[parameter] for tensor, parameter in _updated_tensors(optimizer)}
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor that is updated here, with its parameter."""
-    if isinstance(optimizer, OnParts):
-        yield from optimizer.parts.items()
-    elif isinstance(optimizer, OnHost):
+def _updated_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor that the optimizer of this rank updates, with its parameter."""
+    if isinstance(optimizer, ShardedOptimizer):
+        yield from optimizer.shards.items()
+    elif isinstance(optimizer, HostOptimizer):
         yield from optimizer.copies.items()
     else:
         yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-    """Yield each tensor that is updated here and not empty, with its parameter and its piece of it."""
-    for part, parameter in _parts(optimizer):
-        if part.numel():
-            yield part, parameter, piece_of(parameter, rows=_rows(optimizer, parameter))
+def _updated_pieces(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+    """Yield each non-empty tensor that the optimizer of this rank updates, with its parameter and the piece of it."""
+    for tensor, parameter in _updated_tensors(optimizer):
+        if tensor.numel():
+            yield tensor, parameter, piece_of(parameter, rows=_updated_rows(optimizer, parameter))
 
 
-def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
-    return optimizer.division.rows(parameter) if isinstance(optimizer, OnParts) else None
+def _updated_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
+    return optimizer.sharding.rows(parameter) if isinstance(optimizer, ShardedOptimizer) else None
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Return the stages of a pipeline's rank that has several, each named like the whole model, or the model itself."""
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's pipeline stages on this rank, each with the names of the full model, or the model itself."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each weight that is tied to another one, the name that it is saved under."""
+    """Return the name under which each tied weight is saved."""
     return dict(getattr(base_of(model), "all_tied_weights_keys", None) or {})
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-Stored = dict[str, list[tuple[Piece, StoredTensor]]]
+StoredPieces = dict[str, list[tuple[Piece, StoredTensor]]]
 
 
-def is_divided(directory: Path) -> bool:
+def is_sharded(directory: Path) -> bool:
+    """Return whether the checkpoint in ``directory`` is sharded."""
     return any(directory.glob("pieces-*.json"))
 
 
 def checksums_of_ranks(directory: Path) -> dict[str, str]:
-    """Return the checksums, by name, of the files that ranks wrote and read themselves."""
-    found: dict[str, str] = {}
+    """Return the checksums that ranks computed of their own files, by file name."""
+    checksums: dict[str, str] = {}
     for path in sorted(directory.glob("pieces-*.json")):
-        found |= Pieces.from_file(path).checksums
-    return found
+        checksums |= Pieces.from_file(path).checksums
+    return checksums
 
 
-def read_pieces(directory: Path) -> dict[str, Stored]:
-    """Return stored tensors by kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
-    found: dict[str, Stored] = {kind: {} for kind in KINDS}
-    if not is_divided(directory):
-        whole = {
+def read_pieces(directory: Path) -> dict[str, StoredPieces]:
+    """Return the stored tensors by kind and name, from a sharded checkpoint or one that one process wrote."""
+    stored: dict[str, StoredPieces] = {kind: {} for kind in KINDS}
+    if not is_sharded(directory):
+        optimizer_files = sorted(directory.glob("optimizer*.safetensors"))
+        tensors = {
             "weights": list(find_safetensors(directory).tensors.values()),
-            "optimizer": [one for path in sorted(directory.glob("optimizer*.safetensors")) for one in read_header(path).tensors],
+            "optimizer": [tensor for path in optimizer_files for tensor in read_header(path).tensors],
         }
-        for kind, tensors in whole.items():
-            for stored in tensors:
-                found[kind][stored.name] = [(Piece(shape=stored.shape), stored)]
-        return found
+        for kind in KINDS:
+            for tensor in tensors[kind]:
+                stored[kind][tensor.name] = [(Piece(shape=tensor.shape), tensor)]
+        return stored
     for path in sorted(directory.glob("pieces-*.json")):
         pieces = Pieces.from_file(path).tensors
         for kind in KINDS:
             file = path.with_name(path.name.replace("pieces-", f"{kind}-")).with_suffix(".safetensors")
-            for stored in read_header(file).tensors if file.is_file() else ():
-                found[kind].setdefault(stored.name, []).append((pieces[f"{kind}/{stored.name}"], stored))
-    return found
+            if not file.is_file():
+                continue
+            for tensor in read_header(file).tensors:
+                stored[kind].setdefault(tensor.name, []).append((pieces[f"{kind}/{tensor.name}"], tensor))
+    return stored
 
 
-def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Path, *, rounds: bool = False) -> None:
-    """Fill this rank's part of a tensor from the parts that were saved.
+def fill(target: Tensor, piece: Piece, name: str, stored: StoredPieces, directory: Path, *, allow_rounding: bool = False) -> None:
+    """Fill this rank's shard of a tensor from the stored pieces.
 
-    ``rounds`` allows rounding to bf16, if fp32 weights are kept beside the tensor. Raise RequestError if the parts are of
-    another model or precision.
+    ``allow_rounding`` allows rounding to bf16, for a model that keeps fp32 weights in its optimizer. Raise RequestError if the
+    pieces belong to another model or precision.
     """
-    copied = 0
-    for other, source in stored.get(name, ()):
-        found = read_tensor(source)
-        if other.shape != piece.shape or (found.dtype != target.dtype and not rounds):
+    num_copied = 0
+    for source_piece, stored_tensor in stored.get(name, ()):
+        source = read_tensor(stored_tensor)
+        if source_piece.shape != piece.shape or (source.dtype != target.dtype and not allow_rounding):
             raise RequestError(
-                f"{directory} has {name} as {other.shape} {found.dtype}, this run as {piece.shape} {target.dtype}; "
+                f"{directory} has {name} as {source_piece.shape} {source.dtype}, this run as {piece.shape} {target.dtype}; "
                 "resume with the model and precision of that run"
             )
-        copied += copy_shared(target, piece, found, other)
-    if copied != piece.numel:
-        what = f"{copied} of the {piece.numel} numbers of {name}" if copied else f"no {name}"
-        raise RequestError(f"{directory} has {what}; resume with the model and the optimizer that the run was started with")
+        num_copied += copy_overlap(target, piece, source, source_piece)
+    if num_copied != piece.numel:
+        contents = f"{num_copied} of the {piece.numel} numbers of {name}" if num_copied else f"no {name}"
+        raise RequestError(f"{directory} has {contents}; resume with the model and the optimizer that the run was started with")
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False) -> None:
-    """Load weights from a checkpoint of any ranks into this rank's parts. ``rounds`` has the meaning that it has in ``fill``."""
+def load_weights(
+    directory: Path, model: nn.Module, stored: dict[str, StoredPieces] | None = None, *, allow_rounding: bool = False
+) -> None:
+    """Load weights from a checkpoint of any layout into this rank's shards. ``fill`` explains ``allow_rounding``."""
     stored = stored or read_pieces(directory)
-    ignored = set(NOT_SAVED.read(base_of(parts_of(model)[0])) or ())
-    for name, (piece, tensor) in weights_here(model).items():
+    ignored = set(NOT_SAVED.read(base_of(stages_of(model)[0])) or ())
+    for name, (piece, tensor) in local_weights(model).items():
         if name in ignored:
             continue
-        exact = f"{name}.{MASTER}"
-        if tensor.dtype == torch.float32 and exact in stored["optimizer"]:
-            fill(tensor, piece, exact, stored["optimizer"], directory)
+        master_name = f"{name}.{MASTER_KEY}"
+        if tensor.dtype == torch.float32 and master_name in stored["optimizer"]:
+            fill(tensor, piece, master_name, stored["optimizer"], directory)
         else:
-            fill(tensor, piece, name, stored["weights"], directory, rounds=rounds)
+            fill(tensor, piece, name, stored["weights"], directory, allow_rounding=allow_rounding)
 
 
 @torch.no_grad()
-def load_parts(
+def load_shards(
     directory: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     numbers: Callable[[str], dict[str, Any]],
     *,
-    stored: dict[str, Stored] | None = None,
+    stored: dict[str, StoredPieces] | None = None,
 ) -> None:
-    """Load weights and optimizer state into this rank's parts.
+    """Load weights and optimizer state into this rank's shards.
 
-    ``numbers`` returns the values of a parameter's state that are no tensors. ``stored`` replaces the result of
+    ``numbers`` returns the values of a parameter's state that are not tensors. ``stored`` replaces the result of
     ``read_pieces``.
     """
     stored = stored or read_pieces(directory)
-    masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
-    load_weights(directory, model, stored, rounds=bool(masters))
-    names = whole_names(model)
+    masters = {shard for shard, parameter, _ in _updated_pieces(optimizer) if shard.dtype != parameter.dtype}
+    load_weights(directory, model, stored, allow_rounding=bool(masters))
+    names = full_names(model)
     keys: dict[str, list[str]] = {}
     for full_name in stored["optimizer"]:
         name, _, key = full_name.rpartition(".")
         keys.setdefault(name, []).append(key)
-    groups = {part: group for group in optimizer.param_groups for part in group["params"]}
+    groups = {shard: group for group in optimizer.param_groups for shard in group["params"]}
     optimizer.state.clear()
-    for part, parameter, piece in _updated(optimizer):
+    for shard, parameter, piece in _updated_pieces(optimizer):
         name = names[parameter]
         state: dict[str, Any] = dict(numbers(name))
         for key in keys.get(name, ()):
             full_name = f"{name}.{key}"
-            if key == MASTER:
+            if key == MASTER_KEY:
                 continue
-            state[key] = _state(part, piece, full_name, stored["optimizer"], directory, groups[part])
+            state[key] = _read_state(shard, piece, full_name, stored["optimizer"], directory, groups[shard])
         if state:
-            optimizer.state[part] = state
-        if part.dtype != parameter.dtype:
-            master = f"{name}.{MASTER}"
+            optimizer.state[shard] = state
+        if shard.dtype != parameter.dtype:
+            master = f"{name}.{MASTER_KEY}"
             kind = "optimizer" if master in stored["optimizer"] else "weights"
-            fill(part, piece, master if kind == "optimizer" else name, stored[kind], directory)
+            fill(shard, piece, master if kind == "optimizer" else name, stored[kind], directory)
 
 
-def _state(part: Tensor, piece: Piece, full_name: str, stored: Stored, directory: Path, group: dict[str, Any]) -> Tensor:
-    first, source = stored[full_name][0]
-    if first.shape != piece.shape:  # a number of the whole parameter, such as its count of steps
-        return placed(read_tensor(source).clone(), full_name.rpartition(".")[2], part, group)
-    found = torch.empty_like(part, dtype=dtype_of(source), requires_grad=False)
-    fill(found, piece, full_name, stored, directory)
-    return found
+def _read_state(
+    shard: Tensor, piece: Piece, full_name: str, stored: StoredPieces, directory: Path, group: dict[str, Any]
+) -> Tensor:
+    """Return one tensor of the state of a shard."""
+    first_piece, first_tensor = stored[full_name][0]
+    if first_piece.shape != piece.shape:  # a number for the whole parameter, such as its count of steps
+        return place_state(read_tensor(first_tensor).clone(), full_name.rpartition(".")[2], shard, group)
+    state = torch.empty_like(shard, dtype=dtype_of(first_tensor), requires_grad=False)
+    fill(state, piece, full_name, stored, directory)
+    return state

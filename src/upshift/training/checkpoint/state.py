@@ -1,4 +1,8 @@
-"""Define the JSON of a checkpoint: where the training stands, and all that is not a tensor."""
+"""Define the JSON of a checkpoint: the progress of the training, and everything that is not a tensor. Needs no torch.
+
+The manifest lists the size and SHA-256 of every file, so that a change of bytes at the same length is found. It ends with the
+checksum of its own text.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ from upshift.training.batches.sampler import Position
 from upshift.value import Value, first_problem
 
 STATE_NAME = "upshift_state.json"
+SETTLED_SECONDS = 2.0  # a file that was written more recently may change again at the same time stamp
+SEAL_PATTERN = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n\}\Z')  # the end of a sealed JSON document
+DOCUMENT_END = b"\n}"
 
 
 class TrainState(Value):
@@ -42,7 +49,7 @@ class SavedGroup(Value):
 
 
 class SavedSubclass(Value):
-    """The description by which to rebuild a state tensor that consists of several plain ones."""
+    """The description from which to rebuild a state tensor that consists of several plain tensors."""
 
     tensor_class: str
     parts: tuple[str, ...]
@@ -52,30 +59,31 @@ class SavedSubclass(Value):
 class SavedOptimizer(Value):
     optimizer_class: str
     groups: tuple[SavedGroup, ...]
-    numbers: dict[str, dict[str, Any]]  # parameter name -> state key -> a state value that is no tensor
+    numbers: dict[str, dict[str, Any]]  # parameter name -> state key -> a state value that is not a tensor
     subclasses: dict[str, SavedSubclass]  # by `<parameter name>.<state key>`
 
 
 class Manifest(Value):
-    """The file upshift_state.json. It is written last, so a directory that has it whole was written whole."""
+    """The file upshift_state.json. It is written last, so a directory with a complete one is complete itself."""
 
     format: int = 1
     files: dict[str, int]  # size in bytes of every other file
     checksums: dict[str, str] = Field(default_factory=dict)  # SHA-256 of every other file; filled in by write
 
-    def write(self, directory: Path, *, known: Mapping[str, str] | None = None) -> None:
-        """Write the file. ``known`` has checksums of files that somebody else has written and read."""
-        known = known or {}
-        checksums = {**known, **checksums_of(directory, (name for name in self.files if name not in known))}
+    def write(self, directory: Path, *, earlier_checksums: Mapping[str, str] | None = None) -> None:
+        """Write the file. ``earlier_checksums`` has checksums, by file name, that do not have to be computed again."""
+        earlier_checksums = earlier_checksums or {}
+        names = (name for name in self.files if name not in earlier_checksums)
+        checksums = {**earlier_checksums, **checksums_of(directory, names)}
         # Not to_json: pydantic turns an infinity inside Any (ReduceLROnPlateau starts with one) into null.
         document = json.dumps({**self.model_dump(), "checksums": checksums}, indent=1)
-        (directory / STATE_NAME).write_text(sealed(document), encoding="utf-8")
+        (directory / STATE_NAME).write_text(seal(document), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         path = directory / STATE_NAME
         try:
-            document = unsealed(path.read_bytes())
+            document = unseal(path.read_bytes())
             if document is None:
                 raise RequestError(f"{path} is damaged: it is not as it was written; resume from another checkpoint")
             return cls.model_validate(json.loads(document))
@@ -90,7 +98,7 @@ class Manifest(Value):
 
 
 class SavedState(Manifest):
-    """The manifest of a run of the training loop, which keeps there all that is not a tensor."""
+    """The manifest of a checkpoint of the training loop, with everything that is not a tensor."""
 
     train: TrainState
     optimizer: SavedOptimizer
@@ -99,7 +107,7 @@ class SavedState(Manifest):
 
 
 class TrainerManifest(Manifest):
-    """The manifest of a Trainer's checkpoint, which has a file for each of its parts."""
+    """The manifest of a Trainer's checkpoint, which keeps its state in other files."""
 
     trainer: str  # the version of transformers
 
@@ -107,19 +115,10 @@ class TrainerManifest(Manifest):
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of either kind. Raise RequestError if it cannot be read."""
     try:
-        of_trainer = "trainer" in json.loads((directory / STATE_NAME).read_bytes())
+        is_from_trainer = "trainer" in json.loads((directory / STATE_NAME).read_bytes())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, RecursionError):
-        of_trainer = False  # the reader below says what is wrong
-    return (TrainerManifest if of_trainer else SavedState).read(directory)
-
-
-SETTLED_SECONDS = 2.0  # a file that was written more recently may change again without another time of change
-
-
-SEAL = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n\}\Z')  # the end of a sealed JSON document
-
-
-END = b"\n}"
+        is_from_trainer = False  # Manifest.read reports what is wrong
+    return (TrainerManifest if is_from_trainer else SavedState).read(directory)
 
 
 def checksums_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
@@ -130,37 +129,37 @@ def checksums_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
 def checksum_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes. Raise OSError if it cannot be read.
 
-    A process reads a file that stays as it is only once.
+    A process reads a file only once unless the file changes.
     """
     stat = path.stat()
     if time.time() - max(stat.st_mtime, stat.st_ctime) < SETTLED_SECONDS:
-        return _read(path)
-    return _kept(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        return _hash_file(path)
+    return _cached_checksum(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 @lru_cache(maxsize=4096)
-def _kept(path: Path, *identity: int) -> str:
-    return _read(path)
+def _cached_checksum(path: Path, *identity: int) -> str:
+    return _hash_file(path)
 
 
-def _read(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(document: str) -> str:
-    """Return a JSON object, printed with an indent of 1, with the checksum of its text as its last key."""
+def seal(document: str) -> str:
+    """Return a JSON object, printed with an indent of 1, with the checksum of its text added as the last key."""
     text = document.encode()
-    if not text.endswith(END):
+    if not text.endswith(DOCUMENT_END):
         raise ValueError("only a JSON object that is printed with an indent can be sealed")
     digest = hashlib.sha256(text).hexdigest()
-    return document[: -len(END)] + f',\n "checksum": "{digest}"\n}}'
+    return document[: -len(DOCUMENT_END)] + f',\n "checksum": "{digest}"\n}}'
 
 
-def unsealed(content: bytes) -> bytes | None:
-    """Return the document that was sealed, or None if a byte of it has changed."""
-    seal = SEAL.search(content)
-    if seal is None:
+def unseal(content: bytes) -> bytes | None:
+    """Return the document that was sealed, or None if one of its bytes has changed."""
+    match = SEAL_PATTERN.search(content)
+    if match is None:
         return None
-    document = content[: seal.start()] + END
-    return document if hashlib.sha256(document).hexdigest().encode() == seal[1] else None
+    document = content[: match.start()] + DOCUMENT_END
+    return document if hashlib.sha256(document).hexdigest().encode() == match[1] else None

@@ -1,1 +1,1 @@
-"""Turn a path into tokenized sequences."""
+"""Read data from a path, and turn it into tokenized sequences."""

@@ -1,13 +1,11 @@
-"""Read a training corpus from what people have: text files, JSON lines, CSV, Parquet, Arrow, or a directory saved by datasets.
+"""Read a training corpus: text files, JSON lines, CSV, Parquet, Arrow, or a directory saved by datasets.
 
-This is the one reader of every command that trains or plans on data. It decides what one document is: a text file, a JSON
-line, a table row. Documents are read while they are iterated and never all in memory. docs/data.md states the rules.
+Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
+table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-Decide which column of a table is trained on, and check what stands in it.
-
-The rule: the column that was asked for, else `input_ids` (already tokenized), else `text`. Nothing else is taken for
-text: a table without these is refused with the names of its columns. Beside token ids, `labels` and `attention_mask` are
-honoured; any other column with a number for each token is refused by name.
+A table is trained on by the column that the user names, else by `input_ids` (token ids), else by `text`. No other column is
+taken for text: a table without these is rejected, with the names of its columns. Beside token ids, `labels` and
+`attention_mask` are used. Any other column with a number for each token is rejected by name.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.text import half_of_pair
+from upshift.text import find_lone_surrogate
 from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
 from upshift.training.data.records import (
     Row,
@@ -35,7 +33,7 @@ from upshift.training.data.records import (
     read_csv,
     read_json,
     read_parquet,
-    rows_of,
+    rows_of_batches,
 )
 from upshift.value import Value
 
@@ -44,8 +42,8 @@ TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
-OF_TOKENIZER = "special_tokens_mask"  # marks the special tokens, which the tokenizer itself knows
-SEGMENTS = "token_type_ids"  # all zero: one segment, as here
+SPECIAL_TOKENS_MASK = "special_tokens_mask"  # ignored: the tokenizer knows its special tokens
+SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
 CHAT_COLUMNS = frozenset((
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
@@ -53,9 +51,9 @@ CHAT_COLUMNS = frozenset((
 
 
 class TokenRow(NamedTuple):
-    """A document that is tokenized already.
+    """A document that is already tokenized.
 
-    ``labels`` has as many entries, -100 where nothing is learned. None means the ids themselves.
+    ``labels`` has one entry for each id, -100 where nothing is learned. None means that the ids are the labels.
     """
 
     ids: NDArray[Any]
@@ -64,22 +62,22 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of a table that are read: the text or the token ids, and what goes with the ids."""
+    """The columns of a table that are read."""
 
-    name: str
-    labels: bool
-    mask: bool
+    name: str  # of the text or the token ids
+    has_labels: bool
+    has_mask: bool
 
 
-def choose_column(columns: Collection[str], *, asked: str | None, empty: Collection[str] = (), origin: str) -> str:
-    """Return the column to train on. Raise RequestError if none is named or known.
+def choose_column(columns: Collection[str], *, requested: str | None, empty: Collection[str] = (), origin: str) -> str:
+    """Return the column to train on. Raise RequestError if none is requested and there is none with a usual name.
 
     ``empty`` has the columns without a value.
     """
-    if asked is not None:
-        if asked in columns:
-            return asked
-        raise RequestError(f"{origin} has no column {asked!r}; {_named(columns)}; name one that holds text")
+    if requested is not None:
+        if requested in columns:
+            return requested
+        raise RequestError(f"{origin} has no column {requested!r}; {_list_columns(columns)}; name one that holds text")
     if TOKEN_COLUMN in columns and not (TOKEN_COLUMN in empty and TEXT_COLUMN in columns):
         return TOKEN_COLUMN
     if TEXT_COLUMN in columns:
@@ -87,86 +85,92 @@ def choose_column(columns: Collection[str], *, asked: str | None, empty: Collect
     chat = [name for name in columns if name in CHAT_COLUMNS]
     if chat:
         raise RequestError(
-            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_named(columns)}; write each as "
-            "one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a column of "
-            "plain text with --text-column"
+            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_list_columns(columns)}; "
+            "write each as one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a "
+            "column of plain text with --text-column"
         )
     raise RequestError(
-        f"{origin} has no column 'text'; {_named(columns)}; name the one that holds the text with --text-column "
+        f"{origin} has no column 'text'; {_list_columns(columns)}; name the one that holds the text with --text-column "
         "(text_column in Python)"
     )
 
 
-def columns_of(columns: Collection[str], name: str) -> Columns:
-    return Columns(name=name, labels=LABELS in columns, mask=MASK in columns)
+def find_columns(columns: Collection[str], name: str) -> Columns:
+    """Return the columns that are read if ``name`` is the chosen one."""
+    return Columns(name=name, has_labels=LABELS in columns, has_mask=MASK in columns)
 
 
-def document_of(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
-    """Return a row's text or token ids, or None if it is empty. Raise RequestError over anything else, naming its place."""
+def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
+    """Return a row's text or token ids, or None if it is empty. Raise RequestError, with the place, for anything else."""
     if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {_named(record)}; give it, or leave the row out")
+        raise RequestError(f"{place} has no column {columns.name!r}; {_list_columns(record)}; give it, or leave the row out")
     value = record[columns.name]
     if isinstance(value, str) and columns.name == TOKEN_COLUMN:
-        raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shown(value)}; it must be a list of token ids")
+        raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
     if value is None or isinstance(value, str):
-        return _checked_text(value, place)
+        return _check_text(value, place)
     if not isinstance(value, np.ndarray) and not _is_token_list(value):
-        raise RequestError(f"{place}: column {columns.name!r} holds {_shown(value)}; it must be text or a list of token ids")
-    return _token_row(_integers(value, columns.name, place), record, columns, place)
+        raise RequestError(f"{place}: column {columns.name!r} holds {_shorten(value)}; it must be text or a list of token ids")
+    return _make_token_row(_to_integers(value, columns.name, place), record, columns, place)
 
 
-def _checked_text(text: str | None, place: str) -> str | None:
+def _check_text(text: str | None, place: str) -> str | None:
+    """Return the text, or None if it is empty. Raise RequestError if it cannot be encoded."""
     if not text or text.isspace():
         return None
-    half = half_of_pair(text)
-    if half is not None:
-        raise RequestError(f"{place} holds {half}, half of a surrogate pair, which is no text; write the file again")
+    surrogate = find_lone_surrogate(text)
+    if surrogate is not None:
+        raise RequestError(f"{place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again")
     return text
 
 
-def _token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Columns, place: str) -> TokenRow | None:
+def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Columns, place: str) -> TokenRow | None:
     for name, value in record.items():
-        if name not in (columns.name, LABELS, MASK, OF_TOKENIZER):
-            _refuse_numbers_of_tokens(name, value, place)
-    labels = _companion(record, LABELS, columns.labels, ids, place)
-    mask = _companion(record, MASK, columns.mask, ids, place)
-    _refuse_negative(ids, columns.name, place)
+        if name not in (columns.name, LABELS, MASK, SPECIAL_TOKENS_MASK):
+            _refuse_token_numbers(name, value, place)
+    labels = _token_column(record, LABELS, columns.has_labels, ids, place)
+    mask = _token_column(record, MASK, columns.has_mask, ids, place)
+    _check_ids(ids, columns.name, place)
     if labels is not None:
-        _refuse_negative(labels[labels != IGNORED], LABELS, place)
+        _check_ids(labels[labels != IGNORED], LABELS, place)
     if mask is not None:
-        kept = _unmasked(mask, place)
-        ids = ids[kept]
-        labels = None if labels is None else labels[kept]
+        unmasked = _unmasked_range(mask, place)
+        ids = ids[unmasked]
+        labels = None if labels is None else labels[unmasked]
     return TokenRow(ids, labels) if len(ids) else None
 
 
-def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
-    """Return a column with a number for each token. Raise RequestError if its length differs, or only some rows have it."""
+def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
+    """Return a column with a number for each token. Raise RequestError if its length is wrong, or only some rows have it."""
     if (name in record) != expected:
-        there = "no" if expected else "a"
+        article = "no" if expected else "a"
         others = "have one" if expected else "have none"
-        raise RequestError(f"{place} has {there} column {name!r} and the rows before it {others}; give it in all rows or in none")
+        raise RequestError(
+            f"{place} has {article} column {name!r} and the rows before it {others}; give it in all rows or in none"
+        )
     if not expected:
         return None
     value = record[name]
     if not isinstance(value, np.ndarray) and not _is_token_list(value):
         raise RequestError(
-            f"{place}: column {name!r} holds {_shown(value)}; it must be a list of as many integers as the token ids"
+            f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of as many integers as the token ids"
         )
-    numbers = _integers(value, name, place)
+    numbers = _to_integers(value, name, place)
     if len(numbers) != len(ids):
         raise RequestError(f"{place} has {len(ids)} token ids and {len(numbers)} in column {name!r}; give one for each token id")
     return numbers
 
 
-def _unmasked(mask: NDArray[Any], place: str) -> slice:
-    """Return the range where the mask is 1. Padding before and behind is left out; a gap within a text is refused."""
-    if ((mask != 0) & (mask != 1)).any():
-        raise RequestError(f"{place}: attention_mask holds {int(mask[(mask != 0) & (mask != 1)][0])}; it must be 0 or 1")
+def _unmasked_range(mask: NDArray[Any], place: str) -> slice:
+    """Return the range where the mask is 1. Padding at both ends is left out. Raise RequestError for a gap within the text."""
+    invalid = mask[(mask != 0) & (mask != 1)]
+    if len(invalid):
+        raise RequestError(f"{place}: attention_mask holds {int(invalid[0])}; it must be 0 or 1")
     ones = np.flatnonzero(mask)
     if not len(ones):
         return slice(0, 0)
-    first, last = int(ones[0]), int(ones[-1])
+    first = int(ones[0])
+    last = int(ones[-1])
     if len(ones) != last - first + 1:
         raise RequestError(
             f"{place}: attention_mask hides tokens within the text, not only padding at its ends, which is not trained on; "
@@ -175,7 +179,8 @@ def _unmasked(mask: NDArray[Any], place: str) -> slice:
     return slice(first, last + 1)
 
 
-def _refuse_numbers_of_tokens(name: str, value: Any, place: str) -> None:
+def _refuse_token_numbers(name: str, value: Any, place: str) -> None:
+    """Raise RequestError if a column that is not used has a number for each token."""
     is_numbers = isinstance(value, np.ndarray) or (
         isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value)
     )
@@ -186,19 +191,21 @@ def _refuse_numbers_of_tokens(name: str, value: Any, place: str) -> None:
         )
 
 
-def _integers(value: Any, name: str, place: str) -> NDArray[Any]:
+def _to_integers(value: Any, name: str, place: str) -> NDArray[Any]:
+    """Return a list as int64 numbers. Raise RequestError for other numbers."""
     numbers = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
     if numbers.dtype.kind not in "iub":
         raise RequestError(f"{place}: column {name!r} holds an empty value or no integers; tokenize the text again")
     return numbers.astype(np.int64)
 
 
-def _refuse_negative(ids: NDArray[Any], name: str, place: str) -> None:
-    wrong = ids[(ids < 0) | (ids >= 2**31)]
-    if len(wrong):
-        more = f", or {IGNORED} in labels" if name == LABELS else ""
+def _check_ids(ids: NDArray[Any], name: str, place: str) -> None:
+    """Raise RequestError for ids that no vocabulary has."""
+    invalid = ids[(ids < 0) | (ids >= 2**31)]
+    if len(invalid):
+        labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
         raise RequestError(
-            f"{place}: column {name!r} holds token id {int(wrong[0])}; ids are 0 to the vocabulary size - 1{more}: "
+            f"{place}: column {name!r} holds token id {int(invalid[0])}; ids are 0 to the vocabulary size - 1{labels_note}: "
             "tokenize the text again, padding is added here"
         )
 
@@ -207,19 +214,21 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in (int, bool) and abs(item) < 2**63 for item in value)
 
 
-def _named(columns: Collection[str]) -> str:
+def _list_columns(columns: Collection[str]) -> str:
     return f"its columns are {', '.join(map(str, columns)) or 'none'}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
 
-PIECE_CHARACTERS = 2**18  # of a longer text file that are in memory at once
-DAMAGED = (EOFError, zlib.error, lzma.LZMAError)  # by readers of compressed files, beside OSError
+PIECE_CHARACTERS = 2**18  # characters of a long text file that are in memory at once
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)  # from readers of compressed files, beside OSError
 
 
 class CorpusSummary(Value):
+    """The counts of a corpus."""
+
     origin: str
     num_documents: int
     num_evaluation_documents: int
@@ -229,12 +238,13 @@ class CorpusSummary(Value):
 
 @dataclass(frozen=True)
 class TextFile:
-    """One document that is too long to be held in memory."""
+    """A document that is too long to be held in memory."""
 
     path: Path
 
     def pieces(self) -> Iterator[str]:
-        with _opened_text(self.path) as text:
+        """Yield the text in pieces."""
+        with _open_text(self.path) as text:
             while piece := text.read(PIECE_CHARACTERS):
                 yield piece
 
@@ -243,18 +253,20 @@ Document = str | TextFile | TokenRow
 
 
 class Documents:
-    """The documents of one split, read anew whenever they are iterated. The counts are those of the last iteration."""
+    """The documents of one split. They are read again whenever they are iterated. The counts are those of the last time."""
 
     def __init__(self, read: Callable[[Documents], Iterator[tuple[str, Document | None]]], origin: str, num_bytes: int) -> None:
         self._read = read
         self.origin = origin
-        self.num_bytes = num_bytes  # of the files
+        self.num_bytes = num_bytes  # size of the files
         self.num_documents = 0
         self.num_empty = 0
         self.binary: list[str] = []
 
     def __iter__(self) -> Iterator[Document]:
-        self.num_documents, self.num_empty, self.binary = 0, 0, []
+        self.num_documents = 0
+        self.num_empty = 0
+        self.binary = []
         is_tokenized: bool | None = None
         try:
             for place, document in self._read(self):
@@ -264,44 +276,42 @@ class Documents:
                 if is_tokenized is None:
                     is_tokenized = isinstance(document, TokenRow)
                 if is_tokenized != isinstance(document, TokenRow):
-                    this, before = ("text", "token ids") if is_tokenized else ("token ids", "text")
-                    raise RequestError(f"{place} holds {this}, the rows before it hold {before}; give one of the two")
+                    content, previous = ("text", "token ids") if is_tokenized else ("token ids", "text")
+                    raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
                 self.num_documents += 1
                 yield document
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
-        except DAMAGED as error:
+        except DECOMPRESSION_ERRORS as error:
             raise RequestError(f"{self.origin} is not a complete compressed file ({error}); copy or write it again") from None
-        self._say_left_out()
+        self._report_left_out()
 
     def first(self) -> Document | None:
         """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
-    def _say_left_out(self) -> None:
+    def _report_left_out(self) -> None:
         if self.num_empty and self.num_documents:
             say_once(f"{self.origin}: {self.num_empty} empty or null rows or files are left out")
         if self.binary and self.num_documents:
-            names = ", ".join(self.binary[:5]) + (f" and {len(self.binary) - 5} more" if len(self.binary) > 5 else "")
+            names = ", ".join(self.binary[:5])
+            if len(self.binary) > 5:
+                names += f" and {len(self.binary) - 5} more"
             say_once(f"{self.origin}: left out, not UTF-8 text: {names}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A corpus of documents.
-
-    ``evaluation`` is the split that the data has for it. None means that it has none, and that documents of the training are
-    held out.
-    """
+    """A corpus of documents."""
 
     origin: str
-    documents: Documents
-    evaluation: Documents | None
+    documents: Documents  # of the training split
+    evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
 
     def summary(self) -> CorpusSummary:
-        """Return the counts. The documents must have been iterated."""
+        """Return the counts, after the documents were iterated."""
         return CorpusSummary(
             origin=self.origin,
             num_documents=self.documents.num_documents,
@@ -312,9 +322,10 @@ class Corpus:
 
 
 def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: str | None = None) -> Corpus:
-    """Find the documents under ``path`` and read the first. ``pattern`` is a glob that selects the files of a folder of texts.
+    """Find the documents under ``path`` and read the first one.
 
-    Raise RequestError here over a path without data, and while documents are iterated over a row that cannot be used.
+    ``pattern`` is a glob that selects the files of a folder of texts. Raise RequestError for a path without data. Iterating the
+    documents raises it for a row that cannot be used.
     """
     path = Path(path)
     if not path.exists():
@@ -322,60 +333,67 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
             f"{path} does not exist; give a text file, a folder of texts, .jsonl, .csv, .parquet, or a datasets directory"
         )
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    documents, evaluation = (_saved if is_saved else _in_files)(path, text_column, pattern)
+    open_documents = _open_saved_dataset if is_saved else _open_files
+    documents, evaluation = open_documents(path, text_column, pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
             f"{path} holds no documents ({documents.num_empty} empty, {len(documents.binary)} not UTF-8 text); "
             "give at least one with text"
         )
-    held_out = None if evaluation is None else evaluation.first()
-    if held_out is None and evaluation is not None:
+    first_evaluation = None if evaluation is None else evaluation.first()
+    if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
         evaluation = None
-    if held_out is not None and isinstance(held_out, TokenRow) != isinstance(first, TokenRow):
+    if first_evaluation is not None and isinstance(first_evaluation, TokenRow) != isinstance(first, TokenRow):
         raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds text, the other token ids; give one of the two")
     return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
 
 
-def _in_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+    """Return the training and evaluation documents of a file or a folder."""
     try:
-        found = find_data_files(path, pattern=pattern)
+        data_files = find_data_files(path, pattern=pattern)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
-    if found.kind == "text" and text_column is not None:
+    if data_files.kind == "text" and text_column is not None:
         raise RequestError(
             f"--text-column {text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
 
-    def of_files(files: tuple[Path, ...], origin: str) -> Documents:
+    def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
-            if found.kind == "text":
-                return _texts(files, documents, is_alone=path.is_file())
-            return _rows(files, found.kind, text_column)
+            if data_files.kind == "text":
+                return _read_texts(files, documents, is_alone=path.is_file())
+            return _read_tables(files, data_files.kind, text_column)
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
-    evaluation = of_files(found.evaluation, f"{path} split {EVALUATION_SPLIT}") if found.evaluation else None
-    return of_files(found.training, str(path)), evaluation
+    evaluation = None
+    if data_files.evaluation:
+        evaluation = make_documents(data_files.evaluation, f"{path} split {EVALUATION_SPLIT}")
+    return make_documents(data_files.training, str(path)), evaluation
 
 
-def _texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
+def _read_texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
+    """Yield each file as a document. Leave out files that are not UTF-8 text, or raise RequestError if it is the only one."""
     for file in files:
         try:
-            yield str(file), _text_of(file)
+            yield str(file), _read_text(file)
         except UnicodeDecodeError:
             if is_alone:
                 raise RequestError(f"{file} is not UTF-8 text; convert it, or give .jsonl, .csv or .parquet") from None
             documents.binary.append(file.name)
 
 
-def _text_of(file: Path) -> str | TextFile | None:
-    """Return the text, a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError over other bytes."""
-    with _opened_text(file) as text:
-        start = text.read(PIECE_CHARACTERS)
-        piece, num_pieces, is_empty = start, 0, True
+def _read_text(file: Path) -> str | TextFile | None:
+    """Return the text, or a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError for other bytes."""
+    with _open_text(file) as text:
+        first_piece = text.read(PIECE_CHARACTERS)
+        piece = first_piece
+        num_pieces = 0
+        is_empty = True
         while piece:
             if "\0" in piece:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a text has no zero bytes")
@@ -384,85 +402,95 @@ def _text_of(file: Path) -> str | TextFile | None:
             piece = text.read(PIECE_CHARACTERS)
     if is_empty:
         return None
-    return start if num_pieces == 1 else TextFile(file)
+    return first_piece if num_pieces == 1 else TextFile(file)
 
 
-def _opened_text(file: Path) -> io.TextIOWrapper:
+def _open_text(file: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_data(file), encoding="utf-8-sig", newline="")
 
 
-class _Chooser:
-    """A chooser of the columns that are read: chosen at the first row or schema, the same for all files."""
+class _ColumnChooser:
+    """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
     def __init__(self, text_column: str | None) -> None:
         self._text_column = text_column
         self.columns: Columns | None = None
 
-    def of(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
+    def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
+        """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
-            name = choose_column(names, asked=self._text_column, empty=empty, origin=origin)
-            self.columns = columns_of(names, name)
+            name = choose_column(names, requested=self._text_column, empty=empty, origin=origin)
+            self.columns = find_columns(names, name)
         return self.columns
 
-    def wanted(self, schema: Any, origin: str) -> list[str]:
-        """Return the columns of an Arrow schema that a row needs: the chosen one, and all with a number for each token."""
+    def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
+        """Return the columns of an Arrow schema to read: the chosen one, and all that have a number for each token."""
         import pyarrow.types as kinds
 
         check_column_names(schema.names, origin)
-        columns = self.of(schema.names, [field.name for field in schema if kinds.is_null(field.type)], origin)
+        empty = [field.name for field in schema if kinds.is_null(field.type)]
+        columns = self.choose(schema.names, empty, origin)
         if columns.name not in schema.names:
-            choose_column(schema.names, asked=columns.name, origin=origin)
+            choose_column(schema.names, requested=columns.name, origin=origin)
         if not is_number_list(schema.field(columns.name).type):
             return [columns.name]
-        others = [name for name in schema.names if name not in (columns.name, OF_TOKENIZER)]
-        return [columns.name, *(name for name in others if name in (LABELS, MASK) or is_number_list(schema.field(name).type))]
+        chosen = [columns.name]
+        for name in schema.names:
+            if name in (columns.name, SPECIAL_TOKENS_MASK):
+                continue
+            if name in (LABELS, MASK) or is_number_list(schema.field(name).type):
+                chosen.append(name)
+        return chosen
 
 
-def _rows(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
-    chooser = _Chooser(text_column)
+def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
+    chooser = _ColumnChooser(text_column)
     for file in files:
         if kind == "parquet":
-            rows = read_parquet(file, chooser.wanted)
+            rows = read_parquet(file, chooser.choose_from_schema)
         elif kind == "arrow":
-            rows = read_arrow(file, chooser.wanted)
+            rows = read_arrow(file, chooser.choose_from_schema)
         else:
-            rows = (read_csv if kind == "csv" else read_json)(file)
-        yield from _documents_of(rows, chooser)
+            rows = read_csv(file) if kind == "csv" else read_json(file)
+        yield from _read_documents(rows, chooser)
 
 
-def _documents_of(rows: Iterator[Row], chooser: _Chooser) -> Iterator[tuple[str, Document | None]]:
+def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     for place, row in rows:
-        columns = chooser.of(row, [name for name, value in row.items() if value is None], place)
-        yield place, document_of(row, columns, place)
+        empty = [name for name, value in row.items() if value is None]
+        columns = chooser.choose(row, empty, place)
+        yield place, read_document(row, columns, place)
 
 
-def _saved(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
-    """Return train and, if it is present, validation of a directory written by `save_to_disk`."""
+def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+    """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
     try:
         import datasets
     except ImportError:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory") from None
     try:
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # datasets raises plain and Arrow errors of many types for a damaged directory
+    except Exception as error:  # for a damaged directory datasets raises errors of many types
         raise RequestError(f"{path} is not a complete datasets directory ({str(error)[:120]}); save it again") from None
     if not isinstance(saved, datasets.DatasetDict):
         return _saved_split(saved, text_column, str(path)), None
     if "train" not in saved:
         raise RequestError(f"{path} has no split 'train'; it has {', '.join(saved)}; give the folder of one split")
-    evaluation = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in saved), None)
-    others = [name for name in saved if name not in ("train", evaluation)]
-    if others:
-        say_once(f"{path}: not trained on: split {', '.join(others)}, which is left alone")
-    held_out = None if evaluation is None else _saved_split(saved[evaluation], text_column, f"{path} split {evaluation}")
-    return _saved_split(saved["train"], text_column, f"{path} split train"), held_out
+    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in saved), None)
+    other_names = [name for name in saved if name not in ("train", evaluation_name)]
+    if other_names:
+        say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
+    evaluation = None
+    if evaluation_name is not None:
+        evaluation = _saved_split(saved[evaluation_name], text_column, f"{path} split {evaluation_name}")
+    return _saved_split(saved["train"], text_column, f"{path} split train"), evaluation
 
 
 def _saved_split(dataset: Any, text_column: str | None, origin: str) -> Documents:
     def read(_: Documents) -> Iterator[tuple[str, Document | None]]:
-        chooser = _Chooser(text_column)
-        columns = chooser.wanted(dataset.features.arrow_schema, origin)
+        chooser = _ColumnChooser(text_column)
+        columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
-        yield from _documents_of(rows_of(tables, origin), chooser)
+        yield from _read_documents(rows_of_batches(tables, origin), chooser)
 
     return Documents(read, origin, dataset.dataset_size or 0)

@@ -1,7 +1,7 @@
-"""Decide which files of a path are data, what kind they are, and which split each belongs to.
+"""Decide which files of a path are data, of what kind they are, and to which split each belongs.
 
-The splits of a folder are those of `datasets.load_dataset(folder)`: the rules of `datasets/data_files.py`, written down
-here so that they also hold where datasets is not installed. A test compares the two.
+The splits of a folder are those of `datasets.load_dataset(folder)`. The rules of `datasets/data_files.py` are repeated here,
+because datasets may not be installed. A test compares the two.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Kind = Literal["json", "csv", "parquet", "arrow", "text"]
 RECORD_KINDS: dict[str, Kind] = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-PREFERENCE = (".parquet", ".arrow", ".jsonl", ".json", ".csv")  # where a folder has as many files of one kind as of another
+PREFERENCE = (".parquet", ".arrow", ".jsonl", ".json", ".csv")  # if a folder has equally many files of several kinds
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-UNREADABLE = {  # suffix -> what to do with such a file
+UNREADABLE = {  # suffix -> advice for such a file
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "export the table as .csv"),
     **dict.fromkeys((".pdf", ".doc", ".docx", ".pptx", ".odt", ".rtf", ".epub"), "convert it to text"),
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".wav", ".mp3", ".mp4"), "give text"),
     **dict.fromkeys((".pkl", ".pickle", ".npy", ".npz", ".pt", ".bin", ".h5", ".hdf5", ".tfrecord"), "write .jsonl or .parquet"),
 }  # fmt: skip
-NO_DATA = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
+METADATA_FILES = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -45,7 +45,7 @@ SPLIT_WORDS = {
 EVALUATION_SPLIT = "validation"
 FOLDER_PATTERNS = ("{word}", "{word}{mark}.*", ".*{mark}{word}", ".*{mark}{word}{mark}.*")
 NAME_PATTERNS = ("{word}{mark}.*", ".*{mark}{word}{mark}.*")
-MAX_NAMES = 5  # of files that one message names
+MAX_NAMES = 5  # file names in one message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,53 +59,55 @@ class DataFiles:
 
 @cache
 def say_once(text: str) -> None:
-    """Tell the user on standard error what is left out of the data."""
+    """Warn the user once with this text, for example about data that is left out."""
     logger.warning("%s", text)
 
 
 def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
-    """Return the data files of a file or folder. Raise RequestError over a path without data.
+    """Return the data files of a file or a folder. Raise RequestError for a path without data.
 
     ``pattern`` is a glob that selects the files of a folder; they are read as texts.
     """
     if path.is_file():
-        kind = kind_of(path)
+        kind = file_kind(path)
         refuse_unreadable(path)
         return DataFiles(kind=kind, training=(path,))
     files = _visible_files(path, pattern or "**/*")
     if pattern is not None:
         return DataFiles(kind="text", training=tuple(files))
     declared = _declared_splits(path, files)
-    counts = Counter(suffix_of(file) for file in files if kind_of(file) != "text" and file.name not in NO_DATA)
+    counts = Counter(data_suffix(file) for file in files if file_kind(file) != "text" and file.name not in METADATA_FILES)
     if not counts:
         return _text_files(path, files, declared)
-    chosen = RECORD_KINDS[max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))]
-    members = [file for file in files if kind_of(file) == chosen and file.name not in NO_DATA]
+    most_frequent = max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))
+    kind = RECORD_KINDS[most_frequent]
+    members = [file for file in files if file_kind(file) == kind and file.name not in METADATA_FILES]
     splits = declared or split_files(path, members)
-    return _chosen_splits(path, files, splits, chosen)
+    return _make_data_files(path, files, splits, kind)
 
 
-def kind_of(path: Path) -> Kind:
-    return RECORD_KINDS.get(suffix_of(path), "text")
+def file_kind(path: Path) -> Kind:
+    return RECORD_KINDS.get(data_suffix(path), "text")
 
 
-def suffix_of(path: Path) -> str:
-    """Return the lower-case suffix that says what a file holds, without the suffix of a compression."""
+def data_suffix(path: Path) -> str:
+    """Return the lower-case suffix of a file's content, without the suffix of a compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def refuse_unreadable(path: Path) -> None:
-    advice = UNREADABLE.get(suffix_of(path)) or UNREADABLE.get(path.suffix.lower())
+    """Raise RequestError, with advice, for a kind of file that cannot be read."""
+    advice = UNREADABLE.get(data_suffix(path)) or UNREADABLE.get(path.suffix.lower())
     if advice is not None:
         raise RequestError(
-            f"{path} is a {suffix_of(path)} file, which holds no text that can be trained on as it is; {advice}, "
+            f"{path} is a {data_suffix(path)} file, which holds no text that can be trained on as it is; {advice}, "
             "or give .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow"
         )
 
 
 def open_data(path: Path) -> BinaryIO:
-    """Open a file to read its bytes, decompressed as its suffix says."""
+    """Open a file to read its bytes, decompressed according to its suffix."""
     suffix = path.suffix.lower()
     if suffix in (".zst", ".lz4"):
         try:
@@ -119,7 +121,7 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of each split: by shards in data/, else by the names of folders, else by the names of files."""
+    """Return the files of each split, by the shards in data/, else by folder names, else by file names."""
     names = {file: file.relative_to(folder).as_posix() for file in files}
     shards: dict[str, list[Path]] = {}
     for file, name in names.items():
@@ -131,8 +133,8 @@ def split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     for patterns, matches in ((FOLDER_PATTERNS, _is_in_folder_named), (NAME_PATTERNS, _is_named)):
         splits: dict[str, list[Path]] = {}
         for split, words in SPLIT_WORDS.items():
-            wanted = [pattern.format(word=word, mark="[-._ 0-9]") for word in words for pattern in patterns]
-            members = (file for pattern in wanted for file, name in names.items() if matches(name, pattern))
+            regexes = [pattern.format(word=word, mark="[-._ 0-9]") for word in words for pattern in patterns]
+            members = (file for regex in regexes for file, name in names.items() if matches(name, regex))
             splits[split] = list(dict.fromkeys(members))  # in the order of the patterns, as datasets reads them
         if any(splits.values()):
             return {split: members for split, members in splits.items() if members}
@@ -148,12 +150,12 @@ def _is_named(name: str, pattern: str) -> bool:
 
 
 def _visible_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match, sorted; hidden files and folders and those that begin with two underscores are left out.
+    """Return the files that match, sorted, without hidden files and folders and those that begin with two underscores.
 
-    Links to folders are not followed, as in datasets: one may lead back to where it stands. They are named to the user.
+    As in datasets, links to folders are not followed, because one may lead back to its own folder. The user is told about them.
     """
     try:
-        matches = sorted((found.relative_to(folder).as_posix(), found) for found in folder.glob(pattern))
+        matches = sorted((path.relative_to(folder).as_posix(), path) for path in folder.glob(pattern))
     except (ValueError, NotImplementedError) as error:
         raise RequestError(f"pattern {pattern!r} is not a glob ({error}); use for example '**/*.txt'") from None
 
@@ -161,27 +163,28 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
         parts = name.split("/")
         return any(part.startswith(".") for part in parts) or any(part.startswith("__") for part in parts[:-1])
 
-    visible = [found for name, found in matches if not is_hidden(name)]
-    links = [found for found in visible if found.is_symlink() and not found.is_file()]
-    _say_left_out(folder, links, "links to folders, or to nothing, are not followed")
-    return [found for found in visible if found.is_file()]
+    visible = [path for name, path in matches if not is_hidden(name)]
+    links = [path for path in visible if path.is_symlink() and not path.is_file()]
+    _report_left_out(folder, links, "links to folders, or to nothing, are not followed")
+    return [path for path in visible if path.is_file()]
 
 
 def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None) -> DataFiles:
     """Return the text files of a folder.
 
-    A folder of .txt files has splits. In a folder of other texts, such as code, each file is a document.
+    A folder of .txt files may have splits. In a folder of other texts, such as code, each file is a document of the training.
     """
-    suffixes = {file: {suffix_of(file), file.suffix.lower()} for file in files}
-    readable = [file for file in files if kind_of(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
-    data = [file for file in readable if file.name not in NO_DATA]
-    if data and all(suffix_of(file) == ".txt" for file in data):
-        return _chosen_splits(folder, files, declared or split_files(folder, data), "text")
-    _say_left_out(folder, [file for file in files if file not in set(readable)], "no text")
+    suffixes = {file: {data_suffix(file), file.suffix.lower()} for file in files}
+    readable = [file for file in files if file_kind(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
+    data = [file for file in readable if file.name not in METADATA_FILES]
+    if data and all(data_suffix(file) == ".txt" for file in data):
+        return _make_data_files(folder, files, declared or split_files(folder, data), "text")
+    _report_left_out(folder, [file for file in files if file not in set(readable)], "no text")
     return DataFiles(kind="text", training=tuple(readable))
 
 
-def _chosen_splits(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
+def _make_data_files(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
+    """Return the files of the training and evaluation splits. Tell the user about the others."""
     if "train" not in splits:
         raise RequestError(
             f"{folder} has no split 'train'; its files are of {', '.join(splits)}; name the files to train on train*, "
@@ -189,13 +192,13 @@ def _chosen_splits(folder: Path, files: Sequence[Path], splits: dict[str, list[P
         )
     for split, members in splits.items():
         if split not in ("train", EVALUATION_SPLIT):
-            _say_left_out(folder, members, f"split {split} is left alone")
+            _report_left_out(folder, members, f"split {split} is left alone")
     used = {file for members in splits.values() for file in members}
-    _say_left_out(folder, [file for file in files if file not in used], "not of the data's kind or of no split")
+    _report_left_out(folder, [file for file in files if file not in used], "not of the data's kind or of no split")
     return DataFiles(kind=kind, training=tuple(splits["train"]), evaluation=tuple(splits.get(EVALUATION_SPLIT, ())))
 
 
-def _say_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
+def _report_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
     if files:
         names = [file.relative_to(folder).as_posix() for file in files]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
@@ -203,7 +206,7 @@ def _say_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
 
 
 def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:
-    """Return the splits that the head of the folder's README.md names, as the Hub writes it, or None if it names none."""
+    """Return the splits that the head of the folder's README.md declares in the Hub's format, or None."""
     readme = folder / "README.md"
     if not readme.is_file():
         return None
@@ -225,9 +228,9 @@ def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path
         config = _default_config(readme, configs)
         if "data_files" not in config:
             return None
-        patterns = _patterns_of(config["data_files"])
+        patterns = _split_patterns(config["data_files"])
         base = folder / config.get("data_dir", "")
-        matches = {split: _matches(base, wanted) for split, wanted in patterns.items()}
+        matches = {split: _find_matches(base, globs) for split, globs in patterns.items()}
     except (TypeError, KeyError, AttributeError):
         raise RequestError(f"`configs` in {readme} is not as the Hub writes it; mend it, or remove the file") from None
     splits = {split: [file for file in files if file in members] for split, members in matches.items()}
@@ -238,6 +241,7 @@ def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path
 
 
 def _default_config(readme: Path, configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the only or the default one of several data sets. Raise RequestError if there is no default."""
     if len(configs) == 1:
         return configs[0]
     for config in configs:
@@ -247,18 +251,20 @@ def _default_config(readme: Path, configs: list[dict[str, Any]]) -> dict[str, An
     raise RequestError(f"{readme} names several data sets ({names}); give the files or the folder of one")
 
 
-def _patterns_of(data_files: Any) -> dict[str, list[str]]:
-    def listed(value: Any) -> list[str]:
+def _split_patterns(data_files: Any) -> dict[str, list[str]]:
+    """Return the globs of each split."""
+
+    def as_list(value: Any) -> list[str]:
         return [value] if isinstance(value, str) else list(value)
 
     if isinstance(data_files, dict):
-        return {split: listed(paths) for split, paths in data_files.items()}
+        return {split: as_list(paths) for split, paths in data_files.items()}
     if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
-        return {entry["split"]: listed(entry["path"]) for entry in data_files}
-    return {"train": listed(data_files)}
+        return {entry["split"]: as_list(entry["path"]) for entry in data_files}
+    return {"train": as_list(data_files)}
 
 
-def _matches(base: Path, patterns: Sequence[str]) -> set[Path]:
-    """Return the files that one of the globs matches. A last ``**`` stands for files at any depth."""
+def _find_matches(base: Path, patterns: Sequence[str]) -> set[Path]:
+    """Return the files that match one of the globs. A ``**`` at the end stands for files at any depth."""
     globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
     return {file for pattern in globs for file in base.glob(pattern)}

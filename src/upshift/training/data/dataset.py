@@ -1,4 +1,4 @@
-"""Turn a data path into tokenized sequences, and check them against the model, once for the plan and the run."""
+"""Turn a data path into tokenized sequences, and check them against the model. The plan and the run share the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
-from upshift.training.batches.plan_layout import objective_of
+from upshift.training.batches.plan_layout import find_objective
 from upshift.training.data.corpus import CorpusSummary, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
@@ -34,8 +34,10 @@ from upshift.training.data.tokens import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingData:
+    """The tokenized data of a run."""
+
     training: Sequences
-    evaluation: Sequences | None  # None: too little data to hold any out
+    evaluation: Sequences | None  # None: there is too little data to hold any out
     objective: Objective
     histogram: LengthHistogram
     summary: CorpusSummary
@@ -43,9 +45,9 @@ class TrainingData:
 
     @cached_property
     def folder(self) -> Path:
-        """Return a folder with the saved data. The trials and the run share the folder, and it is removed with the data."""
+        """Return a folder with the saved data. Trials and the run share it. It is removed with this object."""
         folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
-        weakref.finalize(self, _remove, folder, os.getpid())
+        weakref.finalize(self, _remove_in_process, folder, os.getpid())
         save_data(self, folder)
         return folder
 
@@ -61,12 +63,12 @@ def prepare_data(
 ) -> TrainingData:
     """Read, tokenize and cut the data. Raise RequestError for data that the model cannot be trained on.
 
-    ``tokenizer``: None takes the model's own. ``sequence_length``: None takes the default for the model.
+    Without ``tokenizer`` the model's own is used, and without ``sequence_length`` the model's default.
     """
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = read_corpus(data_path, text_column=text_column)
-    tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
-    objective = _objective(source, tokenizer)
+    tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
+    objective = _find_objective(source, tokenizer)
     if not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
@@ -81,10 +83,10 @@ def prepare_data(
             f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
             "it trains on the first and the second half of a text; leave labels out, or use another model"
         )
-    training = _with_labels(cut_sequences(tokenized, length), objective, corpus.origin)
+    training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
     if not len(training):
         raise RequestError(f"{data_path} has no sequence of two or more tokens with something to learn; give more text")
-    evaluation = None if held_out is None else _with_labels(cut_sequences(held_out, length), objective, "the held-out data")
+    evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
     return TrainingData(
         training=training,
         evaluation=evaluation if evaluation is not None and len(evaluation) else None,
@@ -95,49 +97,51 @@ def prepare_data(
     )
 
 
-def _with_labels(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
-    """Return the sequences that have a label to learn. A batch of the others would have no mean."""
+def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
+    """Return the sequences that have a label that counts. A batch without any would have no mean loss."""
     if sequences.labels is None:
         return sequences
     has_labels = objective.counted_labels(sequences, np.arange(len(sequences))) > 0
     if not has_labels.all():
         say_once(f"{origin}: {int((~has_labels).sum())} sequences without a label to learn are left out")
-    return sequences.chosen(np.flatnonzero(has_labels))
+    return sequences.select(np.flatnonzero(has_labels))
 
 
-def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
-    on_disk = Path(source.reference).exists()
-    if on_disk and source.directory is None:
-        if needed:
+def _load_own_tokenizer(source: ModelSource, *, is_needed: bool) -> Any | None:
+    """Return the model's own tokenizer, or None if it has none. Raise RequestError if it is needed."""
+    is_on_disk = Path(source.reference).exists()
+    if is_on_disk and source.directory is None:
+        if is_needed:
             raise RequestError(
                 f"{source.reference} is a config without a tokenizer beside it; "
                 "give a model directory with a tokenizer, or data with a column input_ids"
             )
         return None
     try:
-        return load_tokenizer(source.directory if on_disk and source.directory else source.reference)
+        return load_tokenizer(source.directory if is_on_disk and source.directory else source.reference)
     except RequestError:
-        if needed:
+        if is_needed:
             raise
         return None
 
 
-def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
-    objective = objective_of(source, tokenizer=tokenizer)
-    if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
-        seen = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
-        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**seen)
+def _find_objective(source: ModelSource, tokenizer: Any | None) -> Objective:
+    """Return the objective of the model, with the token ids of the tokenizer."""
+    objective = find_objective(source, tokenizer=tokenizer)
+    if tokenizer is None:  # find_objective then masks with token 0, which is right for trials only
+        of_model = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
+        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**of_model)
     if objective.pad_token_id >= (objective.vocab_size or 0):
-        return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
+        return objective.changed(pad_token_id=0)  # padding is never a label and never attended to, but it is embedded
     return objective
 
 
 def save_data(data: TrainingData, folder: Path) -> None:
-    """Save data for the processes of a run. ``load_data`` maps the arrays, so that all ranks share one copy in memory."""
-    for name, sequences in (("training", data.training), ("evaluation", data.evaluation)):
+    """Save data for the processes of a run. ``load_data`` maps the arrays, so all ranks share one copy in memory."""
+    for split, sequences in (("training", data.training), ("evaluation", data.evaluation)):
         if sequences is not None:
-            for array, values in sequences.arrays.items():
-                np.save(folder / f"{name}.{array}.npy", values)
+            for name, array in sequences.arrays.items():
+                np.save(folder / f"{split}.{name}.npy", array)
     document = {
         "sequence_length": data.training.sequence_length,
         "objective": data.objective.model_dump(),
@@ -149,29 +153,29 @@ def save_data(data: TrainingData, folder: Path) -> None:
         data.tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # a fork ends with the same data, and must not remove it
+def _remove_in_process(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked process ends with the same object, and must not remove the folder
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_data(folder: Path) -> TrainingData:
-    """Load saved data without the tokenizer. Loading one may start threads, and processes are yet to be forked."""
-    values = json.loads((folder / "data.json").read_bytes())
+    """Load saved data without the tokenizer. Loading a tokenizer may start threads, and processes are forked later."""
+    document = json.loads((folder / "data.json").read_bytes())
 
-    def sequences(name: str) -> Sequences | None:
-        if not (folder / f"{name}.tokens.npy").exists():
+    def load_sequences(split: str) -> Sequences | None:
+        if not (folder / f"{split}.tokens.npy").exists():
             return None
-        paths = {path.name.split(".")[1]: path for path in folder.glob(f"{name}.*.npy")}
-        arrays = {array: np.load(path, mmap_mode="r") for array, path in paths.items()}
-        return Sequences(**arrays, sequence_length=values["sequence_length"])
+        paths = {path.name.split(".")[1]: path for path in folder.glob(f"{split}.*.npy")}
+        arrays = {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
+        return Sequences(**arrays, sequence_length=document["sequence_length"])
 
-    training = sequences("training")
+    training = load_sequences("training")
     assert training is not None
     return TrainingData(
         training=training,
-        evaluation=sequences("evaluation"),
-        objective=Objective.model_validate(values["objective"]),
-        histogram=LengthHistogram.model_validate(values["histogram"]),
-        summary=CorpusSummary.model_validate(values["summary"]),
+        evaluation=load_sequences("evaluation"),
+        objective=Objective.model_validate(document["objective"]),
+        histogram=LengthHistogram.model_validate(document["histogram"]),
+        summary=CorpusSummary.model_validate(document["summary"]),
         tokenizer=None,
     )

@@ -1,7 +1,7 @@
-"""Read the rows of tables one after another, so that a table may be larger than memory: JSON, CSV, Parquet, Arrow.
+"""Read the rows of tables one after another: JSON, CSV, Parquet, Arrow. A table may be larger than memory.
 
-Each reader yields (place, row). The place names the file and the row for a message. A reader of a file with a schema first
-gives its columns to ``wanted``, which returns the columns to read.
+Each reader yields (place, row). The place names the file and the row for messages. A reader of a file with a schema first calls
+``choose_columns`` with the schema, and then reads the columns that it returns.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.training.data.data_files import open_data, suffix_of
+from upshift.training.data.data_files import data_suffix, open_data
 
 if TYPE_CHECKING:
     import pyarrow
 
 Row = tuple[str, dict[str, Any]]
-Wanted = Callable[["pyarrow.Schema", str], list[str]]
+ChooseColumns = Callable[["pyarrow.Schema", str], list[str]]
 READ_CHARACTERS = 2**20
-ARROW_ROWS = 1024  # at once in memory
+ARROW_ROWS = 1024  # rows in memory at once
 
 
 def read_json(file: Path) -> Iterator[Row]:
-    """Yield an object for each line, or, from a .json file, the objects of one array."""
+    """Yield one object for each line, or, from a .json file, the objects of one array."""
     with open_data(file) as handle:
-        may_be_array = suffix_of(file) == ".json"
+        may_be_array = data_suffix(file) == ".json"
         for number, line in enumerate(handle, start=1):
             if not line.removeprefix(BOM_UTF8).strip():
                 continue
@@ -41,23 +41,25 @@ def read_json(file: Path) -> Iterator[Row]:
                 break
             may_be_array = False
             place = f"{file}:{number}"
-            yield place, _object(_parse(line, place), place)
+            yield place, _check_object(_parse(line, place), place)
         else:
             return
     with open_data(file) as handle:
-        for number, record in enumerate(_array(handle, file), start=1):
+        for number, record in enumerate(_read_array(handle, file), start=1):
             place = f"{file} (record {number})"
-            yield place, _object(record, place)
+            yield place, _check_object(record, place)
 
 
-def _object(record: Any, place: str) -> dict[str, Any]:
+def _check_object(record: Any, place: str) -> dict[str, Any]:
+    """Return the record. Raise RequestError if it is not a JSON object."""
     if not isinstance(record, dict):
         shown = json.dumps(record)[:60]
         raise RequestError(f'{place} is not a JSON object: {shown}; write one object per line, as {{"text": ".."}}')
     return record
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raise ValueError if a key is repeated."""
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [name for name, _ in pairs]
@@ -67,65 +69,71 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: bytes, place: str) -> Any:
-    with _refusing_json(place, "write one JSON object per line"):
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+    with _checking_json(place, "write one JSON object per line"):
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
 
 
 @contextmanager
-def _refusing_json(place: str, instead: str) -> Iterator[None]:
+def _checking_json(place: str, advice: str) -> Iterator[None]:
     """Raise RequestError for bytes that are not UTF-8 text, and for text that is not JSON."""
     try:
         yield
     except UnicodeDecodeError:
         raise RequestError(f"{place} is not UTF-8 text; convert the file") from None
     except ValueError as error:
-        raise RequestError(f"{place} is not valid JSON ({error}); {instead}") from None
+        raise RequestError(f"{place} is not valid JSON ({error}); {advice}") from None
     except RecursionError:
         raise RequestError(f"{place} is nested too deeply for JSON; write flat objects") from None
 
 
-def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
-    """Yield the values of one JSON array. Only the part that is being decoded is in memory."""
-    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+def _read_array(handle: BinaryIO, file: Path) -> Iterator[Any]:
+    """Yield the values of one JSON array. Only the part that is decoded is in memory."""
+    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
-    buffer, wanted, at_end = "", READ_CHARACTERS, False
-    previous = ""  # the last part of the array that was read: "[", "," or "value"
-    with _refusing_json(str(file), "write an array of objects, or one object per line"):
+    buffer = ""
+    needed = READ_CHARACTERS  # characters in the buffer before the next value is decoded
+    is_at_end = False
+    previous = ""  # what was read last of the array: "[", "," or "value"
+    with _checking_json(str(file), "write an array of objects, or one object per line"):
         while True:
             buffer = buffer.lstrip(" \t\r\n")
-            if len(buffer) < wanted and not at_end:
-                more = text.read(wanted - len(buffer))
-                at_end = not more
-                buffer += more
+            if len(buffer) < needed and not is_at_end:
+                added = text.read(needed - len(buffer))
+                is_at_end = not added
+                buffer += added
                 continue
             if not previous:
-                buffer, previous = buffer[1:], "["
+                buffer = buffer[1:]
+                previous = "["
             elif buffer.startswith("]") and previous != ",":
                 break
             elif previous == "value" and buffer.startswith(","):
-                buffer, previous = buffer[1:], ","
+                buffer = buffer[1:]
+                previous = ","
             elif previous == "value":
                 raise ValueError(f"Expecting ',' or ']' before {buffer[:20]!r}" if buffer else "the array does not end")
             else:
                 try:
                     value, end = decoder.raw_decode(buffer)
                 except ValueError:
-                    if at_end:
+                    if is_at_end:
                         raise
-                    wanted = 2 * len(buffer) + READ_CHARACTERS
+                    needed = 2 * len(buffer) + READ_CHARACTERS
                     continue
                 yield value
-                buffer, wanted, previous = buffer[end:], READ_CHARACTERS, "value"
+                buffer = buffer[end:]
+                needed = READ_CHARACTERS
+                previous = "value"
         if (buffer[1:] + text.read()).strip():
             raise ValueError("more follows after the array")
 
 
 def read_csv(file: Path) -> Iterator[Row]:
-    """Yield the rows of a table whose first line names the columns. Tabs divide the fields of a .tsv file."""
+    """Yield the rows of a table whose first line names the columns. The fields of a .tsv file are divided by tabs."""
     csv.field_size_limit(sys.maxsize)
     with open_data(file) as handle:
         text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
-        rows = csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        rows = csv.reader(text, delimiter="\t" if data_suffix(file) == ".tsv" else ",", strict=True)
         header: list[str] | None = None
         try:
             for row in rows:
@@ -149,13 +157,14 @@ def read_csv(file: Path) -> Iterator[Row]:
 
 
 def check_column_names(names: Sequence[str], place: str) -> None:
-    """Raise RequestError if two columns have one name: no rule says which of them is meant."""
+    """Raise RequestError if two columns have the same name, because then it is not clear which one is meant."""
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise RequestError(f"{place}: the header names column {repeated!r} twice; give each column a name of its own")
 
 
 def need_pyarrow(purpose: str) -> Any:
+    """Import pyarrow. Raise MissingExtra if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -165,21 +174,22 @@ def need_pyarrow(purpose: str) -> Any:
     return pyarrow
 
 
-def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
+def read_parquet(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
+    """Yield the rows of a Parquet file."""
     arrow = need_pyarrow("reading parquet")
     try:
         with open_data(file) as opened:
-            source = opened if suffix_of(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
+            source = opened if data_suffix(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
             handle = arrow.parquet.ParquetFile(source, pre_buffer=False)
-            columns = wanted(handle.schema_arrow, str(file))
+            columns = choose_columns(handle.schema_arrow, str(file))
             batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS, use_threads=False)
-            yield from rows_of(batches, str(file))
+            yield from rows_of_batches(batches, str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "parquet", error) from None
 
 
-def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
-    """Yield the rows of a file in Arrow's stream format, as datasets writes it, or in its file format."""
+def read_arrow(file: Path, choose_columns: ChooseColumns) -> Iterator[Row]:
+    """Yield the rows of a file in Arrow's stream format, which datasets writes, or in its file format."""
     arrow = need_pyarrow("reading .arrow files")
     try:
         with open_data(file) as opened:
@@ -190,8 +200,8 @@ def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
             else:
                 reader = arrow.ipc.open_stream(opened)
                 batches = iter(reader)
-            columns = wanted(reader.schema, str(file))
-            yield from rows_of((batch.select(columns) for batch in batches), str(file))
+            columns = choose_columns(reader.schema, str(file))
+            yield from rows_of_batches((batch.select(columns) for batch in batches), str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "arrow", error) from None
 
@@ -201,43 +211,47 @@ def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
     return RequestError(f"{file} is not a complete {kind} file ({reason}); copy or write it again")
 
 
-def rows_of(batches: Iterator[Any], origin: str) -> Iterator[Row]:
+def rows_of_batches(batches: Iterator[Any], origin: str) -> Iterator[Row]:
     """Yield the rows of Arrow batches, with texts as str and lists of numbers as arrays."""
     number = 0
     for batch in batches:
         for start in range(0, batch.num_rows, ARROW_ROWS):
-            part = batch.slice(start, ARROW_ROWS)
-            values = [_values(part.column(name), name, f"{origin} row {number + 1} or later") for name in part.schema.names]
-            for row in zip(*values, strict=True):
+            rows = batch.slice(start, ARROW_ROWS)
+            names = rows.schema.names
+            place = f"{origin} row {number + 1} or later"
+            columns = [_column_values(rows.column(name), name, place) for name in names]
+            for values in zip(*columns, strict=True):
                 number += 1
-                yield f"{origin} row {number}", dict(zip(part.schema.names, row, strict=True))
+                yield f"{origin} row {number}", dict(zip(names, values, strict=True))
 
 
-def _values(column: Any, name: str, place: str) -> list[Any]:
+def _column_values(column: Any, name: str, place: str) -> list[Any]:
+    """Return the values of an Arrow column, lists of numbers as arrays."""
     import pyarrow
     import pyarrow.types as kinds
 
     if isinstance(column, pyarrow.ChunkedArray):
         column = column.combine_chunks()
     if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
-        try:  # other lists, too: Arrow 26 casts a list_view of bytes to half of its rows
+        try:  # also for the other kinds of lists: Arrow 26 casts a list_view of bytes to half of its rows
             return list(column.to_pylist())
-        except UnicodeDecodeError:  # Arrow's files are read without a look at their bytes
+        except UnicodeDecodeError:  # Arrow reads files without checking their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
     numbers = column.flatten()
     values = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
     arrays: list[Any] = np.split(values, np.cumsum(lengths)[:-1])
-    if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no empty integer: all became floats
+    if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no missing integer, so all became floats
         arrays = [array if np.isnan(array).any() else array.astype(np.int64) for array in arrays]
-    return [None if missing else array for missing, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
+    return [None if is_null else array for is_null, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
 
 
 def is_number_list(kind: Any) -> bool:
+    """Return whether an Arrow type is a list of numbers."""
     import pyarrow.types as kinds
 
-    of_list = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list, kinds.is_list_view, kinds.is_large_list_view)
-    if not any(check(kind) for check in of_list):
+    list_checks = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list, kinds.is_list_view, kinds.is_large_list_view)
+    if not any(check(kind) for check in list_checks):
         return False
-    of_number = (kinds.is_integer, kinds.is_floating, kinds.is_boolean)
-    return any(check(kind.value_type) for check in of_number)
+    number_checks = (kinds.is_integer, kinds.is_floating, kinds.is_boolean)
+    return any(check(kind.value_type) for check in number_checks)

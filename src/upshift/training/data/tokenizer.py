@@ -1,9 +1,10 @@
 """Turn text into tokens: train a small byte-level BPE, load a model's own tokenizer, and tokenize a corpus in parallel.
 
-This module decides what stands around a document: what the tokenizer itself adds (BOS, CLS .. SEP), then EOS when it has one
-and has not added it. Of these, what the text begins or ends with already is not added again. Documents above 256 Ki characters
-are tokenized in pieces cut after a line break, because one text uses one core. A tokenizer that marks the start of a text may
-see one extra mark per piece. Token ids go to disk once they are many.
+This module decides which ids stand around a document: those that the tokenizer itself adds (BOS, CLS .. SEP), then EOS if the
+tokenizer has one and has not added it. Ids with which the text already begins or ends are not added again.
+
+Documents above 256 Ki characters are cut into pieces after a line break, because one text is tokenized on one core. A tokenizer
+that marks the start of a text may add one more mark for each piece. Many token ids are kept on disk.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES = 2**22
-MIN_BYTE_VOCABULARY = 257  # 256 bytes and the end of text
-Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
+MIN_BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+Progress = Callable[[int, int], None]  # gets the bytes that are done, and all bytes
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a GPT-2 style tokenizer. It may end up smaller than `vocab_size` on little text."""
+    """Train a GPT-2 style tokenizer. On little text it may be smaller than ``vocab_size``."""
     if vocab_size < MIN_BYTE_VOCABULARY:
         raise RequestError(f"vocab_size={vocab_size} is too few for byte-level BPE; use {MIN_BYTE_VOCABULARY} or more")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -57,31 +58,31 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
 
 
 def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or hub id. Code from the directory is never run."""
+    """Load the tokenizer of a model directory or a hub id. Code from the directory never runs."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
-    except Exception as error:  # the loaders of transformers and tokenizers raise many types, bare Exception among them
+    except Exception as error:  # transformers and tokenizers raise many types, bare Exception among them
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]
-        raise _no_tokenizer(model_dir, reason) from None
+        raise _missing_tokenizer(model_dir, reason) from None
     # Without vocabulary files transformers builds an empty tokenizer instead of failing.
     if not tokenizer or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise _no_tokenizer(model_dir, "it has no vocabulary")
+        raise _missing_tokenizer(model_dir, "it has no vocabulary")
     return tokenizer
 
 
 def tokenize(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, *, progress: Progress | None = None
 ) -> TokenizedCorpus:
-    """Return the token ids of documents. Documents that are tokenized already are taken as they are."""
+    """Return the token ids of documents. Documents that are already tokenized stay as they are."""
     ids = TokenFile(np.uint16)
     labels: TokenFile | None = None
     offsets = array("q", [0])
-    pieces: list[_Piece] = []
+    pieces: list[_TextPiece] = []
     batch_bytes = 0
-    meter = _Meter(documents, progress)
-    around: tuple[list[int], list[int]] | None = None
+    byte_progress = _ByteProgress(documents, progress)
+    ids_around: tuple[list[int], list[int]] | None = None
     for document in documents:
         if isinstance(document, TokenRow):
             ids.add(document.ids)
@@ -89,43 +90,44 @@ def tokenize(
                 labels = labels or TokenFile(np.int32)
                 labels.add(document.labels)
             offsets.append(ids.length)
-            meter.add(document.ids.nbytes)
+            byte_progress.add(document.ids.nbytes)
             continue
         if tokenizer is None:
             raise RequestError("the data is text and there is no tokenizer; give one, or data with a column input_ids")
-        around = around or _around(tokenizer)
-        for piece in _pieces(document):
+        ids_around = ids_around or _ids_around_document(tokenizer)
+        for piece in _cut_text(document):
             pieces.append(piece)
             batch_bytes += len(piece.text)
             if batch_bytes >= BATCH_BYTES:
-                _encode(pieces, tokenizer, around, ids, offsets)
-                meter.add(sum(_num_bytes(piece.text) for piece in pieces))
-                pieces, batch_bytes = [], 0
-    if pieces and tokenizer is not None and around is not None:
-        _encode(pieces, tokenizer, around, ids, offsets)
-    meter.finish()
+                _encode(pieces, tokenizer, ids_around, ids, offsets)
+                byte_progress.add(sum(_num_bytes(piece.text) for piece in pieces))
+                pieces = []
+                batch_bytes = 0
+    if pieces and tokenizer is not None and ids_around is not None:
+        _encode(pieces, tokenizer, ids_around, ids, offsets)
+    byte_progress.finish()
     return TokenizedCorpus(
         tokens=ids.finish(), offsets=np.array(offsets, np.int64), labels=None if labels is None else labels.finish()
     )
 
 
 def _encode(
-    pieces: list[_Piece], tokenizer: Any, around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
+    pieces: list[_TextPiece], tokenizer: Any, ids_around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
 ) -> None:
     texts = [piece.text for piece in pieces]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    before, after = around
-    for piece, found in zip(pieces, encoded, strict=True):
+    ids_before, ids_after = ids_around
+    for piece, piece_ids in zip(pieces, encoded, strict=True):
         if piece.is_first:
-            ids.add(before[: len(before) - _overlap(before, found)])
-        ids.add(found)
+            ids.add(ids_before[: len(ids_before) - _overlap(ids_before, piece_ids)])
+        ids.add(piece_ids)
         if piece.is_last:
-            ids.add(after[_overlap(found, after) :])
+            ids.add(ids_after[_overlap(piece_ids, ids_after) :])
             offsets.append(ids.length)
 
 
 def _overlap(first: list[int], second: list[int]) -> int:
-    """Return how many ids at the end of the first are the beginning of the second."""
+    """Return how many ids at the end of the first list are also the beginning of the second."""
     longest = min(len(first), len(second))
     return next((count for count in range(longest, 0, -1) if first[-count:] == second[:count]), 0)
 
@@ -137,7 +139,7 @@ def tokenize_corpus(
     sequence_length: int,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Return training and evaluation. Without an evaluation split the last documents are held out."""
+    """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out."""
     training = tokenize(corpus.documents, tokenizer, progress=progress)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
@@ -147,49 +149,56 @@ def tokenize_corpus(
     return training, evaluation
 
 
-def _no_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
+def _missing_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
     return RequestError(
         f"{model_dir} has no tokenizer that loads ({reason}); save one there with tokenizer.save_pretrained, "
         "name another directory, or give data with a column input_ids"
     )
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the ids before and after a document, found by encoding a letter with and without them."""
-    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+def _ids_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the ids before and after a document. They are found by encoding a letter with and without special tokens."""
+    letter: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
-    starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
+    starts = (index for index in range(len(full) - len(letter) + 1) if full[index : index + len(letter)] == letter)
     start = next(starts, None)
-    before, after = ([], []) if start is None or not plain else (full[:start], full[start + len(plain) :])
+    ids_before: list[int] = []
+    ids_after: list[int] = []
+    if start is not None and letter:
+        ids_before = full[:start]
+        ids_after = full[start + len(letter) :]
     eos = tokenizer.eos_token_id
-    if eos is not None and eos not in after:
-        after = [*after, eos]
-    return before, after
+    if eos is not None and eos not in ids_after:
+        ids_after = [*ids_after, eos]
+    return ids_before, ids_after
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TextPiece:
     text: str
     is_first: bool
     is_last: bool
 
 
-def _pieces(document: str | TextFile) -> Iterator[_Piece]:
-    """Yield a document in pieces that are cut after line breaks, without holding the text of a file in memory."""
-    parts = iter([document]) if isinstance(document, str) else document.pieces()
-    rest, is_first = "", True
-    for part in parts:
-        text, start = rest + part, 0
+def _cut_text(document: str | TextFile) -> Iterator[_TextPiece]:
+    """Yield a document in pieces that are cut after line breaks. The text of a file is never in memory as a whole."""
+    blocks = iter([document]) if isinstance(document, str) else document.pieces()
+    remaining = ""
+    is_first = True
+    for block in blocks:
+        text = remaining + block
+        start = 0
         while len(text) - start > PIECE_CHARACTERS:
             end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-            yield _Piece(text[start:end], is_first, False)
-            start, is_first = end, False
-        rest = text[start:]
-    yield _Piece(rest, is_first, True)
+            yield _TextPiece(text[start:end], is_first, False)
+            start = end
+            is_first = False
+        remaining = text[start:]
+    yield _TextPiece(remaining, is_first, True)
 
 
-class _Meter:
-    """A meter of how many bytes are done: of texts in memory, or, of files, of about as many as the files have."""
+class _ByteProgress:
+    """Report how many bytes are done, of texts in memory or, approximately, of files."""
 
     def __init__(self, documents: Iterable[Document], progress: Progress | None) -> None:
         self._progress = progress

@@ -1,13 +1,11 @@
-"""Hold tokens and cut them into sequences: one flat array of token ids, document borders, and sequences as (start, length).
+"""Hold tokens and cut them into sequences.
 
-The flat array is in memory, or it is a file of the cache that is mapped into memory, so that data may be larger than memory.
+Token ids lie in one flat array with document borders. A sequence is a part (start, length) of it, of at most
+``sequence_length`` tokens of one document. Long documents are cut into consecutive pieces. A piece shorter than two tokens is
+dropped, because it predicts nothing.
 
-A sequence is a piece of at most `sequence_length` tokens of ONE document. Long documents are cut into consecutive
-pieces; a piece shorter than two tokens is dropped, because it predicts nothing.
-
-Collect token ids: in memory while they are few, then in a file of the cache that is mapped into memory.
-
-The file has no name, so that nothing is left of it when the process ends, however it ends.
+The flat array is in memory or, if it is large, in a file of the cache that is mapped into memory. The file has no name, so
+nothing is left of it when the process ends.
 """
 
 from __future__ import annotations
@@ -33,9 +31,11 @@ MAX_EVALUATION_SEQUENCES = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizedCorpus:
-    tokens: NDArray[Any]  # uint16 when every id fits, else int32
+    """The token ids of documents in one flat array."""
+
+    tokens: NDArray[Any]  # uint16 if every id fits, else int32
     offsets: NDArray[np.int64]  # document d is tokens[offsets[d]:offsets[d + 1]]
-    labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens themselves
+    labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens are the labels
 
     @property
     def num_documents(self) -> int:
@@ -47,6 +47,7 @@ class TokenizedCorpus:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]]) -> TokenizedCorpus:
+        """Join documents. Raise RequestError for ids that no vocabulary has."""
         arrays = [np.asarray(document) for document in documents]
         lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -67,6 +68,8 @@ class TokenizedCorpus:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
+    """Sequences as parts of a flat array of token ids."""
+
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -83,23 +86,24 @@ class Sequences:
         return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
     def num_labels(self, members: NDArray[np.int64], *, first: int) -> NDArray[np.int64]:
-        """Return the number of labels that count in each sequence, from position ``first`` on: 1 if labels are shifted."""
+        """Return how many labels of each sequence count, from position ``first`` on, which is 1 if labels are shifted."""
         if self.labels is None:
             return np.maximum(self.lengths[members] - first, 0)
         spans = zip(self.starts[members].tolist(), self.lengths[members].tolist(), strict=True)
         counts = [np.count_nonzero(self.labels[start + first : start + length] != IGNORED) for start, length in spans]
         return np.array(counts, np.int64)
 
-    def chosen(self, members: NDArray[np.int64]) -> Sequences:
+    def select(self, members: NDArray[np.int64]) -> Sequences:
         return replace(self, starts=self.starts[members], lengths=self.lengths[members])
 
 
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
+    """Cut documents into sequences of at most ``sequence_length`` tokens."""
     if sequence_length < 2:
         raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2")
-    pieces = _num_pieces(tokenized, sequence_length)
-    document = np.repeat(np.arange(tokenized.num_documents), pieces)
-    piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    num_pieces = _count_pieces(tokenized, sequence_length)
+    document = np.repeat(np.arange(tokenized.num_documents), num_pieces)
+    piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     starts = tokenized.offsets[document] + piece_in_document * sequence_length
     lengths = np.minimum(sequence_length, tokenized.offsets[document + 1] - starts)
     return Sequences(
@@ -110,27 +114,28 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
     """Split the last documents off for evaluation: about 2 % of the sequences, at least 1, at most 64.
 
-    Hold out whole documents if they fit in that number, else the tail of the last document. Return None in place of the
-    second part if there are fewer than two sequences.
+    Hold out whole documents if they fit into that number, else the end of the last document. If there are fewer than two
+    sequences, return None in place of the evaluation corpus.
     """
-    pieces = _num_pieces(tokenized, sequence_length)
-    total = int(pieces.sum())
+    num_pieces = _count_pieces(tokenized, sequence_length)
+    total = int(num_pieces.sum())
     if total < 2:
         return tokenized, None
-    wanted = min(max(round(total * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
-    from_the_end = np.cumsum(pieces[::-1])
-    whole_documents = int(np.searchsorted(from_the_end, wanted, side="right"))
+    num_held_out = min(max(round(total * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
+    from_the_end = np.cumsum(num_pieces[::-1])
+    whole_documents = int(np.searchsorted(from_the_end, num_held_out, side="right"))
     if whole_documents and from_the_end[whole_documents - 1] > 0:
         document = tokenized.num_documents - whole_documents
-        return _documents(tokenized, 0, document), _documents(tokenized, document, tokenized.num_documents)
-    last = int(np.flatnonzero(pieces)[-1])
-    cut = int(tokenized.offsets[last] + (pieces[last] - wanted) * sequence_length)
-    train = _part(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
-    evaluation = _part(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
+        return _slice_documents(tokenized, 0, document), _slice_documents(tokenized, document, tokenized.num_documents)
+    last = int(np.flatnonzero(num_pieces)[-1])
+    cut = int(tokenized.offsets[last] + (num_pieces[last] - num_held_out) * sequence_length)
+    train = _slice_corpus(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
+    evaluation = _slice_corpus(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
     return train, evaluation
 
 
 def check_vocabulary(tokenized: TokenizedCorpus, vocab_size: int) -> None:
+    """Raise RequestError if the data has an id outside of the vocabulary."""
     highest = int(tokenized.tokens.max(initial=0))
     if tokenized.labels is not None:
         highest = max(highest, int(tokenized.labels.max(initial=0)))
@@ -154,29 +159,30 @@ def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHist
     )
 
 
-def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
-    """Return the number of pieces of two or more tokens in each document. Only a last piece can be a single token."""
+def _count_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
+    """Return how many pieces of at least two tokens each document has. Only its last piece can be shorter."""
     lengths = np.diff(tokenized.offsets)
-    whole, rest = np.divmod(lengths, sequence_length)
-    return np.asarray(whole + (rest >= 2), np.int64)
+    num_full, remainder = np.divmod(lengths, sequence_length)
+    return np.asarray(num_full + (remainder >= 2), np.int64)
 
 
-def _documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
-    start, stop = int(tokenized.offsets[first]), int(tokenized.offsets[end])
-    return _part(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
+def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
+    start = int(tokenized.offsets[first])
+    stop = int(tokenized.offsets[end])
+    return _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
 
 
-def _part(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
+def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
     labels = None if tokenized.labels is None else tokenized.labels[start:stop]
     return TokenizedCorpus(tokens=tokenized.tokens[start:stop], offsets=offsets, labels=labels)
 
 
 IN_MEMORY_BYTES = 8 * MIB
-CHUNK = 2**18  # numbers that are written at once
+CHUNK_SIZE = 2**18  # numbers written at once
 
 
 class TokenFile:
-    """A growing flat array of integers. uint16 becomes int32 at the first id that needs it."""
+    """A growing flat array of integers. uint16 becomes int32 at the first number that needs it."""
 
     def __init__(self, dtype: Any) -> None:
         self.length = 0
@@ -190,42 +196,46 @@ class TokenFile:
             self._pending.append(np.asarray(numbers, np.int32))
             self._num_pending += len(numbers)
             self.length += len(numbers)
-            if self._num_pending >= CHUNK:
+            if self._num_pending >= CHUNK_SIZE:
                 self._flush()
 
     def finish(self) -> NDArray[Any]:
-        """Return all numbers, read-only. Nothing can be added any more."""
+        """Return all numbers, read-only. Nothing can be added afterwards."""
         self._flush()
         if self.length * self._dtype.itemsize <= IN_MEMORY_BYTES:
             self._file.seek(0)
             return np.frombuffer(self._file.read(), self._dtype)
-        self._guarded(self._file.flush)
+        self._write(self._file.flush)
         return np.memmap(self._file, self._dtype, mode="r", shape=(self.length,))
 
     def _flush(self) -> None:
         if not self._pending:
             return
         numbers = np.concatenate(self._pending)
-        self._pending, self._num_pending = [], 0
+        self._pending = []
+        self._num_pending = 0
         if self._dtype == np.uint16 and int(numbers.max()) >= 2**16:
             self._widen()
-        self._guarded(self._file.write, numbers.astype(self._dtype).tobytes())
+        self._write(self._file.write, numbers.astype(self._dtype).tobytes())
 
     def _widen(self) -> None:
-        narrow, self._file = self._file, self._new_file()
+        """Rewrite the file of uint16 numbers as int32."""
+        narrow_file = self._file
+        self._file = self._new_file()
         self._dtype = np.dtype(np.int32)
-        narrow.seek(0)
-        while chunk := narrow.read(CHUNK * 2):
-            self._guarded(self._file.write, np.frombuffer(chunk, np.uint16).astype(np.int32).tobytes())
-        narrow.close()
+        narrow_file.seek(0)
+        while chunk := narrow_file.read(CHUNK_SIZE * 2):
+            self._write(self._file.write, np.frombuffer(chunk, np.uint16).astype(np.int32).tobytes())
+        narrow_file.close()
 
     def _new_file(self) -> Any:
         folder = read_settings().cache_dir
-        with suppress(OSError):  # a folder that cannot be made is missed where it is needed, which is for much data only
+        with suppress(OSError):  # without the folder writing fails later, and only much data is written there
             folder.mkdir(parents=True, exist_ok=True)
         return tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115
 
-    def _guarded(self, write: Any, *arguments: Any) -> Any:
+    def _write(self, write: Any, *arguments: Any) -> Any:
+        """Call ``write``. Raise RequestError if it fails, for example because the disk is full."""
         try:
             return write(*arguments)
         except OSError as error:

@@ -1,1 +1,1 @@
-"""Let ranks share a model: their places, their parts of the model, and their common operations."""
+"""Let ranks share a model: the mesh of ranks, each rank's part of the model, and the collectives between them."""

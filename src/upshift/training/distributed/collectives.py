@@ -1,12 +1,11 @@
-"""Exchange an activation among the ranks of a group, and its gradient on the way back.
+"""Exchange an activation among the ranks of a group in the forward pass, and its gradient in the backward pass.
 
-Ranks of tensor parallelism meet where they begin to share a layer's matrices, and where they end to (Shoeybi et al. 2019,
-section 3). With sequence parallelism they gather the tokens there, and sum and share them again (Korthikanti et al. 2022,
-section 4.2). Nothing is written over: recomputation must keep the product as it was.
+Ranks of tensor parallelism exchange before and after the matrices of a layer that they share (Shoeybi et al. 2019, section 3).
+With sequence parallelism they gather the tokens before, and reduce and scatter them after (Korthikanti et al. 2022, section
+4.2). No tensor is overwritten, because recomputation needs the products as they were.
 
-Keep only a rank's own tokens of a gathered tensor until the backward pass, and gather it again there.
-
-The tensor is gathered again once, however many matrices read it (Korthikanti et al. 2022, section 4.2.2).
+Instead of a gathered tensor, a rank can keep its own tokens until the backward pass and gather them again there: once, however
+many matrices read the tensor (Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -21,85 +20,94 @@ import torch.distributed as dist
 from upshift.internals.torch_names import COLLECTIVES, STORAGE
 
 TOKENS = 1  # the dimension of hidden states [batch, tokens, hidden]
-Way = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
-_ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+_ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; parallelize.py checks its operators
 
 
-class Exchanged(torch.autograd.Function):
-    """An exchange that calls ``there`` on the tensor going forward, and ``back`` on its gradient."""
+class Exchange(torch.autograd.Function):
+    """Call ``forward_op`` on the tensor in the forward pass, and ``backward_op`` on its gradient in the backward pass."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
-        context.group, context.back = group, back
-        return there(tensor, group)
+    def forward(
+        context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, forward_op: Collective, backward_op: Collective
+    ) -> torch.Tensor:
+        context.group = group
+        context.backward_op = backward_op
+        return forward_op(tensor, group)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return context.back(gradients[0], context.group), None, None, None
+        return context.backward_op(gradients[0], context.group), None, None, None
 
 
-def same(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def identity(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the same values as a new tensor, as autograd needs it."""
     return tensor.view_as(tensor)
 
 
-def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over ranks."""
     result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.group_name))
     return result
 
 
-def gathered(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
-    """Return every rank's part, in the order of ranks."""
+def all_gather_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
+    """Return the parts of all ranks along a dimension, in the order of ranks."""
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
     return torch.cat(parts.chunk(group.size()), dimension)
 
 
-def sum_shared(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's tokens of the sum."""
+def reduce_scatter_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's tokens of the sum over ranks."""
     parts = torch.cat(tensor.chunk(group.size(), TOKENS))
     result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
     return result
 
 
-def own(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def local_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's tokens of a tensor that all ranks have."""
     return tensor.chunk(group.size(), TOKENS)[group.rank()].contiguous()
 
 
-def gathered_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gathered(tensor, group, -1)
+def all_gather_features(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all ranks along the last dimension."""
+    return all_gather_tokens(tensor, group, -1)
 
 
-def own_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def local_features(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part of the last dimension."""
     return tensor.chunk(group.size(), -1)[group.rank()].contiguous()
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A placeholder for the whole tensor, or for a view of all of it."""
+class GatheredPlaceholder:
+    """A placeholder for the gathered tensor, or for a view of all its elements."""
 
     shape: torch.Size
 
 
-class Regathered:
-    """A pair of hooks, ``pack`` and ``unpack``, for torch's saved_tensors_hooks while a function that reads ``whole`` runs."""
+class RegatherInBackward:
+    """The hooks ``pack`` and ``unpack`` for torch's saved_tensors_hooks, around a function that reads the tensor ``whole``."""
 
-    def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._own, self._group = own.detach(), group
-        self._storage, self._elements = STORAGE.of(whole.untyped_storage()), whole.numel()
-        self._readers = 0
-        self._again: torch.Tensor | None = None
+    def __init__(self, local: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._local = local.detach()
+        self._group = group
+        self._storage = STORAGE.of(whole.untyped_storage())
+        self._num_elements = whole.numel()
+        self._num_readers = 0
+        self._regathered: torch.Tensor | None = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
-        all_of_it = tensor.numel() == self._elements and tensor.is_contiguous()
-        if not all_of_it or STORAGE.of(tensor.untyped_storage()) != self._storage:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | GatheredPlaceholder:
+        has_all_elements = tensor.numel() == self._num_elements and tensor.is_contiguous()
+        if not has_all_elements or STORAGE.of(tensor.untyped_storage()) != self._storage:
             return tensor
-        self._readers += 1
-        return Kept(tensor.shape)
+        self._num_readers += 1
+        return GatheredPlaceholder(tensor.shape)
 
-    def unpack(self, packed: torch.Tensor | Kept) -> torch.Tensor:
-        if not isinstance(packed, Kept):
+    def unpack(self, packed: torch.Tensor | GatheredPlaceholder) -> torch.Tensor:
+        if not isinstance(packed, GatheredPlaceholder):
             return packed
-        whole = gathered(self._own, self._group) if self._again is None else self._again
-        self._readers -= 1
-        self._again = whole if self._readers else None
+        whole = all_gather_tokens(self._local, self._group) if self._regathered is None else self._regathered
+        self._num_readers -= 1
+        self._regathered = whole if self._num_readers else None
         return whole.view(packed.shape)

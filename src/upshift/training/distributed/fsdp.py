@@ -1,13 +1,12 @@
 """Run ZeRO 2 and 3 by torch's fully_shard: data-parallel ranks divide weights, gradients and optimizer state, layer by layer.
 
-Gradients are summed, not averaged: each rank has its share of the mean loss of the global batch. fp32 weights are gathered in
-the precision that the plan computes in, so that nothing is cast in the layers. Gradients are summed in fp32.
+Gradients are summed and not averaged, because each rank has its share of the mean loss of the global batch. fp32 weights are
+gathered in the precision in which the plan computes, so the layers cast nothing. Gradients are summed in fp32.
 
-Keep a rank of fully_shard in pace after it ran out of memory in a micro-batch, so that no other rank waits for it forever.
-
-The others wait in the next gather or sum. The rank begins the micro-batch anew with a few of its tokens. It leaves out the
-exchanges that were done, and takes part in those that were not. The result is worth nothing: at the end of the step all
-ranks learn of the failure, drop their gradients and do the step again in smaller micro-batches.
+If a rank runs out of memory in a micro-batch, the others wait for it in the next exchange. OomCatchUp keeps them from waiting
+for ever. The rank repeats the micro-batch with a few of its tokens: it skips the exchanges that are already done, and takes part
+in the others. The result is useless. At the end of the step all ranks learn of the failure, drop their gradients, and repeat the
+step with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -29,47 +28,52 @@ from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.distributed.expert_parallel import expert_modules
-from upshift.training.distributed.mesh import Agreement, Place
-from upshift.training.out_of_memory import fewest_tokens, halve, is_out_of_memory
+from upshift.training.distributed.mesh import Mesh, OomAgreement
+from upshift.training.out_of_memory import halve, is_out_of_memory, shrink_to_few_tokens
 
-COMPUTED_IN = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_weights(model: nn.Module, place: Place) -> None:
+def shard_weights(model: nn.Module, mesh: Mesh) -> None:
     """Shard the weights in place, and move them onto the plan's device.
 
-    Weights become DTensors. Outside of a pass each rank has its rows of them.
+    Weights become DTensors. Outside of a forward or backward pass each rank has its rows of them.
     """
-    plan = place.plan
-    mesh, policy = place.sharing, policy_of(plan)
-    keeps = plan.layout.fully_shard == "gradients"
-    for experts in expert_modules(model, place):
-        assert place.experts is not None
-        fully_shard(experts, reshard_after_forward=not keeps, mesh=place.experts["replicas"], mp_policy=policy)
+    plan = mesh.plan
+    fsdp_mesh = mesh.fsdp_mesh
+    policy = precision_policy(plan)
+    keeps_weights = plan.layout.fully_shard == "gradients"
+    for experts in expert_modules(model, mesh):
+        assert mesh.expert_mesh is not None
+        fully_shard(experts, reshard_after_forward=not keeps_weights, mesh=mesh.expert_mesh["replicas"], mp_policy=policy)
     for _, stack in find_stacks(model):
         for layer in stack:
-            fully_shard(layer, reshard_after_forward=not keeps, mesh=mesh, mp_policy=policy)
-    root = fully_shard(model, reshard_after_forward=False, mesh=mesh, mp_policy=policy)  # the backward pass begins there at once
+            fully_shard(layer, reshard_after_forward=not keeps_weights, mesh=fsdp_mesh, mp_policy=policy)
+    root = fully_shard(
+        model, reshard_after_forward=False, mesh=fsdp_mesh, mp_policy=policy
+    )  # the backward pass starts with it at once
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    root.set_reduce_scatter_unused_params(True)  # ranks' micro-batches may use different ones
+    root.set_reduce_scatter_unused_params(True)  # micro-batches of different ranks may use different parameters
 
 
-def policy_of(plan: Plan) -> MixedPrecisionPolicy:
-    dtype = COMPUTED_IN.get(plan.precision)
-    return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
+    """Return the dtypes in which weights are gathered and gradients are summed."""
+    dtype = COMPUTE_DTYPES.get(plan.precision)
+    if dtype is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
-    """Tell fully_shard before a micro-batch whether it is the last one of the step.
+def set_last_micro_batch(model: nn.Module, plan: Plan, *, last: bool) -> None:
+    """Tell fully_shard, before a micro-batch, whether it is the last one of the step.
 
-    Only then are gradients summed over replicas. Only then do ranks that keep whole weights through the backward pass let go
-    of them.
+    In the last one gradients are summed over replicas, and ranks that keep whole weights through the backward pass free them.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -78,8 +82,8 @@ def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-def let_go(model: nn.Module) -> None:
-    """Drop weights that are whole after a pass without a backward pass."""
+def reshard_weights(model: nn.Module) -> None:
+    """Free the gathered weights after a forward pass that no backward pass follows."""
     for module in sharded_modules(model):
         module.reshard()
 
@@ -87,20 +91,21 @@ def let_go(model: nn.Module) -> None:
 logger = logging.getLogger(__name__)
 
 
-def can_keep_pace(layout: Layout) -> bool:
-    """Return whether a rank that runs out of memory can keep pace with the others.
+def can_catch_up(layout: Layout) -> bool:
+    """Return whether a rank that ran out of memory can catch up with the others.
 
-    The ranks must exchange weights and gradients alone. These exchanges have the same size for every micro-batch. If this
-    torch no longer has the names by which they are counted, the function warns once and returns False: a rank that runs out of
+    It can if the ranks exchange only weights and gradients, because these exchanges have the same size in every micro-batch. If
+    this torch version lacks the internal names by which they are counted, warn once and return False: a rank that runs out of
     memory then ends the run.
     """
     if not (layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1):
         return False
-    return _missing() is None
+    return _missing_internal() is None
 
 
 @cache
-def _missing() -> str | None:
+def _missing_internal() -> str | None:
+    """Return a message about the internal name that this torch version lacks, or None. Log the message once."""
     for name in (FSDP_GATHER, FSDP_SUM):
         try:
             name.get()
@@ -110,99 +115,110 @@ def _missing() -> str | None:
     return None
 
 
-class Counted:
-    """A count of the exchanges of one kind in a micro-batch: those done, and those that a second try leaves out."""
+class ExchangeCount:
+    """Count the exchanges of one kind in a micro-batch: those done, and those that a second try skips."""
 
     def __init__(self, *, on_caught_up: Callable[[], None] = lambda: None) -> None:
-        self.done, self.left_out = 0, 0
+        self.num_done = 0
+        self.num_skipped = 0
         self._on_caught_up = on_caught_up
 
     def begin(self) -> None:
-        self.done = self.left_out = 0
+        self.num_done = 0
+        self.num_skipped = 0
 
-    def begin_again(self, *, exchanges: bool = True) -> None:
-        """Begin a second try, which leaves out the exchanges of the first. ``exchanges``: False leaves out all of them."""
-        self.done, self.left_out = 0, self.done if exchanges else sys.maxsize
-        if not self.left_out:
+    def begin_second_try(self, *, skip_all: bool = False) -> None:
+        """Begin a second try. It skips the exchanges that the first one did, or all of them if ``skip_all``."""
+        self.num_skipped = sys.maxsize if skip_all else self.num_done
+        self.num_done = 0
+        if not self.num_skipped:
             self._on_caught_up()
 
-    def leaves_out(self) -> bool:
-        self.done += 1
-        if self.done > self.left_out:
-            self.left_out = 0
+    def count_and_check_skip(self) -> bool:
+        """Count one exchange. Return whether it must be skipped."""
+        self.num_done += 1
+        if self.num_done > self.num_skipped:
+            self.num_skipped = 0
             return False
-        if self.done == self.left_out:
+        if self.num_done == self.num_skipped:
             self._on_caught_up()
         return True
 
 
-class LeavesOut:
-    """An exchange of fully_shard that is left out if the other ranks did it already."""
+class SkippableExchange:
+    """An exchange of fully_shard that is skipped if the other ranks did it already."""
 
-    def __init__(self, counted: Counted) -> None:
-        self.counted = counted
+    def __init__(self, count: ExchangeCount) -> None:
+        self.count = count
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if self.counted.leaves_out():
-            output_tensor.zero_()  # any numbers would do, but not NaN
+        if self.count.count_and_check_skip():
+            output_tensor.zero_()  # any number will do, except NaN
             return None
         exchange: Any = super()
         return exchange.__call__(output_tensor, input_tensor, *args, **options)
 
 
-def counting(exchange: Internal, counted: Counted) -> Any:
-    """Return torch's own exchange, with a count of its calls."""
-    return type("CountedExchange", (LeavesOut, exchange.get()), {})(counted)
+def counted_exchange(exchange: Internal, count: ExchangeCount) -> Any:
+    """Return torch's own exchange, whose calls are counted in ``count``."""
+    return type("CountedExchange", (SkippableExchange, exchange.get()), {})(count)
 
 
-class KeepPace:
-    """The means by which one rank keeps pace.
+class OomCatchUp:
+    """Let a rank that ran out of memory catch up with the exchanges of the others.
 
-    ``halve`` and ``fewest`` make a part of the step's work smaller. By default a part is a MicroBatch.
+    ``halve`` and ``shrink`` make a part of the step's work smaller. By default a part is a MicroBatch.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        place: Place,
+        mesh: Mesh,
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object] = halve,
-        fewest: Callable[[Any], Any] = fewest_tokens,
+        shrink: Callable[[Any], Any] = shrink_to_few_tokens,
     ) -> None:
-        self.model, self.place, self._fewest = model, place, fewest
-        self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
-        self._number, self._last = 0, False  # of the micro-batch in its step
-        self._gathers = Counted()
-        self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
+        self.model = model
+        self.mesh = mesh
+        self._shrink = shrink
+        self.agreement = OomAgreement(mesh, on_failure=on_failure, halve=halve)
+        self._number = 0  # of the micro-batch in its step, from 1
+        self._is_last = False  # the micro-batch is the last one of its step
+        self._gathers = ExchangeCount()
+        self._sums = ExchangeCount(on_caught_up=lambda: set_last_micro_batch(model, mesh.plan, last=self._is_last))
         for module in sharded_modules(model):
-            module.set_custom_all_gather(counting(FSDP_GATHER, self._gathers))
-            module.set_custom_reduce_scatter(counting(FSDP_SUM, self._sums))
+            module.set_custom_all_gather(counted_exchange(FSDP_GATHER, self._gathers))
+            module.set_custom_reduce_scatter(counted_exchange(FSDP_SUM, self._sums))
 
     def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
-        """Compute a micro-batch, or a few of its tokens once memory ran out. ``compute`` does the forward and backward pass."""
-        self._number, self._last = self._number + 1, last
+        """Compute a micro-batch, or only a few of its tokens after memory ran out in this step.
+
+        ``compute`` runs the forward and the backward pass.
+        """
+        self._number += 1
+        self._is_last = last
         self._gathers.begin()
         self._sums.begin()
-        announce(self.model, self.place.plan, last=last)
-        if self.agreement.words is not None:
-            return compute(self._fewest(micro_batch))
+        set_last_micro_batch(self.model, self.mesh.plan, last=last)
+        if self.agreement.message is not None:
+            return compute(self._shrink(micro_batch))
         try:
             return compute(micro_batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.agreement.ran_out(error, micro_batch)
-        # Here and not above: the exception held the tensors of the try that failed.
-        root: Any = self.model  # an FSDPModule since shard_weights
+            self.agreement.record_out_of_memory(error, micro_batch)
+        # Not in the except block: there the exception still holds the tensors of the failed try.
+        root: Any = self.model  # shard_weights has made it an FSDPModule
         root.reset_iter_state()
         root.set_requires_all_reduce(False)
-        keeps = self.place.plan.layout.fully_shard == "gradients"  # since the first micro-batch others have all weights
-        self._gathers.begin_again(exchanges=self._number == 1 or not keeps)
-        self._sums.begin_again()
-        return compute(self._fewest(micro_batch))
+        keeps_weights = self.mesh.plan.layout.fully_shard == "gradients"  # others gather in the first micro-batch only
+        self._gathers.begin_second_try(skip_all=self._number != 1 and keeps_weights)
+        self._sums.begin_second_try()
+        return compute(self._shrink(micro_batch))
 
     def agree(self) -> None:
-        """Raise Agreed on all ranks, at the end of a step, if one of them ran out of memory."""
+        """Raise OomOnSomeRank on all ranks, at the end of a step, if one of them ran out of memory."""
         self._number = 0
         self.agreement.agree()

@@ -1,12 +1,10 @@
-"""Find this rank's place in the layout of a plan, and the groups of ranks that it works with.
+"""Define the mesh of ranks of a plan, and let all ranks agree on a value or a failure.
 
-Ranks of a tensor-parallel group are neighbours, then those of context, of data and of pipeline parallelism
+Ranks of a tensor-parallel group are neighbours, then come those of context, of data and of pipeline parallelism
 (planning/layout.py). Ranks of data and context parallelism have the same weights: gradients are summed over them, and
-fully_shard divides among them.
+fully_shard divides the weights among them.
 
-Let all ranks agree on a value or a failure. With one process, nothing is exchanged.
-
-Tell all ranks that wait for each other within a step, at its end, that one of them ran out of memory.
+With one process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
-from upshift.training.out_of_memory import Agreed, halve
+from upshift.training.out_of_memory import OomOnSomeRank, halve
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in the layout of a plan.
+class Mesh:
+    """The layout of a plan as one rank sees it: its rank, and the meshes of ranks that it works with.
 
-    ``mesh`` is pipeline x replicas x shard x tensor, and None with one process. Ranks of shard divide what fully_shard says.
-    Ranks of replicas and shard together have gradients of the same weights.
+    ``device_mesh`` is pipeline x replicas x shard x tensor, and None with one process. The ranks along shard divide what
+    fully_shard says. The ranks along replicas and shard together have gradients of the same weights.
     """
 
     plan: Plan
     rank: int = 0
-    mesh: DeviceMesh | None = None
-    contexts: DeviceMesh | None = None  # pipeline x data x context x tensor, where sequences are shared
-    experts: DeviceMesh | None = None  # pipeline x replicas of experts x experts (of tensor ranks too), where they are shared
+    device_mesh: DeviceMesh | None = None
+    context_mesh: DeviceMesh | None = None  # pipeline x data x context x tensor, if ranks share sequences
+    expert_mesh: DeviceMesh | None = None  # pipeline x replicas x experts, if ranks share experts; tensor ranks share them too
 
     @property
     def tensor_rank(self) -> int:
@@ -49,67 +47,71 @@ class Place:
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's part of the global batch, below ``plan.data_parallel``."""
+        """Return the number of this rank's share of the global batch, below ``plan.data_parallel``."""
         layout = self.plan.layout
         return self.rank // (layout.tensor_parallel * layout.context_parallel) % self.plan.data_parallel
 
     @property
     def stage(self) -> int:
-        """Return the number of this rank's stage of pipeline parallelism."""
+        """Return the number of this rank's pipeline stage."""
         return self.rank // (self.plan.num_processes // self.plan.layout.pipeline_parallel)
 
     @property
-    def sharing(self) -> DeviceMesh | None:
-        """Return the mesh for fully_shard: ranks that divide the weights, or replicas x those ranks."""
-        if self.mesh is None:
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """Return the mesh for fully_shard: the ranks that divide the weights, or replicas x those ranks."""
+        if self.device_mesh is None:
             return None
-        return self.mesh["replicas", "shard"] if self.mesh["replicas"].size() > 1 else self.mesh["shard"]
+        if self.device_mesh["replicas"].size() > 1:
+            return self.device_mesh["replicas", "shard"]
+        return self.device_mesh["shard"]
 
 
-def find_place(plan: Plan) -> Place:
-    """Return the place of this process in the default group of ``plan.num_processes`` ranks. Every rank calls it, as groups
-    are made."""
+def init_mesh(plan: Plan) -> Mesh:
+    """Return the mesh of the default group's ``plan.num_processes`` ranks. Every rank calls it, because it makes groups."""
     if plan.num_processes == 1:
-        return Place(plan)
+        return Mesh(plan)
     layout = plan.layout
-    tensor, pipeline, context, experts = (
-        layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel, layout.expert_parallel
-    )  # fmt: skip
-    sharing = plan.num_processes // (tensor * pipeline)
+    tensor = layout.tensor_parallel
+    pipeline = layout.pipeline_parallel
+    context = layout.context_parallel
+    experts = layout.expert_parallel
+    same_weights = plan.num_processes // (tensor * pipeline)  # ranks that have the same weights
     shard = layout.shard_size if layout.fully_shard != "no" else 1
 
-    def mesh(*sizes: tuple[str, int]) -> DeviceMesh:
+    def make(*sizes: tuple[str, int]) -> DeviceMesh:
         names, counts = zip(*sizes, strict=True)
         return init_device_mesh(plan.device, counts, mesh_dim_names=names)
 
-    whole = mesh(("pipeline", pipeline), ("replicas", sharing // shard), ("shard", shard), ("tensor", tensor))
-    contexts = experted = None
+    device_mesh = make(("pipeline", pipeline), ("replicas", same_weights // shard), ("shard", shard), ("tensor", tensor))
+    context_mesh = None
+    expert_mesh = None
     if context > 1:
-        contexts = mesh(("pipeline", pipeline), ("data", sharing // context), ("context", context), ("tensor", tensor))
+        context_mesh = make(("pipeline", pipeline), ("data", same_weights // context), ("context", context), ("tensor", tensor))
     if experts > 1:
-        experted = mesh(("pipeline", pipeline), ("replicas", sharing // experts), ("experts", experts * tensor))
-    return Place(plan, dist.get_rank(), whole, contexts, experted)
+        expert_mesh = make(("pipeline", pipeline), ("replicas", same_weights // experts), ("experts", experts * tensor))
+    return Mesh(plan, dist.get_rank(), device_mesh, context_mesh, expert_mesh)
 
 
 T = TypeVar("T")
 
 
-def highest(number: int, plan: Plan) -> int:
+def all_reduce_max(number: int, plan: Plan) -> int:
+    """Return the largest number of all ranks."""
     if plan.num_processes == 1:
         return number
-    decision = torch.tensor(number, device=plan.device)
-    dist.all_reduce(decision, op=dist.ReduceOp.MAX)
-    return int(decision)
+    largest = torch.tensor(number, device=plan.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
-def slowest(seconds: float, plan: Plan) -> float:
-    """Return the largest seconds of all ranks."""
-    found = torch.tensor(seconds, device=plan.device, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+def largest_seconds(seconds: float, plan: Plan) -> float:
+    """Return the seconds of the slowest rank."""
+    largest = torch.tensor(seconds, device=plan.device, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
-def gather(value: T, plan: Plan) -> list[T]:
+def all_gather_objects(value: T, plan: Plan) -> list[T]:
     """Return the values of all ranks, in order."""
     if plan.num_processes == 1:
         return [value]
@@ -119,38 +121,41 @@ def gather(value: T, plan: Plan) -> list[T]:
 
 
 @contextmanager
-def on_rank_0(plan: Plan) -> Iterator[None]:
-    """Surround work of rank 0 that the others wait for. If it fails, all ranks raise the error with its words."""
+def rank_0_first(plan: Plan) -> Iterator[None]:
+    """Let all ranks wait, at the end of this block, for the work that rank 0 does in it.
+
+    If the work fails, all ranks raise an error with the same message.
+    """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must not wait for what does not come
+    except Exception as error:  # of any kind: the others must not wait for ever
         failure = error
     if plan.num_processes > 1:
-        words: list[str | None] = [_words(failure)]
-        dist.broadcast_object_list(words, src=0)
-        if failure is None and words[0] is not None:
-            failure = JobFailed(words[0])
+        messages: list[str | None] = [_failure_message(failure)]
+        dist.broadcast_object_list(messages, src=0)
+        if failure is None and messages[0] is not None:
+            failure = JobFailed(messages[0])
     if failure is not None:
         raise failure
 
 
 @contextmanager
-def together(plan: Plan) -> Iterator[None]:
-    """Surround work of all ranks. If one rank fails, all ranks raise the error with its words."""
+def gather_errors(plan: Plan) -> Iterator[None]:
+    """Collect, at the end of this block, the errors of all ranks. If one rank failed, all raise an error with its message."""
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # of any kind: the others must learn of it
         failure = error
-    said = gather(_words(failure), plan)
-    if failure is None and any(said):
-        failure = JobFailed(next(words for words in said if words))
+    messages = all_gather_objects(_failure_message(failure), plan)
+    if failure is None and any(messages):
+        failure = JobFailed(next(message for message in messages if message))
     if failure is not None:
         raise failure
 
 
-def _words(failure: Exception | None) -> str | None:
+def _failure_message(failure: Exception | None) -> str | None:
     if failure is None:
         return None
     if isinstance(failure, UpshiftError):
@@ -158,30 +163,37 @@ def _words(failure: Exception | None) -> str | None:
     return f"{type(failure).__name__}: {failure}"
 
 
-WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
+WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)  # outcomes of a step on one rank; the largest one decides
 
 
-class Agreement:
-    def __init__(self, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
-        """Prepare the agreement of the ranks.
+class OomAgreement:
+    """Tell all ranks that exchange tensors within a step, at its end, that one of them ran out of memory."""
 
-        ``on_failure`` may look at memory: as it was then on this rank, or as it is now if another rank failed. ``halve``
-        divides a part of the step's work, and returns None if the part is indivisible.
+    def __init__(self, mesh: Mesh, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
+        """Set the callbacks.
+
+        ``on_failure`` may read the memory in use: on the rank that failed it runs at the moment of the failure, on the others
+        at the end of the step. ``halve`` divides a part of the step's work, and returns None if the part is indivisible.
         """
-        self.place, self._on_failure, self._halve = place, on_failure, halve
-        self.words: str | None = None  # the allocator's, when this rank ran out in this step
+        self.plan = mesh.plan
+        self._on_failure = on_failure
+        self._halve = halve
+        self.message: str | None = None  # the allocator's, if this rank ran out of memory in this step
         self._outcome = WENT_WELL
 
-    def ran_out(self, error: BaseException, part: Any) -> None:
-        self.words = str(error)
+    def record_out_of_memory(self, error: BaseException, part: Any) -> None:
+        """Note that this rank ran out of memory in a part of the step's work."""
+        self.message = str(error)
         self._outcome = RAN_OUT if self._halve(part) is not None else INDIVISIBLE
         self._on_failure()
 
     def agree(self) -> None:
-        """Raise Agreed on all ranks if one of them ran out of memory."""
-        worst = highest(self._outcome, self.place.plan)
-        words, self.words, self._outcome = self.words, None, WENT_WELL
+        """Raise OomOnSomeRank on all ranks if one of them ran out of memory in this step."""
+        worst = all_reduce_max(self._outcome, self.plan)
+        message = self.message
+        self.message = None
+        self._outcome = WENT_WELL
         if worst != WENT_WELL:
-            if words is None:
+            if message is None:
                 self._on_failure()
-            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)
+            raise OomOnSomeRank(message or "another rank ran out of memory", final=worst == INDIVISIBLE)

@@ -1,15 +1,12 @@
-"""Cut a model down to one rank's part: apply the ways to share a model in order, before it is set up to run.
+"""Cut a model down to one rank's part, and say which layouts cannot run, in general or for this model.
 
-The model is divided by depth first, then within layers. Data-parallel ranks divide last of all (fully_shard.py), when layers
-recompute and are compiled already (prepare.py).
-
-Say in words which layouts cannot run, for any model and for this one, with what to use instead.
-
-Run one rank's first forward pass before any rank is there: on fake tensors, in a world that answers every exchange at once.
+``parallelize`` divides the model by depth first, then within layers. fully_shard divides among data-parallel ranks last of all,
+when activation checkpointing and compilation of the layers are set up (prepare.py).
 
 A plan that a model declares may not fit its modules: a view may have the number of heads of the whole model, or features may
-meet in a part of a layer which the plan divides differently. Names do not show this; running the divided layers does. A layer
-of each kind runs, and no memory is needed.
+meet in a part of a layer that the plan divides differently. Names do not show this, but running the divided layers does.
+``Rehearsals`` runs one rank's first forward pass before any rank exists, on fake tensors, in a process group that answers every
+exchange at once. One layer of each kind runs, and it takes no memory.
 """
 
 from __future__ import annotations
@@ -35,30 +32,34 @@ from upshift.models.tracing.segments import fake_masks
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
-from upshift.training.distributed.context_parallel import reason_not_context
-from upshift.training.distributed.expert_parallel import divide_experts, reason_not_experts
-from upshift.training.distributed.mesh import Place, find_place
-from upshift.training.distributed.pipeline_stage import modules_of, reason_not_pipeline, stage_of
-from upshift.training.distributed.tensor_parallel import INSTEAD, divide_tensors, reason_not_tensor
+from upshift.training.distributed.context_parallel import why_not_context_parallel
+from upshift.training.distributed.expert_parallel import shard_experts, why_not_expert_parallel
+from upshift.training.distributed.mesh import Mesh, init_mesh
+from upshift.training.distributed.pipeline_stage import cut_stage, stage_modules, why_not_pipeline_parallel
+from upshift.training.distributed.tensor_parallel import INSTEAD, shard_tensors, why_not_tensor_parallel
 
-WHOLE_MATRICES = ("muon", "adafactor")  # an update looks at rows and columns together
+WHOLE_MATRICES = ("muon", "adafactor")  # their updates need rows and columns together
 
 
-def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
-    """Return why a plan cannot run, or None. Without ``model``, before it is loaded, check what no model could run."""
+def why_cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
+    """Return why a plan cannot run, or None if it can. Without ``model``, check only what no model can run."""
     if plan.layout == ALONE:
         return None
-    problem = _impossible(plan) or _missing_exchange()
+    problem = _why_impossible(plan) or _missing_exchange()
     if problem is None and model is not None:
-        reasons = (
-            reason_not_pipeline, reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded,
-        )  # fmt: skip
-        problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
+        checks = (
+            why_not_pipeline_parallel,
+            why_not_tensor_parallel,
+            why_not_expert_parallel,
+            why_not_context_parallel,
+            why_not_fully_shard,
+        )
+        problem = next(filter(None, (check(model, plan) for check in checks)), None)
     return problem
 
 
 def _missing_exchange() -> str | None:
-    """Return which operator for exchanges torch's version lacks, or None."""
+    """Return a message about an operator for exchanges that this torch version lacks, or None."""
     try:
         for operation in EXCHANGES:
             operation.get()
@@ -67,20 +68,21 @@ def _missing_exchange() -> str | None:
     return None
 
 
-def _impossible(plan: Plan) -> str | None:
+def _why_impossible(plan: Plan) -> str | None:
+    """Return why no model can run with the plan's layout, or None."""
     layout = plan.layout
     if plan.num_processes % layout.ranks_per_replica:
         return (
             f"num_processes={plan.num_processes} is no multiple of the {layout.ranks_per_replica} ranks that work on the same "
             "sequences (tensor_parallel x context_parallel x pipeline_parallel); use degrees whose product divides it"
         )
-    sharing = plan.data_parallel * layout.context_parallel
-    if layout.fully_shard != "no" and (layout.shard_size == 1 or sharing % layout.shard_size):
-        valid = ", ".join(map(str, divisors(sharing)[1:]))
+    same_weights = plan.data_parallel * layout.context_parallel  # ranks that have the same weights
+    if layout.fully_shard != "no" and (layout.shard_size == 1 or same_weights % layout.shard_size):
+        valid = ", ".join(map(str, divisors(same_weights)[1:]))
         instead = f"use one of {valid}" if valid else "use fully_shard=no"
         return (
-            f"fully_shard={layout.fully_shard} divides among shard_size={layout.shard_size} of {sharing} ranks with the same "
-            f"weights; {instead}"
+            f"fully_shard={layout.fully_shard} divides among shard_size={layout.shard_size} of {same_weights} ranks "
+            f"with the same weights; {instead}"
         )
     if layout.master_weights and layout.fully_shard != "optimizer":
         return f"master_weights are divided with the optimizer's state, not with fully_shard={layout.fully_shard}; use optimizer"
@@ -101,8 +103,8 @@ def _impossible(plan: Plan) -> str | None:
     return None
 
 
-def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
-    """Return why ranks cannot divide this model's weights, or None."""
+def why_not_fully_shard(model: nn.Module, plan: Plan) -> str | None:
+    """Return why ranks cannot divide this model's weights and what to use instead, or None if they can."""
     if plan.layout.gathers and any(not parameter.is_floating_point() for parameter in model.parameters()):
         return (
             f"fully_shard={plan.layout.fully_shard} gathers weights to compute with, and some of this model are quantized; "
@@ -111,72 +113,77 @@ def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def divide(model: nn.Module, place: Place) -> nn.Module:
-    """Return this rank's part of ``model``, which every rank built alike. Raise RequestError if it cannot be shared so."""
-    problem = cannot_run(place.plan, model)
+def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Return this rank's part of ``model``, which is the same on every rank. Raise RequestError if it cannot be divided so."""
+    problem = why_cannot_run(mesh.plan, model)
     if problem is not None:
         raise RequestError(problem)
-    model = stage_of(model, place)
-    for module in modules_of(model):
-        divide_tensors(module, place)
-        divide_experts(module, place)
+    model = cut_stage(model, mesh)
+    for module in stage_modules(model):
+        shard_tensors(module, mesh)
+        shard_experts(module, mesh)
     return model
 
 
-OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
-ROWS, WIDTH = 2, 64
-WORDS = 160  # of torch's
+REHEARSED_FIELDS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
+ROWS = 2
+WIDTH = 64
+MAX_MESSAGE_LENGTH = 160  # characters of torch's message
 
 
 class Rehearsals:
-    """The results of rehearsing one model: each kind of division runs once."""
+    """Check on fake tensors whether a model's divided layers run. Each kind of division runs once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
         self._problems: dict[Layout, str | None] = {}
 
-    def reason_not(self, plan: Plan) -> str | None:
-        """Return why the layers of the model do not run as ranks of tensor parallelism divide them, or None.
+    def why_not(self, plan: Plan) -> str | None:
+        """Return why the model's layers do not run as tensor parallelism divides them, or None.
 
-        Return None also if the undivided layers do not run on fake tensors, which says nothing, and if this process is a rank
-        already.
+        Also return None if the undivided layers do not run on fake tensors either, because that proves nothing, or if this
+        process is already a rank.
         """
         degree = plan.layout.tensor_parallel
         if degree == 1 or dist.is_initialized():
             return None
-        kept = Layout(**{name: getattr(plan.layout, name) for name in OF_LAYERS})
-        if kept not in self._problems:
-            problem = _fails(self.source, plan.changed(num_processes=degree, layout=kept))
-            alone = plan.changed(num_processes=1, layout=Layout())
-            self._problems[kept] = None if problem is None or _fails(self.source, alone) else problem
-        problem = self._problems[kept]
+        layout = Layout(**{name: getattr(plan.layout, name) for name in REHEARSED_FIELDS})
+        if layout not in self._problems:
+            problem = _rehearsal_error(self.source, plan.changed(num_processes=degree, layout=layout))
+            undivided = plan.changed(num_processes=1, layout=Layout())
+            if problem is not None and _rehearsal_error(self.source, undivided):
+                problem = None
+            self._problems[layout] = problem
+        problem = self._problems[layout]
         if problem is None:
             return None
         return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
 
 
-def _fails(source: ModelSource, plan: Plan) -> str | None:
+def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
+    """Return the error of the first forward pass of rank 0, or None if it runs."""
     config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
-    with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
-        place = find_place(plan)
+    with _fake_world(plan.num_processes), _real_meshes(), _without_traceback():
+        mesh = init_mesh(plan)
         fake = FAKE_TENSOR_MODE.get()()
         try:
             with fake_masks(masked=False), fake, torch.no_grad():
                 model = build_model(config, model_class, dtype=torch.float32)
                 cut_stacks(model)
-                divide_tensors(model, place)
+                shard_tensors(model, mesh)
                 width = min(plan.sequence_length, WIDTH)
                 inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
                 extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
                 model(**inputs, **extra)
-        except Exception as error:  # whatever the layers, or torch, say of the shapes they meet
-            return " ".join(str(error).split())[:WORDS] or type(error).__name__
+        except Exception as error:  # of any kind: layers and torch report wrong shapes in many ways
+            return " ".join(str(error).split())[:MAX_MESSAGE_LENGTH] or type(error).__name__
     return None
 
 
 @contextmanager
 def _fake_world(size: int) -> Iterator[None]:
+    """Make this process rank 0 of a process group that exchanges nothing, while open."""
     dist.init_process_group("fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
     try:
         yield
@@ -186,7 +193,7 @@ def _fake_world(size: int) -> Iterator[None]:
 
 @contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Silence torch's log of an operator that refuses the shapes: the error's own words are enough."""
+    """Silence torch's log of operators that reject shapes. The error's message is enough."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -197,19 +204,19 @@ def _without_traceback() -> Iterator[None]:
 
 
 @contextmanager
-def _meshes_are_real() -> Iterator[None]:
-    """Run methods of meshes outside of fake tensors: they count ranks in tensors, and a fake tensor has no numbers."""
+def _real_meshes() -> Iterator[None]:
+    """Run methods of DeviceMesh with real tensors while open. They compute ranks in tensors, and fake ones have no values."""
 
-    def outside(name: str) -> object:
-        own = getattr(DeviceMesh, name)
+    def with_real_tensors(name: str) -> object:
+        method = getattr(DeviceMesh, name)
 
         def call(*args: object, **kwargs: object) -> object:
             with OUTSIDE_MODES.get()():
-                return own(*args, **kwargs)
+                return method(*args, **kwargs)
 
         return call
 
     names = ("get_local_rank", "get_coordinate", "get_group", "__getitem__", "size")
-    methods: dict[str, Any] = {name: outside(name) for name in names}
+    methods: dict[str, Any] = {name: with_real_tensors(name) for name in names}
     with mock.patch.multiple(DeviceMesh, **methods):
         yield

@@ -1,8 +1,8 @@
 """Run the micro-batches of a step through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
 
-Torch's own stages receive every micro-batch in one shape. Here each has its own shape, as batches of mixed lengths have. All
-ranks of a pipeline read the same micro-batches, so they know the shapes. The dtype of hidden states is sent before the first
-of them.
+Torch's own stages need micro-batches of one shape. Here each micro-batch may have its own shape, as in batches of mixed lengths.
+All ranks of a pipeline read the same micro-batches, so they know the shapes. The dtype of hidden states is sent once, before
+the first of them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from upshift.internals.torch_names import PIPELINE_SCHEDULE, PIPELINE_STAGE, SCH
 from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.distributed.context_parallel import padded_width
-from upshift.training.distributed.pipeline_stage import Stage, modules_of
-from upshift.training.prepare import activations_on_host, autocast, computing, no_cache
+from upshift.training.distributed.pipeline_stage import Stage, stage_modules
+from upshift.training.prepare import autocast, chunked_loss, no_cache, offload_activations
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states; the index is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OneForwardOneBackward(Schedule1F1B):
-    """Torch's 1F1B schedule without its check, which refuses fewer micro-batches than stages although the order serves them."""
+    """Torch's 1F1B schedule without its check, which rejects fewer micro-batches than stages although the order works."""
 
     def __init__(self, stage: PipelineStage, micro_batches: int, **options: Any) -> None:
         PIPELINE_SCHEDULE.get().__init__(self, stage, micro_batches, **options)
 
     def _get_pipeline_order(self) -> None:
-        """Do nothing: torch uses this order for drawings alone."""
+        """Do nothing: torch uses this order only for drawings."""
 
 
 SCHEDULES: dict[str, Any] = {
@@ -45,13 +45,13 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
+SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # the others take a list of stages
 
 
 class PipelineStage:
-    """A stage of torch's schedules that makes room for hidden states when they come, over torch's own base (make_stage)."""
+    """A stage for torch's schedules that allocates hidden states when they come. ``make_torch_stage`` adds torch's base class."""
 
-    # Attributes of the base.
+    # Attributes of the base class.
     submod: nn.Module
     stage_index: int
     device: torch.device
@@ -66,9 +66,9 @@ class PipelineStage:
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         stage: Any = module.pipeline_stage
-        self.own: Stage = stage
+        self.stage: Stage = stage
         super().__init__(  # type: ignore[call-arg]  # the base's
-            module, self.own.index, self.own.count, torch.device(plan.device), self.own.group
+            module, self.stage.index, self.stage.count, torch.device(plan.device), self.stage.group
         )
         self._plan = plan
         self._stage_meta.inputs = () if self.is_first else (None,)
@@ -76,29 +76,30 @@ class PipelineStage:
         self._shapes: list[tuple[int, ...]] = []
         self._received: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._dtype: torch.dtype | None = None  # of the received hidden states, once known
-        self._told = False  # the next stage knows what it receives
-        self._telling: dist.Work | None = None  # held while it is on its way: gloo drops what nobody holds
+        self._dtype: torch.dtype | None = None  # of the received hidden states; None until it is received
+        self._has_sent_dtype = False
+        self._dtype_sending: dist.Work | None = None  # held until it is sent: gloo drops operations that nobody holds
 
     def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
-        """Prepare for micro-batches of these shapes: rows, and tokens a row."""
+        """Prepare for micro-batches of these shapes (rows, tokens in a row)."""
         self.clear_runtime_states()
-        self.chunks, self.has_backward = len(shapes), has_backward
+        self.chunks = len(shapes)
+        self.has_backward = has_backward
         layout = self._plan.layout
         widths = [padded_width(width, layout) // layout.context_parallel for _, width in shapes]
-        self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
+        self._shapes = [self.stage.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss in the last stage, and hidden states in the others."""
         if not self.is_first:
-            self.own.received = args[0]
+            self.stage.received = args[0]
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
-        offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
+        offloading = offload_activations(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
         with autocast(self._plan), offloading, no_cache(self.submod):
             output = self.submod(**kwargs)
-        made: torch.Tensor = output.loss if self.is_last else output
-        return made
+        result: torch.Tensor = output.loss if self.is_last else output
+        return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -107,26 +108,27 @@ class PipelineStage:
             number = torch.zeros((), dtype=torch.long, device=self.device)
             dist.recv(number, self._peer(-1), self.group)
             self._dtype = DTYPES[int(number)]
-        room = torch.empty(self._shapes[fwd_chunk_id], dtype=self._dtype, device=self.device)
-        self._received[fwd_chunk_id] = room
-        return [dist.P2POp(dist.irecv, room, self._peer(-1), self.group)]
+        buffer = torch.empty(self._shapes[fwd_chunk_id], dtype=self._dtype, device=self.device)
+        self._received[fwd_chunk_id] = buffer
+        return [dist.P2POp(dist.irecv, buffer, self._peer(-1), self.group)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
         (hidden,), _ = self.fwd_cache[fwd_chunk_id]
-        if not self._told:
+        if not self._has_sent_dtype:
             number = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)
-            self._telling, self._told = dist.isend(number, self._peer(1), self.group), True
+            self._dtype_sending = dist.isend(number, self._peer(1), self.group)
+            self._has_sent_dtype = True
         return [dist.P2POp(dist.isend, hidden.detach().contiguous(), self._peer(1), self.group)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
         (hidden,), _ = self.fwd_cache[bwd_chunk_id]
-        room = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._gradients[bwd_chunk_id] = room
-        return [dist.P2POp(dist.irecv, room, self._peer(1), self.group)]
+        buffer = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self._gradients[bwd_chunk_id] = buffer
+        return [dist.P2POp(dist.irecv, buffer, self._peer(1), self.group)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
@@ -144,11 +146,11 @@ class PipelineStage:
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
         return (self._gradients.pop(bwd_chunk_id),)
 
-    def settle(self) -> None:
-        """Wait after a run until the dtype is sent."""
-        if self._telling is not None:
-            self._telling.wait()
-            self._telling = None
+    def wait_for_sends(self) -> None:
+        """Wait, after a run, until the dtype is sent."""
+        if self._dtype_sending is not None:
+            self._dtype_sending.wait()
+            self._dtype_sending = None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
@@ -164,13 +166,13 @@ class PipelineStage:
         return ()
 
 
-def make_stage(module: nn.Module, plan: Plan) -> Any:
+def make_torch_stage(module: nn.Module, plan: Plan) -> Any:
     return type("PipelineStageOfRank", (PipelineStage, PIPELINE_STAGE.get()), {})(module, plan)
 
 
 @contextlib.contextmanager
-def own_words() -> Iterator[None]:
-    """Raise the error of a stage itself. Torch would put it behind an error of its own, with every tensor's shape."""
+def unwrap_stage_errors() -> Iterator[None]:
+    """Raise the error of a stage itself. Torch wraps it in an error that lists every tensor's shape."""
     try:
         yield
     except RuntimeError as error:
@@ -180,12 +182,13 @@ def own_words() -> Iterator[None]:
 
 
 class Pipeline:
-    """The stages of this rank, run together with those of the other ranks of its pipeline."""
+    """Run the stages of this rank together with those of the other ranks of its pipeline."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
-        self.plan, self.modules = plan, modules_of(model)
-        self.stages = [make_stage(module, plan) for module in self.modules]
+        """Make the stages of ``model``, which ``cut_stage`` returned and ``prepare_model`` prepared."""
+        self.plan = plan
+        self.modules = stage_modules(model)
+        self.stages = [make_torch_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}
         self._scale: Scale = lambda loss: loss
@@ -194,9 +197,9 @@ class Pipeline:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss
     ) -> torch.Tensor:
-        """Run forward and backward passes of all micro-batches. Return their share of the global batch's mean loss.
+        """Run the forward and backward passes of all micro-batches. Return their share of the global batch's mean loss.
 
-        Only the last stage knows the loss; the others return zero. ``scale`` is applied to a loss before its backward pass.
+        Only the last stage has the loss; the others return zero. ``scale`` is applied to a loss before its backward pass.
         """
         self._scale = scale
         self._run(micro_batches, num_label_tokens, has_backward=True)
@@ -209,43 +212,43 @@ class Pipeline:
         return self._total
 
     def _run(self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, *, has_backward: bool) -> None:
-        taken = self._taken(micro_batches)
-        schedule = self._schedule(len(taken))
+        micro_batches = self._fill_rounds(micro_batches)
+        schedule = self._schedule(len(micro_batches))
         SCHEDULE_BACKWARD.put(schedule, has_backward)
         for stage in self.stages:
-            stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
+            stage.expect([micro_batch.shape for micro_batch in micro_batches], has_backward=has_backward)
         self._total = torch.zeros((), device=self.plan.device)
-        inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
-        shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
-        with self._computing(), own_words():
+        inputs = [to_tensors(_with_labels(micro_batch), self.plan.device) for micro_batch in micro_batches]
+        shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in micro_batches]
+        with self._chunked_losses(), unwrap_stage_errors():
             SCHEDULE_STEP.of(schedule)(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
-            stage.settle()
+            stage.wait_for_sends()
 
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _chunked_losses(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for module, stage in zip(self.modules, self.stages, strict=True):
                 if stage.is_last:
-                    stack.enter_context(computing(module, self.plan))
+                    stack.enter_context(chunked_loss(module, self.plan))
             yield
 
-    def _taken(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches, filled up to whole rounds with the smallest one, which then counts nothing.
+    def _fill_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, filled up to whole rounds with copies of the smallest one that do not count.
 
         Schedules of several stages take micro-batches in rounds of one size.
         """
-        taken = list(micro_batches)
-        if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
-            filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
-            while len(taken) % max(1, len(taken) // self.plan.layout.pipeline_parallel):
-                taken.append(filling)
-        return taken
+        filled = list(micro_batches)
+        if self.plan.layout.pipeline_schedule not in SINGLE_STAGE_SCHEDULES:
+            filling = replace(min(filled, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
+            while len(filled) % max(1, len(filled) // self.plan.layout.pipeline_parallel):
+                filled.append(filling)
+        return filled
 
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             name = self.plan.layout.pipeline_schedule
-            stages: Any = self.stages[0] if name in OF_ONE_STAGE else self.stages
+            stages: Any = self.stages[0] if name in SINGLE_STAGE_SCHEDULES else self.stages
             self._schedules[micro_batches] = SCHEDULES[name](stages, micro_batches, loss_fn=self._loss, scale_grads=False)
         return self._schedules[micro_batches]
 
@@ -255,9 +258,11 @@ class Pipeline:
         return self._scale(counted)
 
 
-def _labelled(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch, with labels if it has none. It keeps ranks in step: its loss counts nothing, but must be a
-    number."""
+def _with_labels(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch, with labels if it has none.
+
+    A micro-batch without labels only keeps ranks in step. Its loss does not count, but it must be a number.
+    """
     if micro_batch.num_label_tokens:
         return micro_batch
     labels = micro_batch.arrays["labels"]

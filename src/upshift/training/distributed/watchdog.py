@@ -1,12 +1,11 @@
-"""Report in the job's store, from a thread of every rank, what the rank does, and read the reports when nothing moves.
+"""Watch the ranks of a run: find out which ranks wait for which, which rank is slow, and which is gone.
 
-While steps follow each other a rank writes a line every few seconds, and nothing is looked up. A rank that has been in one
-step for longer than ``PATIENCE`` reports which collective it waits in, by the record that torch keeps of the last ones (its
-flight recorder). Rank 0 reads all reports, and the others read whether rank 0 reports. A rank that waits in a step for a rank
-that has been silent for ``ENDS_AFTER`` ends its process, and so do all: a launcher can then start again without the host that
-is gone, for which gloo alone would wait half an hour.
+A thread of every rank writes a heartbeat into the job's store every few seconds. While steps follow each other, no rank reads
+them. A rank that has been in one step for longer than ``PATIENCE`` also reports the collective that it waits in, from torch's
+record of the last ones (its flight recorder). Rank 0 then reads all heartbeats, and the others check that rank 0 still writes.
 
-Read together what all ranks report, and say in words which ranks wait for which since when, and which rank is slower.
+A rank that waits in a step for a rank that has been silent for ``ENDS_AFTER`` ends its process, and so do all others. A launcher
+can then start again without the lost host. gloo alone would wait for it for half an hour.
 """
 
 from __future__ import annotations
@@ -35,86 +34,89 @@ from upshift.training.process_group import rank_environment
 from upshift.units import format_bytes, format_seconds
 from upshift.value import Value
 
-SLOWER = 1.3  # than the median of the ranks: named
-WORTH = 0.5  # of the step: a rank's own work below it holds up nobody
-MAX_NAMED = 8
+STRAGGLER_FACTOR = 1.3  # times the median of the other ranks' work: such a rank is reported
+MIN_WORK_SHARE = 0.5  # of the step; a rank whose own work takes less does not delay the others
+MAX_NAMED = 8  # ranks in one message
 
 
-class Waiting(Value):
+class PendingCollective(Value):
     """A collective that a rank has begun and not ended."""
 
-    name: str  # all_reduce
+    name: str  # such as all_reduce
     number: int  # of this rank's collectives in the group
     group: str
     bytes: int
     seconds: float
 
 
-class Pulse(Value):
-    """The report of one rank. It counts seconds by its own clock, as clocks of hosts differ."""
+class Heartbeat(Value):
+    """The report of one rank. It counts seconds by its own clock, because clocks of hosts differ."""
 
     rank: int
     beat: int  # grows while the process runs
     step: int
     seconds: float  # since its last step began or ended
     in_step: bool
-    own_seconds: float | None = None  # of a step, less what it waited; the median of the last
-    step_seconds: float | None = None
-    waiting: Waiting | None = None
-    at: str | None = None  # the line of Upshift's that its main thread has come to
+    own_seconds: float | None = None  # median of the last steps, without the time spent waiting
+    step_seconds: float | None = None  # median of the last steps
+    waiting: PendingCollective | None = None
+    at: str | None = None  # the line of Upshift's code that its main thread is in
 
 
-def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float) -> str | None:
-    """Return in words that ranks are stalled, or None.
+def describe_stall(heartbeats: list[Heartbeat], silent: Mapping[int, float], *, patience: float) -> str | None:
+    """Return a description of which ranks wait for which, or None if the ranks are not stalled.
 
-    Return None unless a rank waits in one collective, or is silent, for longer than ``patience`` seconds. Return None also
-    while one rank still moves. ``silent`` holds the seconds of ranks that report nothing; their earlier reports do not count.
+    Ranks are stalled if one waits in a collective, or is silent, for longer than ``patience`` seconds, and no rank makes
+    progress. ``silent`` maps ranks without a new heartbeat to the seconds since the last one, which is then ignored.
     """
-    speaking = [pulse for pulse in pulses if pulse.rank not in silent]
-    waiting = [pulse for pulse in speaking if pulse.waiting is not None]
-    late = [pulse for pulse in waiting if pulse.waiting is not None and pulse.waiting.seconds > patience]
-    if (not late and not silent) or any(pulse.seconds <= patience for pulse in speaking):
+    current = [heartbeat for heartbeat in heartbeats if heartbeat.rank not in silent]
+    waiting = [(heartbeat, heartbeat.waiting) for heartbeat in current if heartbeat.waiting is not None]
+    is_late = any(collective.seconds > patience for _, collective in waiting)
+    if (not is_late and not silent) or any(heartbeat.seconds <= patience for heartbeat in current):
         return None
-    alike: dict[tuple[str, int, str, int], list[Pulse]] = defaultdict(list)
-    for pulse in waiting:
-        assert pulse.waiting is not None
-        alike[pulse.waiting.name, pulse.waiting.number, pulse.waiting.group, pulse.waiting.bytes].append(pulse)
-    words = []
-    for (name, number, group, size), ranks in alike.items():
-        since = max(pulse.waiting.seconds for pulse in ranks if pulse.waiting is not None)
-        words.append(
-            f"{_ranks([pulse.rank for pulse in ranks])} since {format_seconds(since)} in {name} {number} of group {group} "
-            f"({format_bytes(size)}), step {min(pulse.step for pulse in ranks)}"
+    by_collective: dict[tuple[str, int, str, int], list[tuple[Heartbeat, PendingCollective]]] = defaultdict(list)
+    for heartbeat, collective in waiting:
+        key = (collective.name, collective.number, collective.group, collective.bytes)
+        by_collective[key].append((heartbeat, collective))
+    messages = []
+    for (name, number, group, size), members in by_collective.items():
+        ranks = _format_ranks([heartbeat.rank for heartbeat, _ in members])
+        since = max(collective.seconds for _, collective in members)
+        step = min(heartbeat.step for heartbeat, _ in members)
+        messages.append(
+            f"{ranks} since {format_seconds(since)} in {name} {number} of group {group} ({format_bytes(size)}), step {step}"
         )
-    for pulse in [pulse for pulse in speaking if pulse.waiting is None][:MAX_NAMED]:
-        where = f", at {pulse.at}" if pulse.at else ""
-        doing = f"step {pulse.step}" if pulse.in_step else f"after step {pulse.step}"
-        words.append(f"rank {pulse.rank} is in no collective: {doing} since {format_seconds(pulse.seconds)}{where}")
+    for heartbeat in [heartbeat for heartbeat in current if heartbeat.waiting is None][:MAX_NAMED]:
+        line = f", at {heartbeat.at}" if heartbeat.at else ""
+        step_text = f"step {heartbeat.step}" if heartbeat.in_step else f"after step {heartbeat.step}"
+        since_text = format_seconds(heartbeat.seconds)
+        messages.append(f"rank {heartbeat.rank} is in no collective: {step_text} since {since_text}{line}")
     for rank, seconds in sorted(silent.items())[:MAX_NAMED]:
-        words.append(f"rank {rank} says nothing since {format_seconds(seconds)}: its process is stopped, or its host is gone")
-    if len(alike) > 1:
-        words.append("they wait in different collectives: ranks in one group must begin the same ones in the same order")
-    return "; ".join(words)
+        messages.append(f"rank {rank} says nothing since {format_seconds(seconds)}: its process is stopped, or its host is gone")
+    if len(by_collective) > 1:
+        messages.append("they wait in different collectives: ranks in one group must begin the same ones in the same order")
+    return "; ".join(messages)
 
 
-def straggler(pulses: list[Pulse]) -> tuple[int, str] | None:
-    """Return the rank whose own work takes longest, with words, if the others wait for it."""
-    own = {pulse.rank: pulse.own_seconds for pulse in pulses if pulse.own_seconds is not None}
-    if len(own) < 2:
+def find_straggler(heartbeats: list[Heartbeat]) -> tuple[int, str] | None:
+    """Return the rank whose own work takes longest, and a message about it, or None if the others do not wait for it."""
+    work_seconds = {heartbeat.rank: heartbeat.own_seconds for heartbeat in heartbeats if heartbeat.own_seconds is not None}
+    if len(work_seconds) < 2:
         return None
-    rank = max(own, key=lambda rank: own[rank])
-    rest = statistics.median(seconds for other, seconds in own.items() if other != rank)
-    step = next(pulse.step_seconds for pulse in pulses if pulse.rank == rank) or own[rank]
-    if own[rank] < SLOWER * rest or own[rank] < WORTH * step:
+    rank = max(work_seconds, key=lambda rank: work_seconds[rank])
+    slowest = work_seconds[rank]
+    others = statistics.median(seconds for other, seconds in work_seconds.items() if other != rank)
+    step = next(heartbeat.step_seconds for heartbeat in heartbeats if heartbeat.rank == rank) or slowest
+    if slowest < STRAGGLER_FACTOR * others or slowest < MIN_WORK_SHARE * step:
         return None
-    words = (
-        f"rank {rank} holds up the others: its own work takes {format_seconds(own[rank])} of a step of {format_seconds(step)}, "
-        f"theirs {format_seconds(rest)} (medians); look at what else runs on its cores, and at their clock"
+    message = (
+        f"rank {rank} holds up the others: its own work takes {format_seconds(slowest)} of a step of {format_seconds(step)}, "
+        f"theirs {format_seconds(others)} (medians); look at what else runs on its cores, and at their clock"
     )
-    return rank, words
+    return rank, message
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     named = ", ".join(map(str, sorted(ranks)[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank {named} waits" if len(ranks) == 1 else f"ranks {named}{more} wait"
@@ -122,64 +124,67 @@ def _ranks(ranks: list[int]) -> str:
 
 logger = logging.getLogger(__name__)
 
-PERIOD = 5.0  # seconds between two pulses
-PATIENCE = 60.0  # seconds in one step, and longer where steps take long
-STEPS_OF_PATIENCE = 10
-SILENCE = 6  # pulses that a rank may miss
-ENDS_AFTER = 300.0  # seconds of silence while this rank waits in a step
-LAST_STEPS = 16  # of which medians are taken
-ENOUGH_STEPS = 8  # to say who is slow
-STRAGGLER_PERIODS = 12  # between two looks at who is slowest
+PERIOD = 5.0  # seconds between two heartbeats
+PATIENCE = 60.0  # seconds in one step, or more if steps take long
+STEPS_OF_PATIENCE = 10  # median steps that patience lasts at least
+SILENCE = 6  # heartbeats that a rank may miss
+ENDS_AFTER = 300.0  # seconds of silence of a rank for which this rank waits in a step
+LAST_STEPS = 16  # steps of which medians are taken
+ENOUGH_STEPS = 8  # steps before a rank can be called slow
+STRAGGLER_PERIODS = 12  # heartbeats between two searches for the slowest rank
 STORE_SECONDS = timedelta(seconds=20)
-SCHEDSTAT = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core, and waiting for one
-GONE = "gone"  # in the store: why all end
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # on Linux: nanoseconds on a core, and waiting for one
+GONE = "gone"  # key in the store: the reason why all ranks end
 PACKAGE = Path(__file__).parents[2]
 
-OnWords = Callable[[int, str], None]  # the step, and what is said of it
+OnWarning = Callable[[int, str], None]  # gets the step and a message
 
 
-class Watch:
-    """The watch of one rank among several. ``step()`` surrounds each step."""
+class Watchdog:
+    """Watch one rank among several. Open ``step`` around each step."""
 
-    def __init__(self, plan: Plan, on_words: OnWords, output: Path | None = None) -> None:
+    def __init__(self, plan: Plan, on_warning: OnWarning, output: Path | None = None) -> None:
         self.rank, self.size = rank_environment()
-        # The file of the thread that makes this object and steps. It stays open: opening it takes 120 microseconds of a step.
+        # The file of the thread that makes this object and runs the steps. It stays open: opening takes 120 microseconds.
         self._schedstat = SCHEDSTAT.open("rb", buffering=0) if plan.device == "cpu" and SCHEDSTAT.exists() else None
-        self._on_words, self._output = on_words, output
-        self._reported = 0  # the last step of which this rank left a report
-        self._store = PrefixStore("watch", _own_connection())
-        self._main = threading.get_ident()
-        self._began = time.monotonic()
-        self._state = (0, False, self._began)  # the step, whether inside of it, since when
-        self._times: deque[tuple[float, float]] = deque(maxlen=LAST_STEPS)  # whole, own
-        self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it came
+        self._on_warning = on_warning
+        self._output = output
+        self._reported = 0  # the last step about which this rank wrote a report
+        self._store = PrefixStore("watch", _clone_store())
+        self._main_thread = threading.get_ident()
+        self._start = time.monotonic()
+        # The step, whether the main thread is in it, and since when: one tuple, so that other threads read all three at once.
+        self._state = (0, False, self._start)
+        self._times: deque[tuple[float, float]] = deque(maxlen=LAST_STEPS)  # seconds of a step, and of own work in it
+        self._last_beats: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it came
         self._beat = 0
-        self._said: set[str] = set()  # once for each step that stalls, and for each rank that lags
-        self._ends = threading.Event()
-        self._answered = self._began  # when the store last did
-        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._run, self._guard)]
+        self._warned: set[str] = set()  # the steps that stall and the ranks that are slow, each warned about once
+        self._end = threading.Event()
+        self._last_answer = self._start  # when the store last answered
+        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._run, self._watch_store)]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends.set()
+        self._end.set()
         for thread in self._threads:
             thread.join(2 * PERIOD)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        start, busy = time.monotonic(), self._busy()
+        start = time.monotonic()
+        busy_before = self._busy_seconds()
         self._state = (number, True, start)
         yield
         end = time.monotonic()
-        self._times.append((end - start, self._busy() - busy))
+        self._times.append((end - start, self._busy_seconds() - busy_before))
         self._state = (number, False, end)
 
-    def _busy(self) -> float:
-        """Return the seconds that this thread, which computes and waits, had work. The time it slept belongs to the others."""
+    def _busy_seconds(self) -> float:
+        """Return the seconds that this thread, which runs the steps, had work. While it slept, it waited for other ranks."""
         if self._schedstat is None:
             return 0.0
         on_core, queued, _ = os.pread(self._schedstat.fileno(), 128, 0).split()
@@ -187,110 +192,123 @@ class Watch:
 
     @property
     def patience(self) -> float:
-        steps = [whole for whole, _ in list(self._times)]
-        return max(PATIENCE, STEPS_OF_PATIENCE * statistics.median(steps)) if steps else PATIENCE
+        """Return the seconds that a step may take before it counts as stalled."""
+        step_seconds = [seconds for seconds, _ in list(self._times)]
+        if not step_seconds:
+            return PATIENCE
+        return max(PATIENCE, STEPS_OF_PATIENCE * statistics.median(step_seconds))
 
     def _run(self) -> None:
-        while not self._ends.wait(PERIOD):
-            pulse = self._pulse()
-            with suppress(RuntimeError):  # the store ends with the job, or with rank 0, whose end the ranks themselves report
-                self._store.set(str(self.rank), pulse.to_json())
-                self._read(pulse) if self.rank == 0 else self._listen(pulse)
-                self._answered = time.monotonic()
+        """Write a heartbeat in every period, and look at those of other ranks."""
+        while not self._end.wait(PERIOD):
+            heartbeat = self._make_heartbeat()
+            with suppress(RuntimeError):  # the store ends with the job, or with rank 0, and the main threads report that
+                self._store.set(str(self.rank), heartbeat.to_json())
+                if self.rank == 0:
+                    self._check_all_ranks(heartbeat)
+                else:
+                    self._check_rank_0(heartbeat)
+                self._last_answer = time.monotonic()
 
-    def _guard(self) -> None:
+    def _watch_store(self) -> None:
         """Leave the job if the store does not answer.
 
-        The store's own time limits are kept by its server: a request to a stopped server waits for ever.
+        The store's server keeps its time limits, so a request to a stopped server waits for ever.
         """
-        while not self._ends.wait(PERIOD):
-            (step, in_step, since), now = self._state, time.monotonic()
-            silence = now - self._answered
-            if in_step and min(silence, now - since) > ENDS_AFTER:
+        while not self._end.wait(PERIOD):
+            step, in_step, since = self._state
+            time_now = time.monotonic()
+            silence = time_now - self._last_answer
+            if in_step and min(silence, time_now - since) > ENDS_AFTER:
                 self._leave(step, f"rank 0, or the launcher beside it, does not answer since {format_seconds(silence)}")
 
-    def _pulse(self) -> Pulse:
+    def _make_heartbeat(self) -> Heartbeat:
         self._beat += 1
         step, in_step, since = self._state
         seconds = time.monotonic() - since
         times = list(self._times)
-        looks = seconds > self.patience
-        waiting = active_collective() if looks else None
-        if looks and self._reported != step:
+        is_late = seconds > self.patience
+        waiting = active_collective() if is_late else None
+        if is_late and self._reported != step:
             self._reported = step
             self._report("stalled", step, f"in step {step} since {format_seconds(seconds)}", waiting)
-        return Pulse(
+        return Heartbeat(
             rank=self.rank, beat=self._beat, step=step, in_step=in_step, seconds=seconds,
             own_seconds=statistics.median(own for _, own in times) if self._schedstat and len(times) >= ENOUGH_STEPS else None,
             step_seconds=statistics.median(whole for whole, _ in times) if times else None,
-            waiting=waiting, at=self._line() if looks else None,
+            waiting=waiting, at=self._current_line() if is_late else None,
         )  # fmt: skip
 
-    def _read(self, mine: Pulse) -> None:
-        is_late = mine.seconds > self.patience + 2 * PERIOD  # by then all have said what they wait for
+    def _check_all_ranks(self, own: Heartbeat) -> None:
+        """Read the heartbeats of all ranks if rank 0 is late, and now and then to find the slowest rank."""
+        is_late = own.seconds > self.patience + 2 * PERIOD  # by then all ranks have reported what they wait for
         if not is_late and self._beat % STRAGGLER_PERIODS:
             return
         keys = [str(rank) for rank in range(self.size)]
-        said = [key for key in keys if self._store.check([key])]
-        pulses = [Pulse.from_json(text) for text in self._store.multi_get(said)]
-        now = time.monotonic()
-        silent = {int(key): now - self._began for key in keys if key not in said}  # stopped before their first pulse
-        for pulse in pulses:
-            beat, came = self._seen.get(pulse.rank, (None, now))
-            self._seen[pulse.rank] = (pulse.beat, came if beat == pulse.beat else now)
-            if beat == pulse.beat and now - came > SILENCE * PERIOD:
-                silent[pulse.rank] = now - came
+        present = [key for key in keys if self._store.check([key])]
+        heartbeats = [Heartbeat.from_json(text) for text in self._store.multi_get(present)]
+        time_now = time.monotonic()
+        silent = {int(key): time_now - self._start for key in keys if key not in present}  # stopped before their first heartbeat
+        for heartbeat in heartbeats:
+            last_beat, came = self._last_beats.get(heartbeat.rank, (None, time_now))
+            is_new = last_beat != heartbeat.beat
+            self._last_beats[heartbeat.rank] = (heartbeat.beat, time_now if is_new else came)
+            if not is_new and time_now - came > SILENCE * PERIOD:
+                silent[heartbeat.rank] = time_now - came
         if is_late:
-            self._say(mine.step, f"step {mine.step}", stalled(pulses, silent, patience=self.patience))
+            self._warn(own.step, f"step {own.step}", describe_stall(heartbeats, silent, patience=self.patience))
             gone = {rank: seconds for rank, seconds in silent.items() if seconds > ENDS_AFTER}
-            if gone and mine.in_step:
-                words = "; ".join(f"rank {rank} says nothing since {format_seconds(gone[rank])}" for rank in sorted(gone))
-                self._store.set(GONE, words)
-                self._ends.wait(2 * PERIOD)  # in which the others read it
-                self._leave(mine.step, words)
+            if gone and own.in_step:
+                message = "; ".join(f"rank {rank} says nothing since {format_seconds(gone[rank])}" for rank in sorted(gone))
+                self._store.set(GONE, message)
+                self._end.wait(2 * PERIOD)  # the others read the message meanwhile
+                self._leave(own.step, message)
         else:
-            found = straggler(pulses)
-            if found is not None:
-                self._say(mine.step, f"rank {found[0]}", found[1])
-                self._report("slow", mine.step, found[1], None)
+            straggler = find_straggler(heartbeats)
+            if straggler is not None:
+                rank, message = straggler
+                self._warn(own.step, f"rank {rank}", message)
+                self._report("slow", own.step, message, None)
 
-    def _listen(self, mine: Pulse) -> None:
-        """Check, on a late rank other than 0, whether rank 0 reports, or has written why all end."""
-        if not mine.in_step or mine.seconds <= self.patience + 2 * PERIOD:
+    def _check_rank_0(self, own: Heartbeat) -> None:
+        """On a late rank other than 0, check whether rank 0 still writes heartbeats, or has written why all ranks end."""
+        if not own.in_step or own.seconds <= self.patience + 2 * PERIOD:
             return
         if self._store.check([GONE]):
-            self._leave(mine.step, self._store.get(GONE).decode())
-        said = Pulse.from_json(self._store.get("0")) if self._store.check(["0"]) else None
-        beat, now = said.beat if said else 0, time.monotonic()
-        if self._seen.get(0, (None, 0.0))[0] != beat:
-            self._seen[0] = (beat, now)
-        silence = now - self._seen[0][1]
+            self._leave(own.step, self._store.get(GONE).decode())
+        heartbeat = Heartbeat.from_json(self._store.get("0")) if self._store.check(["0"]) else None
+        beat = heartbeat.beat if heartbeat else 0
+        time_now = time.monotonic()
+        if self._last_beats.get(0, (None, 0.0))[0] != beat:
+            self._last_beats[0] = (beat, time_now)
+        silence = time_now - self._last_beats[0][1]
         if silence > ENDS_AFTER:
-            self._leave(mine.step, f"rank 0 says nothing since {format_seconds(silence)}")
+            self._leave(own.step, f"rank 0 says nothing since {format_seconds(silence)}")
 
-    def _leave(self, step: int, words: str) -> None:
+    def _leave(self, step: int, message: str) -> None:
         """End the process, whatever its main thread waits for."""
-        words = f"{words}: its process is stopped, or its host is gone; this one ends"
-        self._report("died", step, words, None)
-        logger.error("rank %s, step %s: %s", self.rank, step, words)
+        message = f"{message}: its process is stopped, or its host is gone; this one ends"
+        self._report("died", step, message, None)
+        logger.error("rank %s, step %s: %s", self.rank, step, message)
         os._exit(os.EX_UNAVAILABLE)
 
-    def _say(self, step: int, about: str, words: str | None) -> None:
-        if words is not None and about not in self._said:
-            self._said.add(about)
-            self._on_words(step, words)
+    def _warn(self, step: int, subject: str, message: str | None) -> None:
+        """Pass on the message, once for each subject."""
+        if message is not None and subject not in self._warned:
+            self._warned.add(subject)
+            self._on_warning(step, message)
 
-    def _report(self, kind: str, step: int, words: str, waiting: Waiting | None) -> None:
-        """Write a report for `upshift doctor`: where every thread of this rank is."""
+    def _report(self, kind: str, step: int, message: str, waiting: PendingCollective | None) -> None:
+        """Write a report for `upshift doctor`: what every thread of this rank is doing."""
         if self._output is None:
             return
-        where = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
-        report = report_of(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=words, waiting=where)
+        collective = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
+        report = report_of(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=message, waiting=collective)
         report.write(self._output)
 
-    def _line(self) -> str | None:
+    def _current_line(self) -> str | None:
         """Return the innermost line of this package that the main thread is in."""
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self._main_thread)
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             frame = frame.f_back
         if frame is None:
@@ -300,49 +318,52 @@ class Watch:
 
 @contextmanager
 def watching(
-    plan: Plan, on_words: OnWords, output: Path | None = None
+    plan: Plan, on_warning: OnWarning, output: Path | None = None
 ) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """Yield a context manager for each step; with one process it does nothing. ``output`` is the folder for reports."""
+    """Watch the ranks while open. Yield a function that returns a context for a step.
+
+    With one process the context does nothing. ``output`` is the folder for reports.
+    """
     if plan.num_processes == 1:
         yield lambda step: nullcontext()
         return
     try:
-        made = Watch(plan, on_words, output)
+        watchdog = Watchdog(plan, on_warning, output)
     except MissingInternal as missing:
-        on_words(0, str(missing))
+        on_warning(0, str(missing))
         yield lambda step: nullcontext()
         return
-    with made as watch:
-        yield watch.step
+    with watchdog:
+        yield watchdog.step
 
 
-def _own_connection() -> Store:
-    """Return a connection of its own to the job's store. The main thread may wait on the first one, and any other caller with
-    it."""
+def _clone_store() -> Store:
+    """Return a new connection to the job's store. The main thread may block the existing one for all its users."""
     store = DEFAULT_STORE.get()()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    copy: Store = store.clone()  # not in its stub
-    copy.set_timeout(STORE_SECONDS)
-    return copy
+    connection: Store = store.clone()  # missing in the type stub
+    connection.set_timeout(STORE_SECONDS)
+    return connection
 
 
-def active_collective() -> Waiting | None:
+def active_collective() -> PendingCollective | None:
     """Return the oldest collective of this process that has begun and not ended, or None."""
     try:
         library = FLIGHT_RECORDER.get()
     except MissingInternal:
         return None
-    name = next((name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(library, name)), None)
-    if name is None:
+    dump_names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    dump_name = next((name for name in dump_names if hasattr(library, name)), None)
+    if dump_name is None:
         return None
-    entries = json.loads(getattr(library, name)(True, True)).get("entries", [])
+    entries = json.loads(getattr(library, dump_name)(True, True)).get("entries", [])
     active = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     if not active:
         return None
     oldest = min(active, key=lambda entry: entry["time_created_ns"])
     number = oldest["p2p_seq_id"] if oldest["is_p2p"] else oldest["collective_seq_id"]
-    return Waiting(
+    return PendingCollective(
         name=oldest["profiling_name"].partition(":")[2] or oldest["profiling_name"], number=number,
         group=" ".join(oldest["process_group"]), bytes=_bytes(oldest),
         seconds=max(time.time() - oldest["time_created_ns"] * 1e-9, 0.0),
@@ -350,7 +371,9 @@ def active_collective() -> Waiting | None:
 
 
 def _bytes(entry: dict[str, object]) -> int:
-    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    """Return the bytes of a collective's inputs."""
+    sizes = entry["input_sizes"]
+    dtypes = entry["input_dtypes"]
     assert isinstance(sizes, list) and isinstance(dtypes, list)
     return sum(math.prod(size) * _ITEM_BYTES.get(dtype, 0) for size, dtype in zip(sizes, dtypes, strict=False))
 

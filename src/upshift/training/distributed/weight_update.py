@@ -1,4 +1,4 @@
-"""Find the parts of the model's weights that this rank updates, and take gradients from the last backward pass to clipping."""
+"""Choose the shards of the weights that this rank updates. Sum and clip gradients between the backward pass and the update."""
 
 from __future__ import annotations
 
@@ -10,88 +10,104 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.internals.torch_names import SCALER_STATES
-from upshift.training.distributed.gradients import Spread, clip, copies_in, local, spread, sum_gradients, sum_tied, total_norm
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.gradients import (
+    ShardedDimensions,
+    clip_gradients,
+    local_shard,
+    sharded_dimensions,
+    sum_gradients,
+    sum_tied_gradients,
+    tied_copies,
+    total_norm,
+)
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.partial_gradients import sum_partial_gradients
-from upshift.training.distributed.zero1 import DividedUpdate
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.distributed.zero1 import ShardedUpdate
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
-class DividedWeights:
-    """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: each rank updates what it has."""
+class ShardedWeights:
+    """The UpdateSharding of weights that are DTensors, or whole on every rank: each rank updates what it has."""
 
-    def part(self, parameter: Tensor) -> Tensor:
-        return local(parameter.detach())
+    def shard(self, parameter: Tensor) -> Tensor:
+        return local_shard(parameter.detach())
 
     def rows(self, parameter: Tensor) -> None:
         return None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local(parameter.grad)
+        return None if parameter.grad is None else local_shard(parameter.grad)
 
-    def along(self, parameter: Tensor) -> Spread:
-        return spread(parameter)
+    def sharded_along(self, parameter: Tensor) -> ShardedDimensions:
+        return sharded_dimensions(parameter)
 
-    def publish(self, parts: dict[Tensor, Tensor]) -> None:
-        pass  # it is the same memory
+    def publish(self, shards: dict[Tensor, Tensor]) -> None:
+        pass  # shards use the memory of the weights
 
     def forget(self) -> None:
         pass
 
 
-def division_of(model: nn.Module, place: Place) -> Division | None:
-    """Return the division of the update, or None if each rank updates all that it has, as one process does."""
-    if place.plan.layout.fully_shard == "optimizer":
-        return DividedUpdate(model, place)
-    return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
+def make_update_sharding(model: nn.Module, mesh: Mesh) -> UpdateSharding | None:
+    """Return how ranks divide the update, or None if each rank updates whole parameters, as one process does."""
+    if mesh.plan.layout.fully_shard == "optimizer":
+        return ShardedUpdate(model, mesh)
+    return ShardedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, summed: bool) -> None:
-    """Give the optimizer's parameters the gradients of the whole job.
+def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, *, summed: bool) -> None:
+    """Set the gradients of the optimizer's parameters to those of the whole job.
 
-    ``summed`` says that they are summed already over the ranks with the same weights.
+    ``summed`` says that they are already summed over the ranks with the same weights.
     """
-    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    sharding = optimizer.sharding if isinstance(optimizer, ShardedOptimizer) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
-        return parameter.grad if division is None else division.gradient(parameter)
+        return parameter.grad if sharding is None else sharding.gradient(parameter)
 
-    if isinstance(division, DividedUpdate):
-        sum_partial_gradients(model, place, division.whole_gradient)
-        division.reduce()
+    if isinstance(sharding, ShardedUpdate):
+        sum_partial_gradients(model, mesh, sharding.whole_gradient)
+        sharding.reduce()
     else:
-        if not summed and place.mesh is not None:
-            sum_gradients(model, place)
-        sum_partial_gradients(model, place)
-    sum_tied(model, gradient_of)
-    if isinstance(optimizer, OnParts):
+        if not summed and mesh.device_mesh is not None:
+            sum_gradients(model, mesh)
+        sum_partial_gradients(model, mesh)
+    sum_tied_gradients(model, gradient_of)
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.take_gradients()
 
 
-def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:
+def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     """Clip the gradients. Return the norm before clipping."""
-    if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
+    if not isinstance(optimizer, ShardedOptimizer) and mesh.plan.layout.pipeline_parallel == 1:
         return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    copies = copies_in(model)
-    known = list(_gradients(optimizer, model))
-    own = [(gradient, along) for gradient, along, parameter in known if parameter not in copies]
-    return clip([gradient for gradient, _, _ in known], total_norm(own, place), max_norm)
+    copies = tied_copies(model)
+    gradients = []
+    counted = []  # a tied weight counts once, in the first stage
+    for gradient, dimensions, parameter in _local_gradients(optimizer, model):
+        gradients.append(gradient)
+        if parameter not in copies:
+            counted.append((gradient, dimensions))
+    return clip_gradients(gradients, total_norm(counted, mesh), max_norm)
 
 
-def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread, Tensor]]:
-    """Yield this rank's part of each gradient, the ranks that divide it, and its parameter."""
-    if isinstance(optimizer, OnParts):
-        for part, parameter in optimizer.parts.items():
-            if part.grad is not None:
-                yield part.grad, optimizer.division.along(parameter), parameter
+def _local_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, ShardedDimensions, Tensor]]:
+    """Yield this rank's part of each gradient, the mesh dimensions that divide it, and its parameter."""
+    if isinstance(optimizer, ShardedOptimizer):
+        for shard, parameter in optimizer.shards.items():
+            if shard.grad is not None:
+                yield shard.grad, optimizer.sharding.sharded_along(parameter), parameter
     else:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad, (), parameter
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Skip the update on all ranks if one rank's part overflowed, after ``unscale_`` (as torch's ShardedGradScaler does)."""
-    if place.mesh is not None and scaler.is_enabled():
-        for found in SCALER_STATES.of(scaler)[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Skip the update on all ranks if a gradient overflowed on one of them. Call it after ``unscale_``.
+
+    torch's ShardedGradScaler does the same.
+    """
+    if mesh.device_mesh is not None and scaler.is_enabled():
+        for found_inf in SCALER_STATES.of(scaler)[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)

@@ -1,8 +1,8 @@
 """Run ZeRO 1: every rank has all weights and gradients, and updates its rows of each weight.
 
 Gradients are reduced and scattered to the ranks that update them, and updated weights are gathered (Rajbhandari et al. 2020,
-section 5). Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none. Experts
-that ranks share are updated where they are, all of each.
+section 5). Each rank has the rows that fully_shard would give it: ceil(rows / ranks), the last ranks fewer or none. An expert
+that ranks divide among them is updated as a whole on its rank.
 """
 
 from __future__ import annotations
@@ -13,114 +13,129 @@ from torch import Tensor, nn
 
 from upshift.internals.torch_names import CHUNK_CAT, COLLECTIVES
 from upshift.training.distributed.expert_parallel import expert_modules
-from upshift.training.distributed.gradients import Spread, buckets, local, spread, sum_flat, sum_over
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.gradients import (
+    ShardedDimensions,
+    all_reduce_over,
+    local_shard,
+    make_buckets,
+    sharded_dimensions,
+    sum_in_buckets,
+)
+from upshift.training.distributed.mesh import Mesh
 
-collectives = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
+collectives = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; parallelize.py checks its operators
 
 
-class DividedUpdate:
-    """A Division (optimizers/on_parts.py) of all trained parameters.
+class ShardedUpdate:
+    """The UpdateSharding of all trained parameters.
 
-    With ``master_weights`` parts are fp32 copies, and the model is bf16 from here on, except for the sums of its gradients.
+    With ``master_weights`` the shards are fp32 copies. The model is then bf16, except for the sums of its gradients.
     """
 
-    def __init__(self, model: nn.Module, place: Place) -> None:
-        assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("shard").group_name
-        self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
-        self.masters = place.plan.layout.master_weights
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        assert mesh.device_mesh is not None
+        self.mesh = mesh
+        self.group = mesh.device_mesh.get_group("shard").group_name
+        self.ranks = mesh.device_mesh["shard"].size()
+        self.rank = mesh.device_mesh.get_local_rank("shard")
+        self.has_masters = mesh.plan.layout.master_weights
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        experts = {id(parameter) for module in expert_modules(model, place) for parameter in module.parameters()}
+        experts = {id(parameter) for module in expert_modules(model, mesh) for parameter in module.parameters()}
         self._experts = dict.fromkeys(parameter for parameter in self.trained if id(parameter) in experts)
         self._divided = [parameter for parameter in self.trained if id(parameter) not in experts]
-        self._parts: dict[Tensor, Tensor] = {parameter: self._own(local(parameter.data)) for parameter in self._divided}
-        self._parts |= {parameter: local(parameter.data) for parameter in self._experts}
-        self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, where weights are bf16
+        self._shards: dict[Tensor, Tensor] = {}
+        for parameter in self._divided:
+            self._shards[parameter] = self._own_rows(local_shard(parameter.data))
+        for parameter in self._experts:
+            self._shards[parameter] = local_shard(parameter.data)
+        self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, if the weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}
-        if self.masters:
-            self._parts = {parameter: part.float().clone() for parameter, part in self._parts.items()}
+        if self.has_masters:
+            self._shards = {parameter: shard.float().clone() for parameter, shard in self._shards.items()}
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
             for parameter in self.trained:
-                parameter.register_post_accumulate_grad_hook(self._add)
+                parameter.register_post_accumulate_grad_hook(self._add_gradient)
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _own_rows(self, whole: Tensor) -> Tensor:
         """Return this rank's rows."""
-        begin, end = self._rows_of(whole)
-        return _rows(whole)[begin:end]
+        begin, end = self._row_range(whole)
+        return _as_rows(whole)[begin:end]
 
-    def _rows_of(self, whole: Tensor) -> tuple[int, int]:
-        count = len(_rows(whole))
-        each = -(-count // self.ranks)
-        return min(self.rank * each, count), min((self.rank + 1) * each, count)
+    def _row_range(self, whole: Tensor) -> tuple[int, int]:
+        count = len(_as_rows(whole))
+        rows_per_rank = -(-count // self.ranks)
+        return min(self.rank * rows_per_rank, count), min((self.rank + 1) * rows_per_rank, count)
 
     def rows(self, parameter: Tensor) -> tuple[int, int] | None:
-        part, whole = self._parts[parameter], local(parameter.data)
-        return None if part.shape == whole.shape else self._rows_of(whole)
+        shard = self._shards[parameter]
+        whole = local_shard(parameter.data)
+        return None if shard.shape == whole.shape else self._row_range(whole)
 
-    def _add(self, parameter: Tensor) -> None:
+    def _add_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = local(parameter.grad)
+        gradient = local_shard(parameter.grad)
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
             self._sums[parameter] = gradient.float()
         parameter.grad = None
 
-    def part(self, parameter: Tensor) -> Tensor:
-        return self._parts[parameter]
+    def shard(self, parameter: Tensor) -> Tensor:
+        return self._shards[parameter]
 
     def whole_gradient(self, parameter: Tensor) -> Tensor:
         """Return this rank's own gradient of the whole parameter."""
-        if self.masters:
+        if self.has_masters:
             if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(local(parameter.data), dtype=torch.float32)
+                self._sums[parameter] = torch.zeros_like(local_shard(parameter.data), dtype=torch.float32)
             return self._sums[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return local(parameter.grad)
+        return local_shard(parameter.grad)
 
     def reduce(self) -> None:
-        """Reduce gradients bucket by bucket, and drop the whole ones."""
+        """Reduce gradients bucket by bucket, and drop the unreduced ones."""
         wholes = {parameter: self.whole_gradient(parameter) for parameter in self.trained}
         self.forget()
         for parameter in self.trained:
             parameter.grad = None
         experts = [wholes.pop(parameter) for parameter in self._experts]
-        if self.place.experts is not None:
-            group = self.place.experts.get_group("replicas")
-            sum_flat(experts, lambda flat: dist.all_reduce(flat, group=group))
+        if self.mesh.expert_mesh is not None:
+            group = self.mesh.expert_mesh.get_group("replicas")
+            sum_in_buckets(experts, lambda flat: dist.all_reduce(flat, group=group))
         self._reduced |= zip(self._experts, experts, strict=True)
-        for bucket in buckets(wholes.items()):
-            sizes = [self._padded(whole) for _, whole in bucket]
+        for bucket in make_buckets(wholes.items()):
+            sizes = [self._padded_size(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
-            CHUNK_CAT.get()([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
+            CHUNK_CAT.get()([_as_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
             received = collectives.wait_tensor(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
-            sum_over(received, self.place, ("replicas",))
+            all_reduce_over(received, self.mesh, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
-                part = self._parts[parameter]
-                self._reduced[parameter] = piece[: part.numel()].view_as(part)
+                shard = self._shards[parameter]
+                self._reduced[parameter] = piece[: shard.numel()].view_as(shard)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return self._reduced.get(parameter)
 
-    def along(self, parameter: Tensor) -> Spread:
-        assert self.place.mesh is not None
-        own = spread(parameter)
-        return own if parameter in self._experts else (*own, (self.place.mesh["shard"], 0))
+    def sharded_along(self, parameter: Tensor) -> ShardedDimensions:
+        assert self.mesh.device_mesh is not None
+        dimensions = sharded_dimensions(parameter)
+        if parameter in self._experts:
+            return dimensions
+        return (*dimensions, (self.mesh.device_mesh["shard"], 0))
 
-    def publish(self, parts: dict[Tensor, Tensor]) -> None:
-        """Copy the updated parts into the weights of all ranks."""
+    def publish(self, shards: dict[Tensor, Tensor]) -> None:
+        """Copy the updated shards into the weights of all ranks."""
         for parameter in self._experts:
-            if self.masters:
-                local(parameter.data).copy_(parts[parameter])
-        for bucket in buckets((parameter, local(parameter.data)) for parameter in self._divided):
-            sizes = [self._padded(whole) for _, whole in bucket]
+            if self.has_masters:
+                local_shard(parameter.data).copy_(shards[parameter])
+        for bucket in make_buckets((parameter, local_shard(parameter.data)) for parameter in self._divided):
+            sizes = [self._padded_size(whole) for _, whole in bucket]
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
-                piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
+                piece[: shards[parameter].numel()].copy_(shards[parameter].reshape(-1))
             received = collectives.wait_tensor(collectives.all_gather_into_tensor(sent, self.ranks, self.group))
             for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
                 whole.copy_(pieces.reshape(-1)[: whole.numel()].view_as(whole))
@@ -129,11 +144,12 @@ class DividedUpdate:
         self._reduced.clear()
         self._sums.clear()
 
-    def _padded(self, whole: Tensor) -> int:
-        """Return the elements of a rank's part if all ranks had as many rows."""
-        rows = _rows(whole)
+    def _padded_size(self, whole: Tensor) -> int:
+        """Return the number of elements of a shard, if all ranks had equally many rows."""
+        rows = _as_rows(whole)
         return -(-len(rows) // self.ranks) * rows[:1].numel()
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _as_rows(tensor: Tensor) -> Tensor:
+    """Return a number as one row, and any other tensor as it is."""
     return tensor if tensor.ndim else tensor.view(1)

@@ -1,4 +1,4 @@
-"""Run one life of a copy, in a child of its fork server."""
+"""Run a replica once, in a child of its fork server."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ import torch
 
 from upshift.record import Record
 from upshift.training.data.dataset import TrainingData
-from upshift.training.elastic.replica import Copies, Life, job_name, result_name
-from upshift.training.job.job import record_of
-from upshift.training.job.processes import run_in
+from upshift.training.elastic.replica import ReplicaGroup, ReplicaRequest, job_name, result_name
+from upshift.training.job.job import make_record
+from upshift.training.job.processes import run_from_folder
 from upshift.training.job.request import Job
-from upshift.training.loop.events import OnEvent, Told, told
+from upshift.training.loop.events import OnEvent, SentEvent, to_sent_event
 from upshift.training.loop.loop import train
 from upshift.training.loop.signals import StopRequest
 
 
-def main(path: Path, answer: Callable[[Told], None]) -> None:
-    life = Life.from_file(path)
-    copies = Copies(life.number, lighthouse=life.lighthouse, folder=Path(life.folder), first=life.first)
-    run = partial(run_copy, copies=copies)
-    run_in(Path(life.folder), run, lambda event: answer(told(event)), names=(job_name(life.number), result_name(life.number)))
+def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
+    request = ReplicaRequest.from_file(path)
+    replicas = ReplicaGroup(request.number, lighthouse=request.lighthouse, folder=Path(request.folder), first=request.first)
+    run_from_folder(
+        Path(request.folder),
+        partial(run_replica, replicas=replicas),
+        lambda event: answer(to_sent_event(event)),
+        names=(job_name(request.number), result_name(request.number)),
+    )
 
 
-def run_copy(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, copies: Copies) -> Record:
+def run_replica(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, replicas: ReplicaGroup) -> Record:
     if job.plan.device == "cuda":
-        torch.cuda.set_device(copies.number)
-    if copies.first:
-        copies.open(device=job.plan.device)
-    return record_of(job, data, train(job, data, on_event=on_event, stop=stop, copies=copies))
+        torch.cuda.set_device(replicas.number)
+    if replicas.first:
+        replicas.open(device=job.plan.device)
+    return make_record(job, data, train(job, data, on_event=on_event, stop=stop, copies=replicas))

@@ -1,4 +1,4 @@
-"""Run a job as whole copies in processes of their own: one that is killed is started again, and the others go on meanwhile."""
+"""Run a job as replicas in separate processes. A replica that is killed is started again, and the others go on meanwhile."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from queue import Queue
 
 from upshift.errors import Interrupted, JobFailed, RequestError
-from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
+from upshift.fork_server import ENDLESS_SECONDS, ChildExit, ForkServer, fork_server
 from upshift.planning.plan import ALONE, Plan
 from upshift.record import Record
 from upshift.settings import quiet_torchft
 from upshift.training.data.dataset import TrainingData
-from upshift.training.elastic.replica import Life, here_name, job_name, result_name
-from upshift.training.job.processes import result_in, written
+from upshift.training.elastic.replica import ReplicaRequest, arrival_name, job_name, result_name
+from upshift.training.job.processes import job_folder, read_result
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Event, Finished, Healed, OnEvent, StepDone, Told, Waited
+from upshift.training.loop.events import Event, Finished, Healed, OnEvent, SentEvent, StepDone, Waited
 from upshift.training.loop.signals import StopRequest
 
 WORKER = "upshift.training.elastic.replica_process"
-LOST_MS = 1000  # without a sign of life a copy counts as gone; it gives one each 100 ms
-JOINING_MS = 60_000  # the copies in a step wait so long for one that is alive and has not come to it
-MOST_IN_VAIN = 3  # a copy that dies so often in a row before a step with it has counted stays away
+HEARTBEAT_TIMEOUT_MS = 1000  # a replica counts as lost after this time without a heartbeat; it sends one every 100 ms
+JOIN_TIMEOUT_MS = 60_000  # the replicas wait this long for one that is alive and has not come to the step
+MAX_FAILED_STARTS = 3  # after this many starts in a row without a counted step, a replica is not started again
 
 
 def check_healing(plan: Plan) -> None:
-    """Raise RequestError if copies cannot heal each other, with what to do instead."""
+    """Raise RequestError if replicas cannot heal each other. The message says what to do instead."""
     if importlib.util.find_spec("torchft") is None:
         raise RequestError("--heal needs torchft; pip install 'upshift[heal]'")
     if plan.num_processes < 2:
@@ -45,73 +45,79 @@ def check_healing(plan: Plan) -> None:
         )
 
 
-def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
-    """Return assignments of ``--set`` that leave plans which can heal. The user's own assignments stay.
+def fixed_for_healing(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
+    """Return assignments of ``--set`` under which plans can heal. The user's own assignments stay.
 
-    Raise RequestError among ranks of a launcher, which ends all of them when one dies.
+    Raise RequestError for ranks of a launcher, because a launcher ends all ranks when one dies.
     """
     if launched:
         raise RequestError("--heal starts processes itself, and a launcher did here; use upshift train --nproc 2 --heal alone")
-    asked = {text.partition("=")[0] for text in fixed}
-    plain = {**ALONE.model_dump(), "optimizer_in_backward": False}
-    return (*fixed, *(f"{name}={str(value).lower()}" for name, value in plain.items() if name not in asked))
+    user_names = {text.partition("=")[0] for text in fixed}
+    defaults = {**ALONE.model_dump(), "optimizer_in_backward": False}
+    return (*fixed, *(f"{name}={str(value).lower()}" for name, value in defaults.items() if name not in user_names))
 
 
-class Copy:
-    """A copy that has one life after the other, each forked from a process that has imported everything.
+class Replica:
+    """A replica that is started again after each loss, by a fork of a process that has imported everything.
 
-    Imports are most of the time of a start, and imported modules are in memory once.
+    Imports take most of the time of a start, and the imported modules are in memory only once.
     """
 
     def __init__(
-        self, number: int, folder: Path, lighthouse: str, told: Queue[tuple[Copy, Event | None]], stack: ExitStack
+        self, number: int, folder: Path, lighthouse: str, events: Queue[tuple[Replica, Event | None]], stack: ExitStack
     ) -> None:
-        self.number, self._folder, self._lighthouse, self._told, self._stack = number, folder, lighthouse, told, stack
+        self.number = number
+        self._folder = folder
+        self._lighthouse = lighthouse
+        self._events = events
+        self._stack = stack
         self._server: ForkServer | None = None
-        self._ending: Ending | None = None
-        self._in_vain = 0
-        self.begin(first=True)
+        self._ending: ChildExit | None = None
+        self._failed_starts = 0
+        self.start(first=True)
 
-    def begin(self, *, first: bool) -> None:
+    def start(self, *, first: bool) -> None:
+        """Start a process of the replica. A thread passes its events on."""
         if self._server is None or not self._server.runs:
             self._server = self._stack.enter_context(fork_server(WORKER, own_session=True))
-        self._came_at = 0 if first else None
-        life = Life(folder=str(self._folder), number=self.number, lighthouse=self._lighthouse, first=first)
-        threading.Thread(target=self._listen, args=(self._server, life), daemon=True).start()
+        self._joined_at_step = 0 if first else None
+        request = ReplicaRequest(folder=str(self._folder), number=self.number, lighthouse=self._lighthouse, first=first)
+        threading.Thread(target=self._listen, args=(self._server, request), daemon=True).start()
 
-    def _listen(self, server: ForkServer, life: Life) -> None:
+    def _listen(self, server: ForkServer, request: ReplicaRequest) -> None:
         self._ending = None
-        with suppress(JobFailed):  # of the server, with which the copy is gone
-            for said in server.ask(life, Told, limit_seconds=ENDLESS_SECONDS):
-                if isinstance(said, Ending):
-                    self._ending = said
+        with suppress(JobFailed):  # the server died, and the replica with it
+            for answer in server.ask(request, SentEvent, limit_seconds=ENDLESS_SECONDS):
+                if isinstance(answer, ChildExit):
+                    self._ending = answer
                 else:
-                    self._told.put((self, said.event))
-        self._told.put((self, None))
+                    self._events.put((self, answer.event))
+        self._events.put((self, None))
 
     def interrupt(self) -> None:
         assert self._server is not None
         self._server.interrupt()
 
-    def came(self, step: int) -> None:
-        """Note that the copy came back at a step, with what the others have had since that step."""
-        self._came_at = step
+    def joined(self, step: int) -> None:
+        """Record that the replica came back at a step, with the state of the others."""
+        self._joined_at_step = step
 
     @property
     def was_killed(self) -> bool:
         return not (self._folder / result_name(self.number)).exists()
 
-    def may_come_again(self, step: int) -> bool:
-        """Return whether the copy may start again. ``step`` is the last one that counted."""
-        took_part = self._came_at is not None and step > self._came_at
-        self._in_vain = 0 if took_part else self._in_vain + 1
-        return self._in_vain < MOST_IN_VAIN
+    def may_restart(self, step: int) -> bool:
+        """Return whether the replica may start again. ``step`` is the last step that counted."""
+        took_part = self._joined_at_step is not None and step > self._joined_at_step
+        self._failed_starts = 0 if took_part else self._failed_starts + 1
+        return self._failed_starts < MAX_FAILED_STARTS
 
     def result(self) -> Record:
-        """Return the copy's Record. Raise the error with which the copy failed."""
-        return result_in(self._folder, 0, interrupted=False, name=result_name(self.number))
+        """Return the replica's Record. Raise the error with which the replica failed."""
+        return read_result(self._folder, 0, interrupted=False, name=result_name(self.number))
 
     def last_words(self) -> str:
+        """Return how the last process ended, for a message."""
         if self._ending is None:
             return "died with the process that it was forked from"
         if self._ending.signal is not None:
@@ -120,74 +126,87 @@ class Copy:
 
 
 def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-    """Run the copies until all have ended. Raise JobFailed with the words of one that failed, or if none is left."""
+    """Run the replicas until all have ended. Raise JobFailed if one fails, with its message, or if none is left."""
     quiet_torchft()
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=JOINING_MS, heartbeat_timeout_ms=LOST_MS, quorum_tick_ms=50
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=JOIN_TIMEOUT_MS,
+        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+        quorum_tick_ms=50,
     )
-    told: Queue[tuple[Copy, Event | None]] = Queue()
+    events: Queue[tuple[Replica, Event | None]] = Queue()
     numbers = range(job.plan.num_processes)
-    with written(job, data) as folder, ExitStack() as stack:
+    with job_folder(job, data) as folder, ExitStack() as stack:
         stack.callback(lighthouse.shutdown)
         for number in numbers:
             _write_job(folder, number, job)
-        address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"  # hosts do not always know their own name
-        copies = [Copy(number, folder, address, told, stack) for number in numbers]
-        with StopRequest(on_request=partial(_interrupt, copies)) as stop:
-            return _watch(job, folder, copies, told, on_event, stop)
+        address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"  # a host may not be able to resolve its own name
+        replicas = [Replica(number, folder, address, events, stack) for number in numbers]
+        with StopRequest(on_request=partial(_interrupt_all, replicas)) as stop:
+            return _supervise(job, folder, replicas, events, on_event, stop)
 
 
 def _write_job(folder: Path, number: int, job: Job) -> None:
-    """Write a copy's job. Each copy has every micro-batch of the global batch, and computes those that fall to it."""
-    plan, ranks = job.plan, job.plan.num_processes
-    alone = plan.changed(num_processes=1, gradient_accumulation_steps=plan.gradient_accumulation_steps * ranks)
-    (folder / job_name(number)).write_text(job.changed(plan=alone, whole_plan=plan, heal=False).to_json(), encoding="utf-8")
+    """Write the job of one replica. It has every micro-batch of the global batch, and computes its share of them."""
+    plan = job.plan
+    accumulation = plan.gradient_accumulation_steps * plan.num_processes
+    replica_plan = plan.changed(num_processes=1, gradient_accumulation_steps=accumulation)
+    replica_job = job.changed(plan=replica_plan, whole_plan=plan, heal=False)
+    (folder / job_name(number)).write_text(replica_job.to_json(), encoding="utf-8")
 
 
-def _interrupt(copies: list[Copy]) -> None:
-    for copy in copies:
-        copy.interrupt()
+def _interrupt_all(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.interrupt()
 
 
-def _watch(
-    job: Job, folder: Path, copies: list[Copy], told: Queue[tuple[Copy, Event | None]], on_event: OnEvent, stop: StopRequest
+def _supervise(
+    job: Job,
+    folder: Path,
+    replicas: list[Replica],
+    events: Queue[tuple[Replica, Event | None]],
+    on_event: OnEvent,
+    stop: StopRequest,
 ) -> Record:
-    left, step = list(copies), 0
-    finished: Copy | None = None
+    """Pass on the events of all replicas, restart lost ones, and return the record of the one that finishes."""
+    running = list(replicas)
+    step = 0
+    finished: Replica | None = None
     interrupted: Interrupted | None = None
-    while left:
-        copy, event = told.get()
+    while running:
+        replica, event = events.get()
         if event is not None:
             step = event.step if isinstance(event, StepDone) else step
-            finished = copy if isinstance(event, Finished) else finished
+            finished = replica if isinstance(event, Finished) else finished
             if isinstance(event, Healed):
-                copy.came(event.step)
-                event = Waited(event.step, f"copy {copy.number} is here, and has what the others have")
+                replica.joined(event.step)
+                event = Waited(event.step, f"copy {replica.number} is here, and has what the others have")
             on_event(event)
-        elif not copy.was_killed:
-            left.remove(copy)
+        elif not replica.was_killed:
+            running.remove(replica)
             try:
-                copy.result()
-            except Interrupted as error:  # all are, at the same step, and one of them saves
+                replica.result()
+            except Interrupted as error:  # all replicas are interrupted at the same step, and one of them saves
                 interrupted = error
         else:
-            again = copy.may_come_again(step) and not stop.requested and finished is None
-            then = "it is started again" if again else "it stays away"
-            lost = f"copy {copy.number} of {job.plan.num_processes} {copy.last_words()}"
-            on_event(Waited(step, f"{lost}; the others go on, and {then}"))
-            if again:
-                _write_job(folder, copy.number, job.changed(resume=True, overwrite=False, checkpoint=None))
-                copy.begin(first=False)
+            restarts = replica.may_restart(step) and not stop.requested and finished is None
+            consequence = "it is started again" if restarts else "it stays away"
+            loss = f"copy {replica.number} of {job.plan.num_processes} {replica.last_words()}"
+            on_event(Waited(step, f"{loss}; the others go on, and {consequence}"))
+            if restarts:
+                _write_job(folder, replica.number, job.changed(resume=True, overwrite=False, checkpoint=None))
+                replica.start(first=False)
             else:
-                (folder / here_name(copy.number)).touch()  # nobody waits for it at the start
-                left.remove(copy)
+                (folder / arrival_name(replica.number)).touch()  # so that no replica waits for it at the start
+                running.remove(replica)
     if interrupted is not None:
         raise interrupted
     if finished is None or finished.was_killed:
         if stop.requested:
             raise Interrupted("interrupted before the first step; nothing new is saved, start again")
-        last = f"the last of them {copy.last_words()}"
-        raise JobFailed(f"all {len(copies)} copies are gone, {last}; remove the cause, then --resume")
+        last_loss = f"the last of them {replica.last_words()}"
+        raise JobFailed(f"all {len(replicas)} copies are gone, {last_loss}; remove the cause, then --resume")
     return finished.result()

@@ -1,10 +1,9 @@
-"""Say what becomes of every field of transformers.TrainingArguments: honoured, planned if left unset, or refused when set.
+"""Handle each field of transformers.TrainingArguments: honour it, plan it if it is left unset, or refuse it when it is set.
 
-docs/write_tables.py writes docs/training_arguments.md from this table. A test compares both with the installed transformers.
-
-Translate what the user set by hand in TrainingArguments into fixed fields of the plan.
-
-Read from the launcher and the user's arguments which ranks there are, and how they share the model.
+1. A table gives the treatment of every field. docs/write_tables.py writes docs/training_arguments.md from it. A test compares
+   both with the installed transformers.
+2. The values that the user set become fixed fields of the plan.
+3. The number of ranks comes from the launcher, and the layout that the user requested comes from ``fsdp``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Treatment = Literal["honoured", "planned", "refused"]
 
 class Field(NamedTuple):
     treatment: Treatment
-    words: str
+    description: str
 
 
 HONOURED = Field("honoured", "as transformers does")
@@ -34,7 +33,7 @@ DDP = Field("honoured", "has no effect: gradients are summed once a step by the 
 OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
 
 FIELDS: dict[str, Field] = {
-    # planned: what the user leaves unset is chosen and printed
+    # planned: the plan chooses a value for an unset field and prints it
     "per_device_train_batch_size": Field(
         "planned", "with gradient_accumulation_steps it is the global batch, which is kept; how that is cut is planned"
     ),
@@ -102,53 +101,56 @@ FIELDS: dict[str, Field] = {
 
 
 def was_set(arguments: Any, name: str) -> bool:
-    """Return whether a field differs from its default, which is all that TrainingArguments can tell of what the user set."""
+    """Return whether a field differs from its default.
+
+    TrainingArguments does not record which fields the user set, so this is the only sign of it.
+    """
     field = next((field for field in dataclasses.fields(arguments) if field.name == name), None)
     if field is None or not field.init:
         return False
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     value = getattr(arguments, name)
-    return bool(value != default and not (_is_nothing(value) and _is_nothing(default)))
+    both_empty = _is_empty(value) and _is_empty(default)
+    return bool(value != default and not both_empty)
 
 
-def _is_nothing(value: Any) -> bool:
-    """Return whether a value means that nothing was set. 0 is a number that somebody gave."""
+def _is_empty(value: Any) -> bool:
+    """Return whether a value means that nothing was set. 0 does not: it is a number that the user gave."""
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def refuse_unsupported(arguments: Any) -> None:
-    """Raise RequestError that names the first argument that cannot be honoured."""
+    """Raise RequestError for the first argument that cannot be honoured. The message names it."""
     for field in dataclasses.fields(arguments):
-        known = FIELDS.get(field.name)
-        if (
-            known is None
-            and is_core(field.name)
-            and was_set(arguments, field.name)
-            and not _is_made_by_default(arguments, field.name)
-        ):
-            shown = _in_one_line(getattr(arguments, field.name))
+        if not was_set(arguments, field.name):
+            continue
+        value = _in_one_line(getattr(arguments, field.name))
+        entry = FIELDS.get(field.name)
+        if entry is None and is_library_field(field.name) and not _is_derived_default(arguments, field.name):
             raise RequestError(
-                f"{field.name}={shown} is an argument that this version of Upshift does not know; "
+                f"{field.name}={value} is an argument that this version of Upshift does not know; "
                 "leave it unset, or use transformers.Trainer"
             )
-        if known is not None and known.treatment == "refused" and was_set(arguments, field.name):
-            raise RequestError(f"{field.name}={_in_one_line(getattr(arguments, field.name))} cannot be honoured: {known.words}")
+        if entry is not None and entry.treatment == "refused":
+            raise RequestError(f"{field.name}={value} cannot be honoured: {entry.description}")
 
 
 def _in_one_line(value: Any) -> str:
     return " ".join(repr(value).split())[:160]
 
 
-def _is_made_by_default(arguments: Any, name: str) -> bool:
-    """Return whether TrainingArguments itself makes this value from its defaults."""
+def _is_derived_default(arguments: Any, name: str) -> bool:
+    """Return whether TrainingArguments derives this value from its own defaults."""
     from transformers import TrainingArguments
 
     defaults = TrainingArguments(arguments.output_dir, use_cpu=arguments.use_cpu)
     return bool(getattr(defaults, name) == getattr(arguments, name))
 
 
-def is_core(name: str) -> bool:
-    """Return whether TrainingArguments itself has this field. A script's subclass may add fields of its own."""
+def is_library_field(name: str) -> bool:
+    """Return whether TrainingArguments itself has this field. A subclass in the script may add others."""
     from transformers import TrainingArguments
 
     return name in {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -167,47 +169,51 @@ def markdown() -> str:
         "",
         "| argument | | |",
         "| --- | --- | --- |",
-        *(f"| `{name}` | {field.treatment} | {field.words} |" for name, field in rows),
+        *(f"| `{name}` | {field.treatment} | {field.description} |" for name, field in rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-OFFLOADS = ("optim_offload", "activation_offload")
-ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks see no gradients, or tensors elsewhere
-OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
+OFFLOAD_FIELDS = ("optim_offload", "activation_offload")
+# The plan uses these only on request: callbacks would see no gradients, or tensors on another device.
+OPT_IN_FIELDS = ("optimizer_in_backward", *OFFLOAD_FIELDS)
+BACKWARD_UPDATE_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
-class Ours(list[Any]):
-    """A list with the options of ``debug`` after underflow_overflow was taken out of them."""
+class DebugOptions(list[Any]):
+    """The options of ``debug`` without underflow_overflow, which Upshift handles itself."""
 
 
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
-    """Return ``field=value`` assignments for the planner.
+    """Return the user's settings as ``field=value`` assignments for the planner.
 
-    ``optimizer_given`` says that an optimizer or its class came through Trainer's arguments.
+    ``optimizer_given`` means that the script passed an optimizer or its class to the Trainer.
     """
-    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
+    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(OPT_IN_FIELDS, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
-    if recomputes(arguments):
+    if recomputes_activations(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
-    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, Ours):
+    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, DebugOptions):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
     if arguments.use_liger_kernel:
         fixed["loss_chunk_tokens"] = "0"  # its own fused head
     if was_set(arguments, "optim") or optimizer_given:
         name = optimizer_name(arguments)
-        known = name in optimizers() and not optimizer_given
-        fixed["optim"] = name if known else "adamw_torch"  # another one is transformers' own affair: costed as AdamW
-        if known and arguments.optim_args:
+        is_plannable = name in optimizers() and not optimizer_given
+        fixed["optim"] = name if is_plannable else "adamw_torch"  # transformers makes any other one; it is costed as AdamW
+        if is_plannable and arguments.optim_args:
             fixed["optim_args"] = arguments.optim_args
     return tuple(f"{name}={value}" for name, value in fixed.items())
 
 
 def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimizer_given: bool) -> None:
-    """Raise RequestError for a field, as "field=value", that the Trainer cannot honour beside the user's arguments."""
+    """Raise RequestError for a fixed field that the Trainer cannot honour together with the user's arguments.
+
+    ``fixed`` has "field=value" assignments.
+    """
     for assignment in fixed:
         name, _, value = assignment.partition("=")
         if name == "num_processes":
@@ -222,31 +228,33 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
                 f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
                 "--from-config --mup-base, or upshift.train(..., mup_base=)"
             )
-        if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
+        if name not in OPT_IN_FIELDS or value.lower() not in ("true", "1", "yes", "on"):
             continue
         if optimizer_given:
             raise RequestError(f"fixed {assignment!r} is for an optimizer that the Trainer makes; leave the optimizer to it")
-        if name in OFFLOADS and device != "cuda":
+        if name in OFFLOAD_FIELDS and device != "cuda":
             raise RequestError(f"fixed {assignment!r} needs a CUDA device: on a CPU everything is on the host; leave it out")
-        reason = _against_updates(arguments) if name == "optimizer_in_backward" else None
+        reason = _why_no_update_in_backward(arguments) if name == "optimizer_in_backward" else None
         if reason:
             raise RequestError(f"fixed {assignment!r} {reason}")
 
 
 def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None) -> None:
+    """Raise RequestError for a memory limit that is not positive, or a negative time."""
     if memory_limit_gib is not None and not memory_limit_gib > 0:
         raise RequestError(f"memory_limit_gib={memory_limit_gib:g} leaves no memory; give GiB above 0, or leave it out")
     if trial_seconds is not None and not trial_seconds >= 0:
         raise RequestError(f"trial_seconds={trial_seconds:g} is no time; give seconds, 0 for no trials, or leave it out")
 
 
-def fields_of(plan: Plan) -> tuple[str, ...]:
-    """Return, as "field=value", the fields of a given plan that the Trainer uses only when somebody asks for them."""
-    switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
-    return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *switched)
+def opt_in_fields(plan: Plan) -> tuple[str, ...]:
+    """Return the fields of the user's plan, as "field=value", that the Trainer uses only on request."""
+    enabled = (f"{name}=True" for name in OPT_IN_FIELDS if getattr(plan, name))
+    return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *enabled)
 
 
-def _against_updates(arguments: Any) -> str | None:
+def _why_no_update_in_backward(arguments: Any) -> str | None:
+    """Return why the optimizer cannot run in the backward pass under these arguments, or None."""
     if arguments.max_grad_norm:
         return "updates weights before the norm of all gradients is known; set TrainingArguments(max_grad_norm=0)"
     if arguments.gradient_accumulation_steps > 1:
@@ -258,19 +266,20 @@ def optimizer_name(arguments: Any) -> str:
     return str(getattr(arguments.optim, "value", arguments.optim))
 
 
-def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
-    """Return the changes of the mathematics that the user asked for by naming an optimizer."""
+def changes_by_optimizer(arguments: Any) -> tuple[str, ...]:
+    """Return the changes of the mathematics that the user requested by naming an optimizer."""
     name = optimizer_name(arguments)
     if not was_set(arguments, "optim") or name not in optimizers():
         return ()
-    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # the answer depends on these fields alone
-    plan = Plan.model_construct(**alone)
+    fields: dict[str, Any] = {"precision": "fp32", "optim": name}  # changes_mathematics reads only these fields
+    plan = Plan.model_construct(**fields)
     return plan.changes_mathematics
 
 
-def recomputes(arguments: Any) -> bool:
-    named = getattr(arguments, "activation_checkpointing", None)
-    return bool(arguments.gradient_checkpointing if named is None else named)
+def recomputes_activations(arguments: Any) -> bool:
+    """Return whether the user turned on activation checkpointing, by either of its two names."""
+    new_name_value = getattr(arguments, "activation_checkpointing", None)
+    return bool(arguments.gradient_checkpointing if new_name_value is None else new_name_value)
 
 
 def check_devices(arguments: Any) -> None:
@@ -282,18 +291,20 @@ def check_devices(arguments: Any) -> None:
         )
 
 
-# Fields of fsdp_config. All others control accelerate's own wrapper, so take_fsdp refuses them.
-HONOURED_OF_FSDP = ("reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
-                    "state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params", "forward_prefetch",
-                    "backward_prefetch", "limit_all_gathers")  # fmt: skip
-KEEPS_WEIGHTS = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_forward
+# Fields of fsdp_config. All others control the wrapper of accelerate, so extract_fsdp refuses them.
+HONOURED_FSDP_OPTIONS = (
+    "reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
+    "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params", "forward_prefetch", "backward_prefetch",
+    "limit_all_gathers",
+)  # fmt: skip
+RESHARD_OFF_VALUES = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_forward
 
 
-def join_ranks(arguments: Any) -> None:
-    """Set use_cpu if a launcher started several processes without a GPU.
+def use_cpu_with_ranks(arguments: Any) -> None:
+    """Set ``use_cpu`` if a launcher started several processes without a GPU.
 
-    Without use_cpu, transformers sees each process alone and would train as many copies. Raise RequestError if transformers
-    still sees another number of ranks.
+    Without it, transformers does not see the other processes, and each process would train its own copy. Raise RequestError if
+    transformers still sees another number of ranks than the launcher started.
     """
     ranks = read_ranks()
     if ranks is None or ranks.size == 1 or arguments.world_size > 1 or arguments.device.type != "cpu":
@@ -313,37 +324,39 @@ def local_ranks() -> int:
     return ranks.local_size if ranks is not None else 1
 
 
-def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
-    """Return the arguments without fsdp, and the layout that fsdp asked for.
+def extract_fsdp(arguments: Any) -> tuple[Any, Layout]:
+    """Return the arguments without ``fsdp``, and the layout that ``fsdp`` requests.
 
-    With fsdp set, accelerate would wrap the model. Raise RequestError for options that cannot be honoured.
+    The field is cleared because accelerate would wrap the model. Raise RequestError for options that cannot be honoured.
     """
     if not arguments.fsdp:
         return arguments, ALONE
     config = dict(arguments.fsdp_config or {})
-    other = sorted(name for name, value in config.items() if value and name not in HONOURED_OF_FSDP)
-    if other:
+    unsupported = sorted(name for name, value in config.items() if value and name not in HONOURED_FSDP_OPTIONS)
+    if unsupported:
+        name = unsupported[0]
+        advice = ", and set gradient_checkpointing=True" if name == "activation_checkpointing" else ""
         raise RequestError(
-            f"fsdp_config={{{other[0]!r}: {config[other[0]]!r}}} cannot be honoured: layers are wrapped by the plan; leave it "
-            "out" + (", and set gradient_checkpointing=True" if other[0] == "activation_checkpointing" else "")
+            f"fsdp_config={{{name!r}: {config[name]!r}}} cannot be honoured: layers are wrapped by the plan; leave it out{advice}"
         )
     world = arguments.world_size
     if world == 1:
         raise RequestError("fsdp is for several processes, and this is one: start the script with torchrun, or leave it unset")
     plain = copy.copy(arguments)
-    plain.fsdp, plain.fsdp_plugin_args = None, None
-    keeps = config.get("reshard_after_forward", True) in KEEPS_WEIGHTS
-    return plain, Layout(fully_shard="gradients" if keeps else "weights", shard_size=world)
+    plain.fsdp = None
+    plain.fsdp_plugin_args = None
+    keeps_weights = config.get("reshard_after_forward", True) in RESHARD_OFF_VALUES
+    return plain, Layout(fully_shard="gradients" if keeps_weights else "weights", shard_size=world)
 
 
 def layout_fields(layout: Layout) -> tuple[str, ...]:
-    """Return ``field=value`` assignments for the planner."""
+    """Return the requested layout as ``field=value`` assignments for the planner."""
     fields = ("fully_shard", "shard_size")
     return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
 
 
-def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
-    """Return why the Trainer does not run a layout, or None. ``averages`` says that labels are counted over all ranks."""
+def why_unsupported(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
+    """Return why the Trainer cannot run the plan, or None. ``averages`` means that labels are counted over all ranks."""
     layout = plan.layout
     if layout.pipeline_parallel > 1:
         return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"

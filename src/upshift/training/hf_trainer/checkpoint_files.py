@@ -1,14 +1,10 @@
-"""Write and check the files of a Trainer's checkpoint besides tensors, and refuse what may not be among them.
+"""Write, check and read the files of a Trainer's checkpoint.
 
-Write and read the weights of a Trainer's checkpoint through the model's own methods, as transformers does.
-
-Write and read checkpoints and the final model of a Trainer whose ranks have the model in parts.
-
-Each rank writes and reads its own parts. A checkpoint has the parts in place of whole files (checkpoint/divided.py), and all
-else that a Trainer's has. A run goes on from it with any number of ranks in any layout, one process included. All ranks call
-these functions together.
-
-Convert the state of schedulers of any class to JSON and back: the containers of Python and numbers, no objects.
+1. Arguments, manifests and the check that a checkpoint is complete and needs no code to be unpickled.
+2. The weights, through the model's own methods, as in transformers.
+3. Checkpoints and the final model of ranks that have shards of the model. Each rank writes and reads its own shards, which
+replace the complete files of weights and optimizer state. Any number of ranks in any layout can resume from them, one
+process included. All ranks call these functions together.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.loading.files.tensors import dtype_of
 from upshift.models.build import build_model
-from upshift.training.checkpoint.by_ranks import described, export_weights, make_shared, without_tied
+from upshift.training.checkpoint.by_ranks import describe_all_ranks, drop_tied_names, export_weights, make_shared_directory
 from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     check_checkpoint,
@@ -49,43 +45,54 @@ from upshift.training.checkpoint.directory import (
 )
 from upshift.training.checkpoint.model import extra_bytes, has_adapter, write_adapter, write_weights
 from upshift.training.checkpoint.optimizer import class_name, decode, encode, plain_name, restore_options
-from upshift.training.checkpoint.sharded import Piece, Stored, is_divided, load_parts, own_parts, read_pieces, updated_names
+from upshift.training.checkpoint.sharded import (
+    Piece,
+    StoredPieces,
+    is_sharded,
+    load_shards,
+    read_pieces,
+    shards_to_write,
+    updated_names,
+)
 from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
-from upshift.training.distributed.mesh import Place, gather, on_rank_0, together
-from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_OR, SCHEDULER_FILE, by_names
+from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
+from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_STATE_FIX, SCHEDULER_FILE, optimizer_by_names
 from upshift.value import first_problem
 
 logger = logging.getLogger(__name__)
 
 ARGUMENTS_NAME = "training_args.json"
-PARTS_OPTIMIZER_NAME = "optimizer.json"  # of ranks that have parts of the model
+SHARDED_OPTIMIZER_NAME = "optimizer.json"  # in checkpoints of ranks that have shards
 TRAINER_STATE_NAME = "trainer_state.json"
 PICKLED_ADAPTER = "adapter_model.bin"
-WEIGHTS = frozenset(
+WEIGHT_FILES = frozenset(
     {
         "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
         "adapter_model.safetensors", PICKLED_ADAPTER,
     }
 )  # fmt: skip
-NOT_WRITTEN = "not_written"  # the key for arguments that JSON cannot hold
+NOT_WRITTEN_KEY = "not_written"  # the key for arguments that JSON cannot hold
 
 
 def write_arguments(directory: Path, arguments: Any) -> None:
-    """Write TrainingArguments as JSON. Tokens are left out as transformers does; objects are named under "not_written"."""
+    """Write TrainingArguments as JSON.
+
+    Tokens are left out, as in transformers. The classes of values that JSON cannot hold are listed under "not_written".
+    """
     written: dict[str, Any] = {}
-    objects: dict[str, str] = {}
+    class_names: dict[str, str] = {}
     for name, value in arguments.to_dict().items():
         try:
             json.dumps(value)
             written[name] = value
         except (TypeError, ValueError):
-            objects[name] = f"{type(value).__module__}.{type(value).__qualname__}"
-    (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN: objects}, indent=1), encoding="utf-8")
+            class_names[name] = f"{type(value).__module__}.{type(value).__qualname__}"
+    (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN_KEY: class_names}, indent=1), encoding="utf-8")
 
 
 def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
-    """Return the optimizer state of a checkpoint that ranks wrote in parts, or None if the checkpoint has a model only."""
-    path = directory / PARTS_OPTIMIZER_NAME
+    """Return the optimizer state of a sharded checkpoint, or None if the checkpoint has only a model."""
+    path = directory / SHARDED_OPTIMIZER_NAME
     if not path.is_file():
         return None
     try:
@@ -96,33 +103,35 @@ def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise RequestError if the optimizer could not be saved, as far as can be known before its first step."""
-    known = set(model.parameters())
-    kind = type(optimizer).__name__
+    """Raise RequestError if it is known before the first step that the optimizer cannot be saved."""
+    model_parameters = set(model.parameters())
+    optimizer_name = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
-        if not known.issuperset(group["params"]):
+        if not model_parameters.issuperset(group["params"]):
             raise RequestError(
-                f"optimizer {kind} trains parameters that the model has not, so no checkpoint could name them; "
+                f"optimizer {optimizer_name} trains parameters that the model has not, so no checkpoint could name them; "
                 "make it of model.parameters(), or set save_only_model=True or save_strategy='no'"
             )
         for key, value in group.items():
             try:
                 encode([] if key == "params" else value)
             except TypeError as error:
-                raise RequestError(f"option {key} of group {number} of optimizer {kind}: {error}; {PLAIN_OR}") from None
+                raise RequestError(
+                    f"option {key} of group {number} of optimizer {optimizer_name}: {error}; {PLAIN_STATE_FIX}"
+                ) from None
 
 
 def check_resumable(directory: Path) -> None:
-    """Raise RequestError if this is no whole checkpoint of upshift.Trainer or transformers.Trainer. Read no tensors."""
-    if is_own(directory):
-        _check_own(directory)
+    """Raise RequestError if this is not a complete checkpoint of upshift.Trainer or transformers.Trainer. Read no tensors."""
+    if is_upshift_checkpoint(directory):
+        _check_upshift_checkpoint(directory)
         return
-    if not (directory / TRAINER_STATE_NAME).is_file():  # transformers writes it last
+    if not (directory / TRAINER_STATE_NAME).is_file():  # transformers writes this file last
         raise RequestError(f"{directory} is no whole checkpoint, it has no {TRAINER_STATE_NAME}; resume from another checkpoint")
-    weights = [path for path in directory.rglob("*") if path.name in WEIGHTS]
+    weights = [path for path in directory.rglob("*") if path.name in WEIGHT_FILES]
     if not weights:
         raise RequestError(
-            f"{directory} has no weights in {', '.join(sorted(WEIGHTS))}; resume it with the launcher that wrote it, or "
+            f"{directory} has no weights in {', '.join(sorted(WEIGHT_FILES))}; resume it with the launcher that wrote it, or "
             "resume from another checkpoint"
         )
     if any(path.suffix == ".safetensors" for path in weights):
@@ -134,18 +143,18 @@ def check_resumable(directory: Path) -> None:
         raise RequestError(f"{directory} is no whole checkpoint, it has no {missing}; resume from another checkpoint")
 
 
-def is_own(directory: Path) -> bool:
-    """Return whether upshift.Trainer wrote a checkpoint, and not transformers.Trainer."""
+def is_upshift_checkpoint(directory: Path) -> bool:
+    """Return whether Upshift wrote the checkpoint, and not transformers."""
     return (directory / STATE_NAME).is_file()
 
 
-def _check_own(directory: Path) -> None:
+def _check_upshift_checkpoint(directory: Path) -> None:
     if not isinstance(check_checkpoint(directory), TrainerManifest):
         raise RequestError(
             f"{directory} is of upshift train; go on with  upshift train --resume, or start a new run from its weights with "
             f"from_pretrained({str(directory)!r})"
         )
-    if not is_divided(directory) and any(directory.glob("optimizer*.safetensors")):
+    if not is_sharded(directory) and any(directory.glob("optimizer*.safetensors")):
         raise RequestError(
             f"{directory} was written by an earlier version of Upshift; finish the run with that version, or start a new one "
             f"from its weights with from_pretrained({str(directory)!r})"
@@ -153,20 +162,21 @@ def _check_own(directory: Path) -> None:
 
 
 def check_adapters(directory: Path) -> None:
-    """Raise RequestError where peft would have to unpickle a checkpoint's adapters."""
+    """Raise RequestError if peft would have to unpickle the adapters of a checkpoint."""
     check_resumable(directory)
-    for path in sorted(path for path in directory.rglob("*") if path.name == PICKLED_ADAPTER)[:1]:
+    pickled = sorted(path for path in directory.rglob("*") if path.name == PICKLED_ADAPTER)
+    if pickled:
         raise RequestError(
-            f"{path} is pickled, and pickles of adapters are never loaded; save the adapter with safe_serialization=True, or "
-            "resume from another checkpoint"
+            f"{pickled[0]} is pickled, and pickles of adapters are never loaded; save the adapter with "
+            "safe_serialization=True, or resume from another checkpoint"
         )
 
 
 def newest_resumable(directory: Path) -> Path:
-    """Return the newest whole checkpoint. Raise RequestError when there is none."""
-    found = [path for path in directory.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    """Return the newest complete checkpoint. Raise RequestError if there is none."""
+    checkpoints = [path for path in directory.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     problems = []
-    for path in sorted(found, key=lambda path: (-(step_of(path) or 0), path.name)):
+    for path in sorted(checkpoints, key=lambda path: (-(step_of(path) or 0), path.name)):
         try:
             check_resumable(path)
         except RequestError as error:
@@ -180,21 +190,25 @@ def newest_resumable(directory: Path) -> Path:
     raise RequestError(f"{directory} holds no checkpoint; give another output_dir, or start without resume_from_checkpoint")
 
 
-def rotate(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
-    """Keep `limit` checkpoints (None or 0: all), always `newest` and `best`. The order of removal is that of transformers."""
+def remove_old_checkpoints(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
+    """Remove the oldest checkpoints until `limit` are left (None or 0: keep all). Never remove `newest` or `best`.
+
+    The order of removal is that of transformers.
+    """
     if not limit or limit < 0:
         return
-    found = [Path(path) for path in sort_checkpoints(str(directory), use_mtime=True)]
-    checkpoints = [path for path in found if CHECKPOINT.fullmatch(path.name)]
-    kept = {newest} | ({Path(best)} if best is not None else set())
-    doomed = [path for path in checkpoints if path not in kept]
-    for path in doomed[: max(0, len(checkpoints) - max(limit, len(kept)))]:
+    entries = [Path(path) for path in sort_checkpoints(str(directory), use_mtime=True)]
+    checkpoints = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
+    protected = {newest} if best is None else {newest, Path(best)}
+    removable = [path for path in checkpoints if path not in protected]
+    num_excess = max(0, len(checkpoints) - max(limit, len(protected)))
+    for path in removable[:num_excess]:
         remove_checkpoint(path)
 
 
 @contextmanager
 def writing_model(directory: Path) -> Iterator[None]:
-    """Raise JobFailed if a write fails while open."""
+    """Turn errors of writing into JobFailed while open."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -203,24 +217,31 @@ def writing_model(directory: Path) -> Iterator[None]:
 
 
 def finish_checkpoint(run_dir: Path, *, final: Path, temporary: Path, best: str | None, limit: int | None) -> None:
+    """Write the manifest, rename `temporary` to `final`, and remove old checkpoints."""
     manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
     manifest.write(temporary)
     put_in_place(temporary, final)
-    rotate(run_dir, newest=final, best=best, limit=limit)
+    remove_old_checkpoints(run_dir, newest=final, best=best, limit=limit)
 
 
-OF_THAT_RUN = "resume with the model and precision of that run"
+RESUME_SAME_MODEL = "resume with the model and precision of that run"
 
 
 def has_own_format(model: nn.Module) -> bool:
-    """Return whether the model's class saves or loads itself in its own way, under any names."""
-    library: Any = PreTrainedModel if isinstance(model, PreTrainedModel) else nn.Module
-    methods = ["state_dict", "load_state_dict", *(["save_pretrained"] if isinstance(model, PreTrainedModel) else [])]
-    return any(getattr(type(model), name, None) is not getattr(library, name, None) for name in methods)
+    """Return whether the model's class overrides the methods that save or load its weights."""
+    base: Any = nn.Module
+    methods = ["state_dict", "load_state_dict"]
+    if isinstance(model, PreTrainedModel):
+        base = PreTrainedModel
+        methods.append("save_pretrained")
+    return any(getattr(type(model), name, None) is not getattr(base, name, None) for name in methods)
 
 
-def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
-    """Write the model, as a Hugging Face directory if its class has one. ``weights`` is a copy of its state_dict, or None."""
+def write_model_files(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
+    """Write the model, as a Hugging Face directory if it is a model of transformers.
+
+    ``weights`` is a copy of its state_dict. None: write the state_dict itself.
+    """
     if isinstance(model, PreTrainedModel):
         if has_own_format(model):
             model.save_pretrained(directory, state_dict=weights, is_main_process=True)
@@ -228,70 +249,71 @@ def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] 
             write_weights(directory, model, model.state_dict() if weights is None else weights, original_names=original_names)
         return
     state = model.state_dict() if weights is None else weights
-    # A tensor that has several names is written under one of them, as read_trained expects.
-    once = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
-    plain = {plain_name(name): state[name].contiguous() for name in once.values()}
+    # A tensor with several names is written under one of them, as read_model expects.
+    unique_names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
+    plain = {plain_name(name): state[name].contiguous() for name in unique_names.values()}
     save_file(plain, directory / "model.safetensors", {"format": "pt"})
 
 
-def read_trained(directory: Path, model: nn.Module) -> None:
-    """Load the weights by the model's load_state_dict. Raise RequestError if they belong to another model."""
+def read_model(directory: Path, model: nn.Module) -> None:
+    """Load the weights with the model's load_state_dict. Raise RequestError if they belong to another model."""
     stored = find_safetensors(directory).tensors
     names = {plain_name(name): name for name in model.state_dict()}
     if not has_own_format(model):
         _check_stored(directory, stored, model)
     weights: dict[str, Tensor] = {}
-    for file in sorted({one.file for one in stored.values()}):
+    for file in sorted({tensor.file for tensor in stored.values()}):
         weights |= {names.get(name, name): tensor for name, tensor in load_file(file).items()}
     model.load_state_dict(weights, strict=False)
 
 
 def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn.Module) -> None:
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-    for name, one in stored.items():
+    for name, stored_tensor in stored.items():
         target = targets.get(name)
         if target is None:
             raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
-        if one.shape != tuple(target.shape) or dtype_of(one) != target.dtype:
+        if stored_tensor.shape != tuple(target.shape) or dtype_of(stored_tensor) != target.dtype:
             raise RequestError(
-                f"{directory} has weight {name} as {one.shape} {dtype_of(one)}, the model as {tuple(target.shape)} "
-                f"{target.dtype}; {OF_THAT_RUN}"
+                f"{directory} has weight {name} as {stored_tensor.shape} {dtype_of(stored_tensor)}, the model as "
+                f"{tuple(target.shape)} {target.dtype}; {RESUME_SAME_MODEL}"
             )
-    missing = names_not_stored(stored, model)
+    missing = missing_names(stored, model)
     if missing:
         raise RequestError(f"{directory} has no weight {missing[0]}; resume with the model that the run was started with")
 
 
-def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
-    """Return the names of the model's weights that are not stored, and not tied to a stored weight."""
+def missing_names(stored: Any, model: nn.Module) -> list[str]:
+    """Return the names of the model's weights that are neither stored nor tied to a stored weight."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-    filled = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
+    stored_keys = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
     patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     return [
         name
         for name, tensor in targets.items()
         if name not in stored
-        and (tensor.data_ptr(), tensor.shape) not in filled
+        and (tensor.data_ptr(), tensor.shape) not in stored_keys
         and not any(pattern.search(name) for pattern in patterns)
     ]
 
 
-def read_published_names(directory: Path, model: nn.Module) -> bool:
-    """Load weights that have the names of the published format, as transformers' checkpoints do.
+def read_published_format(directory: Path, model: nn.Module) -> bool:
+    """Load weights under the names of the published format, which checkpoints of transformers have.
 
-    Return False if there is nothing to translate. Raise RequestError if the weights do not fit this model.
+    Return False if the names are the model's own, so that nothing has to be translated. Raise RequestError if the weights do
+    not fit this model.
     """
     if not isinstance(model, PreTrainedModel) or has_own_format(model) or not any(directory.glob("*.safetensors")):
         return False
     stored = find_safetensors(directory).tensors
-    missing = names_not_stored(stored, model)
+    missing = missing_names(stored, model)
     foreign = sorted(stored.keys() - {plain_name(name) for name in model.state_dict()})
     if not missing and not foreign:
         return False
-    both: Any = type(model).from_pretrained(  # the model, and what was found in the files
+    model_class: Any = type(model)
+    loaded, report = model_class.from_pretrained(
         directory, config=model.config, dtype=next(model.parameters()).dtype, output_loading_info=True
     )
-    loaded, report = both
     problems = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if problems:
         raise RequestError(f"{directory} and the model differ in weight {problems[0]}; resume with the model of that run")
@@ -300,61 +322,68 @@ def read_published_names(directory: Path, model: nn.Module) -> bool:
     return True
 
 
-def write_shared(
+def write_shards(
     temporary: Path,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tokenizer: Any | None,
-    rest: Callable[[], None],
+    write_rank_files: Callable[[], None],
     seal: Callable[[], None],
-    place: Place,
+    mesh: Mesh,
 ) -> None:
-    """Write a checkpoint in parts. ``rest`` is called on all ranks, then ``seal`` on rank 0.
+    """Write a sharded checkpoint. Call ``write_rank_files`` on all ranks, and then ``seal`` on rank 0.
 
-    Raise JobFailed on all ranks if one could not write.
+    Raise JobFailed on all ranks if one of them cannot write.
     """
-    plan, name = place.plan, temporary.stem
-    own = own_parts(model, optimizer, plan, place.rank)
-    saved = described(model, optimizer, place)
-    make_shared(temporary, sum(gather(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
-    with together(plan), writing(temporary.parent, name=name, temporary=None):
-        own.write(temporary)
-    rest()
-    with on_rank_0(plan), writing(temporary.parent, name=name, temporary=temporary):
-        if place.rank == 0:
-            described_by: Any = getattr(model, "config", model)
-            described_by.save_pretrained(temporary)
-            (temporary / PARTS_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
+    plan = mesh.plan
+    name = temporary.stem
+    shards = shards_to_write(model, optimizer, plan, mesh.rank)
+    saved_optimizer = describe_all_ranks(model, optimizer, mesh)
+    make_shared_directory(temporary, sum(all_gather_objects(shards.num_bytes, plan)) + extra_bytes(tokenizer), name, mesh)
+    with gather_errors(plan), writing(temporary.parent, name=name, temporary=None):
+        shards.write(temporary)
+    write_rank_files()
+    with rank_0_first(plan), writing(temporary.parent, name=name, temporary=temporary):
+        if mesh.rank == 0:
+            config_holder: Any = getattr(model, "config", model)
+            config_holder.save_pretrained(temporary)
+            (temporary / SHARDED_OPTIMIZER_NAME).write_text(json.dumps(saved_optimizer.model_dump()), encoding="utf-8")
             seal()
 
 
-def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint that one process or transformers wrote whole into this rank's parts. Raise RequestError if it does not
-    match."""
+def read_into_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint that one process, or transformers, wrote into the shards of this rank.
+
+    Raise RequestError if it does not match this run.
+    """
     names = updated_names(model, optimizer)
-    groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
-    saved, tensors = by_names(directory, groups, class_name(optimizer))
+    groups = tuple(tuple(names[tensor] for tensor in group["params"]) for group in optimizer.param_groups)
+    saved, tensors = optimizer_by_names(directory, groups, class_name(optimizer))
     with tempfile.TemporaryDirectory(prefix="upshift-resume-") as folder:
         file = Path(folder) / "optimizer.safetensors"
         save_file(tensors, file)
         stored = read_pieces(directory)
-        stored["optimizer"] = {one.name: [(Piece(shape=one.shape), one)] for one in read_header(file).tensors}
-        _read_parts(directory, saved, model, optimizer, stored)
+        stored["optimizer"] = {tensor.name: [(Piece(shape=tensor.shape), tensor)] for tensor in read_header(file).tensors}
+        _read_shards(directory, saved, model, optimizer, stored)
 
 
-def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read weights and optimizer state from a checkpoint of any ranks into this rank's parts.
+def read_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read weights and optimizer state from a checkpoint of any layout into the shards of this rank.
 
     Raise RequestError if they do not match this run.
     """
     saved = read_saved_optimizer(directory)
-    assert saved is not None  # the caller looked
-    _read_parts(directory, saved, model, optimizer, None)
+    assert saved is not None  # the caller has checked that the file exists
+    _read_shards(directory, saved, model, optimizer, None)
 
 
-def _read_parts(
-    directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Stored] | None
+def _read_shards(
+    directory: Path,
+    saved: SavedOptimizer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: dict[str, StoredPieces] | None,
 ) -> None:
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
@@ -363,26 +392,29 @@ def _read_parts(
         )
     if saved.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
-    restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
-    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
+    restore_options(directory, saved, optimizer, updated_names(model, optimizer), allow_subset=True)
+    load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
 
 
-def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
-    """Write the whole model from rank 0, as one process saves it. ``model_class`` is the class before fully_shard replaced it."""
+def export_full_model(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, mesh: Mesh) -> None:
+    """Write the full model from rank 0, in the format of one process.
+
+    ``model_class`` is the class of the model before fully_shard replaced it.
+    """
 
     def save(weights: dict[str, Tensor]) -> None:
-        weights = without_tied(weights, model)
+        weights = drop_tied_names(weights, model)
         if has_adapter(model):
             write_adapter(directory, model, weights)
             return
-        write_trained(directory, _bare(model, model_class), weights, original_names=True)
+        write_model_files(directory, _without_weights(model, model_class), weights, original_names=True)
 
-    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, mesh=mesh)
 
 
-def _bare(model: Any, model_class: Any) -> Any:
-    """Return the model without weights."""
+def _without_weights(model: Any, model_class: Any) -> Any:
+    """Return a model of the same configuration without weights."""
     with torch.device("meta"):
-        bare: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
-    bare.generation_config = getattr(model, "generation_config", None)
-    return bare
+        empty_model: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
+    empty_model.generation_config = getattr(model, "generation_config", None)
+    return empty_model

@@ -1,7 +1,7 @@
-"""Choose the Trainer's plan from the live model, the user's arguments and a sample of the data. If no plan can be made, run
-the user's own settings and state the reason.
+"""Choose the Trainer's plan from the live model, the user's arguments and a sample of the data.
 
-Draw a few batches of the user's own data before training without disturbing it.
+If no plan can be made, the user's own settings run, and the choice states the reason. The sample is a few batches of the
+user's data. Drawing it does not disturb the training.
 """
 
 from __future__ import annotations
@@ -34,118 +34,128 @@ from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial
-from upshift.planning.trials.store import forget_plan, proof_path
+from upshift.planning.trials.store import proof_path, remove_plan
 from upshift.planning.workload import LengthHistogram, Workload, round_up
 from upshift.record import Numbers
-from upshift.training.batches.user_batches import Batch, CollatedRows, StoredRows, write_rows
-from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
+from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
 from upshift.training.hf_trainer.loss_split import Split
-from upshift.training.trials.trials import keep_runnable, known_proof, try_plans
+from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
 
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
-MAX_SECONDS = 10.0  # of drawing
+MAX_DRAWING_SECONDS = 10.0
 WIDTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Sample:
-    batches: list[Batch]  # as the collator gives them, each of the user's per-device size
+    """A few batches of the training data."""
+
+    batches: list[Batch]  # from the collator, each of the user's per-device size
     seconds_per_batch: float
 
-    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
-        """Return the rows of the first ``num_batches`` batches. Raise NotRows if they are not made of rows."""
-        return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
+    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> RowBatch:
+        """Return the rows of the first ``num_batches`` batches. Raise InseparableRows if a batch is not made of rows."""
+        return RowBatch(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
 
 
 class NoSample(ValueError):
-    """The data cannot be looked at, or not without using it up. The message says why."""
+    """An error: the data cannot be read, or reading would use it up. The message gives the reason."""
 
 
 def draw_sample(loader: Any, *, accumulation: int) -> Sample:
-    """Return a sample of ``trainer.get_train_dataloader()``.
+    """Return a sample of the batches of ``trainer.get_train_dataloader()``.
 
-    Raise NoSample for data that can be read once only, and for batches that are not made of examples and a collator.
+    Raise NoSample for data that can be read only once, and for batches that the collator does not make of examples.
     """
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
+    batch_size = getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
     if dataset is None or collate is None or batch_size is sampler is None:
         raise NoSample("the data loader does not make its batches of examples with a collator")
     size = batch_size or getattr(sampler, "batch_size", None) or 1
-    wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
+    fewest = max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2)
+    num_examples = min(fewest, max(MAX_EXAMPLES, accumulation * size))
     batches: list[Batch] = []
     start = time.perf_counter()
-    with undisturbed_rng():
-        examples = _examples(dataset, wanted)
+    with preserved_rng():
+        examples = _draw_examples(dataset, num_examples)
         while chunk := list(islice(examples, size)):
             batch = collate(chunk)
             if not isinstance(batch, Mapping):
                 raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
             batches.append(dict(batch))
-            if time.perf_counter() - start > MAX_SECONDS and len(batches) >= accumulation:
+            if time.perf_counter() - start > MAX_DRAWING_SECONDS and len(batches) >= accumulation:
                 break
     if not batches:
         raise NoSample("the training data is empty")
     return Sample(batches, (time.perf_counter() - start) / len(batches))
 
 
-def _examples(dataset: Any, count: int) -> Iterator[Any]:
+def _draw_examples(dataset: Any, count: int) -> Iterator[Any]:
+    """Return ``count`` examples spread over the data set, or the first ones of data without an index.
+
+    Raise NoSample if reading would use up the data.
+    """
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        chosen = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
-        random.Random(0).shuffle(chosen)  # data may be sorted by length
-        return (dataset[index] for index in chosen)
+        indices = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
+        random.Random(0).shuffle(indices)  # data may be sorted by length
+        return (dataset[index] for index in indices)
     try:
-        dataset = copy.deepcopy(dataset)  # what it reads from may be used up
-    except Exception as error:  # whatever an object of the script's raises when it is copied
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise NoSample(f"the training data cannot be copied, and reading it would use it up ({words})") from None
+        dataset = copy.deepcopy(dataset)  # reading may use up its source
+    except Exception as error:  # copying an object of the script may raise anything
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise NoSample(f"the training data cannot be copied, and reading it would use it up ({message})") from None
     examples = iter(dataset)
     if examples is iter(dataset):
         raise NoSample("the training data gives one iterator, which can be read once only")
     return islice(examples, count)
 
 
-def histogram(rows: CollatedRows) -> LengthHistogram:
-    """Return the lengths of the longer side of each row. The sequence length is the longest, rounded up."""
+def length_histogram(rows: RowBatch) -> LengthHistogram:
+    """Return the lengths of the longer side of each row. The sequence length is the longest one, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
     return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))
 
 
 TRIAL_SHARE = 0.05  # share of the run's predicted time that trials may take
 LONG_RUN_SHARE = 0.02  # share of a long run, if that is more than the usual minute
-USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
-MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
-WORTH_WORKERS = 0.01  # of a step
-WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
-SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
+MIN_LONG_TRIAL_SECONDS = 60.0
+LONGEST_TRIAL_SECONDS = 300.0
+MIN_TRIAL_SECONDS = 8.0  # enough for the plain default and one other plan
+MIN_DRAWING_SHARE = 0.01  # share of a step; below it no worker is worth its cost
+WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that the device does not wait for a slow batch
+SHORT_RUN_SECONDS = 30.0  # tracing a model takes about this long
 
 
 @dataclass(frozen=True)
-class Request:
-    """The inputs from which ``choose`` makes a plan."""
+class PlanRequest:
+    """The input of ``choose``."""
 
     model: nn.Module
     sample: Sample
     split: Split
-    rows: CollatedRows  # of the whole sample
+    rows: RowBatch  # of the whole sample
     global_batch: int  # rows per optimizer step
     accumulation: int  # of the collator's batches
     total_steps: int
     fixed: tuple[str, ...]
     allow: tuple[str, ...]
-    trial_seconds: float | None  # at most; None: by the length of the run
+    trial_seconds: float | None  # limit; None: by the length of the run
     device: str
     clips_gradients: bool
     memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
     host: Host  # of all ranks
-    reason_not: Callable[[Plan], str | None]  # why the model, or the Trainer, cannot run a plan
+    why_not: Callable[[Plan], str | None]  # returns why the model, or the Trainer, cannot run a plan
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs. ``planning`` is None if the user's own settings run, for ``reason``."""
+    """The plan that runs. ``planning`` is None if the user's own settings run; ``reason`` says why."""
 
     plan: Plan
     reason: str = ""
@@ -154,7 +164,7 @@ class Choice:
     proof: Proof | None = None
     proof_file: Path | None = None
     num_workers: int = 0  # processes that draw batches
-    loading: str = ""  # why so many
+    loading: str = ""  # the reason for this number
 
     @property
     def predicted(self) -> Numbers | None:
@@ -170,16 +180,18 @@ class Choice:
         return device.free_memory_bytes if device else None
 
 
-def correct(choice: Choice, *, rows: int) -> Choice:
+def shrink_micro_batch(choice: Choice, *, rows: int) -> Choice:
     """Return the choice with smaller micro-batches after a step ran out of memory.
 
-    Remove the old plan from the cache, so that the next run does not start with it.
+    ``rows`` is the largest micro-batch that may fit. The old plan is removed from the cache, so that the next run does not
+    start with it.
     """
-    batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
-    smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
+    batch = choice.plan.per_device_train_batch_size
+    global_batch = choice.plan.global_batch
+    smaller = next((size for size in range(min(rows, batch), 0, -1) if global_batch % size == 0), 1)
     if choice.proof_file is not None:
-        forget_plan(choice.proof_file, choice.plan)
-    plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=held // smaller)
+        remove_plan(choice.proof_file, choice.plan)
+    plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=global_batch // smaller)
     return replace(choice, plan=plan)
 
 
@@ -193,7 +205,7 @@ def plain_plan(
     num_processes: int = 1,
     layout: Layout = ALONE,
 ) -> Plan:
-    """Return a plan of the user's own settings: no batch is cut, and nothing is changed."""
+    """Return a plan that describes the user's own settings. It cuts no batch and changes nothing."""
     return Plan(
         device="cuda" if device == "cuda" else "cpu",
         host=host.fingerprint,
@@ -207,16 +219,16 @@ def plain_plan(
     )
 
 
-def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
+def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
     """Return the plan to run. Raise RequestError if the model cannot be planned for, and NothingFits if no plan fits."""
-    lengths = histogram(request.rows)
+    lengths = length_histogram(request.rows)
     source = source_of(request.model)
     allow = check_allow(request.allow)
-    even = lengths.mean >= lengths.sequence_length or not request.split.trims
+    pads_to_full_length = lengths.mean >= lengths.sequence_length or not request.split.trims
     workload = Workload(
         sequence_length=lengths.sequence_length,
         global_batch=request.global_batch,
-        lengths=None if even else lengths,
+        lengths=None if pads_to_full_length else lengths,
         total_steps=request.total_steps,
         allow=allow,
         clips_gradients=request.clips_gradients,
@@ -224,35 +236,44 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     if not request.split.flattens and "packing=True" in request.fixed:
         raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
-    host = limited(request.host, request.memory_limit_gib)
+    host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
-    planning = keep_runnable(planning, request.reason_not)
-    seconds = _trial_seconds(planning, request)
+    planning = reject_plans(planning, request.why_not)
+    trial_seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
-    proof = _prove(source, planning, request, fixed, path, seconds, on_trial) if seconds else None
+    proof = _prove(source, planning, request, fixed, path, trial_seconds, on_trial) if trial_seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
-    drawing = request.sample.seconds_per_batch * request.accumulation
-    cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
-    workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
-    plan = Plan.model_validate(candidate.plan.model_dump())
-    return Choice(plan, "", planning, candidate, proof, path if proof else None, workers, why)
+    drawing_seconds = request.sample.seconds_per_batch * request.accumulation
+    num_cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
+    num_workers, loading = count_workers(drawing_seconds, candidate.time.total, device=request.device, num_cores=num_cores)
+    return Choice(
+        plan=Plan.model_validate(candidate.plan.model_dump()),
+        planning=planning,
+        candidate=candidate,
+        proof=proof,
+        proof_file=path if proof else None,
+        num_workers=num_workers,
+        loading=loading,
+    )
 
 
-def isolated(split: Split, model: nn.Module) -> Split:
-    """Return ``split`` without what the test of the model's architecture does not allow: the model's own weights may hide what
-    leaks."""
+def restrict_to_isolation(split: Split, model: nn.Module) -> Split:
+    """Return ``split`` without the options under which the model's architecture lets rows influence each other.
+
+    The architecture is tested with other weights, because the weights of this model may hide an influence.
+    """
     try:
         isolation = isolation_of(source_of(model))
-    except RequestError as problem:
-        return replace(split, flattens=False, drops_mask=False, why_not_flat=str(problem))
+    except RequestError as error:
+        return replace(split, flattens=False, drops_mask=False, why_not_flat=str(error))
     reasons = [isolation.why_not_packed(kernel) for kernel in get_args(Attention)]
     if all(reasons):
         split = replace(split, flattens=False, why_not_flat=next(reason for reason in reasons if reason))
     return replace(split, drops_mask=split.drops_mask and isolation.padding == "unmasked", isolation=isolation)
 
 
-def check_given(plan: Plan, split: Split) -> None:
-    """Raise RequestError for a given plan that would train on something else than each text alone."""
+def check_plan(plan: Plan, split: Split) -> None:
+    """Raise RequestError if the user's plan would let texts of a row influence each other."""
     reason = split.why_not_flat if plan.packing and not split.flattens else None
     if reason is None and split.isolation is not None:
         reason = why_not_isolated(split.isolation, plan)
@@ -260,42 +281,45 @@ def check_given(plan: Plan, split: Split) -> None:
         raise RequestError(f"the given plan is not possible: {reason}")
 
 
-def limited(host: Host, memory_limit_gib: float | None) -> Host:
-    """Return the host with at most this much free memory."""
+def limit_memory(host: Host, memory_limit_gib: float | None) -> Host:
+    """Return the host with its free memory limited. None: no limit."""
     if memory_limit_gib is None:
         return host
     name = "gpu" if host.gpu else "cpu"
     device = getattr(host, name)
-    free = memory_limit_gib * GIB / USABLE_SHARE
-    known = device.free_memory_bytes
-    return host.changed(**{name: device.changed(free_memory_bytes=int(min(free, known) if known else free))})
+    limit = memory_limit_gib * GIB / USABLE_SHARE
+    free = device.free_memory_bytes
+    return host.changed(**{name: device.changed(free_memory_bytes=int(min(limit, free) if free else limit))})
 
 
-def _trial_seconds(planning: Planning, request: Request) -> float:
-    run = planning.default.time.total * request.total_steps
-    usual = min(max(USUAL_TRIAL_SECONDS, LONG_RUN_SHARE * run), LONGEST_TRIAL_SECONDS)
-    most = usual if request.trial_seconds is None else request.trial_seconds
-    seconds = min(most, TRIAL_SHARE * run)
-    return seconds if seconds >= min(MIN_TRIAL_SECONDS, most) else 0.0
+def _trial_seconds(planning: Planning, request: PlanRequest) -> float:
+    """Return the time for trials. It is 0 if it would be too short to compare two plans."""
+    run_seconds = planning.default.time.total * request.total_steps
+    limit = request.trial_seconds
+    if limit is None:
+        limit = min(max(MIN_LONG_TRIAL_SECONDS, LONG_RUN_SHARE * run_seconds), LONGEST_TRIAL_SECONDS)
+    seconds = min(limit, TRIAL_SHARE * run_seconds)
+    return seconds if seconds >= min(MIN_TRIAL_SECONDS, limit) else 0.0
 
 
 def _prove(
     source: ModelSource,
     planning: Planning,
-    request: Request,
+    request: PlanRequest,
     fixed: tuple[str, ...],
     path: Path,
     seconds: float,
     on_trial: Callable[[Tried], None],
 ) -> Proof:
-    known = known_proof(planning, path)
-    if known is not None:
-        return known
+    """Return an earlier proof of the same planning, or try plans on the sample for ``seconds``."""
+    earlier_proof = recall_earlier_proof(planning, path)
+    if earlier_proof is not None:
+        return earlier_proof
     with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name:
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
-        rows = write_rows(folder, request.sample.batches, _stored(request))
+        rows = write_stored_rows(folder, request.sample.batches, _row_format(request))
         trial = TrialRequest(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
             seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
@@ -305,14 +329,14 @@ def _prove(
         return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
 
 
-def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:
+def _proof_path(planning: Planning, request: PlanRequest, fixed: tuple[str, ...]) -> Path:
     limit = () if request.memory_limit_gib is None else (f"memory_limit_gib={request.memory_limit_gib:g}",)
     return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
 
 
-def _stored(request: Request) -> StoredRows:
+def _row_format(request: PlanRequest) -> CutSettings:
     rows = request.rows
-    return StoredRows(
+    return CutSettings(
         encoder_decoder=rows.encoder_decoder,
         shifts_labels=rows.shifts_labels,
         unit=request.split.unit or "rows",
@@ -321,20 +345,23 @@ def _stored(request: Request) -> StoredRows:
     )
 
 
-def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tuple[int, str]:
-    """Return how many processes draw batches, and why. ``drawing`` and ``step`` are seconds for one global batch."""
-    share = drawing / step
-    told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
+def count_workers(drawing_seconds: float, step_seconds: float, *, device: str, num_cores: int) -> tuple[int, str]:
+    """Return how many processes draw batches, and the reason.
+
+    ``drawing_seconds`` and ``step_seconds`` are the times of one global batch.
+    """
+    share = drawing_seconds / step_seconds
+    message = f"drawing a global batch takes {1000 * drawing_seconds:.1f} ms, {share:.1%} of a step"
     if device == "cpu":
-        return 0, f"{told}; the step itself keeps every core busy, so workers would only take from it"
-    if share < WORTH_WORKERS:
-        return 0, told
-    return min(math.ceil(WORKER_HEADROOM * share), max(cores - 1, 1)), f"{told}; workers draw while the device computes"
+        return 0, f"{message}; the step itself keeps every core busy, so workers would only take from it"
+    if share < MIN_DRAWING_SHARE:
+        return 0, message
+    return min(math.ceil(WORKER_HEADROOM * share), max(num_cores - 1, 1)), f"{message}; workers draw while the device computes"
 
 
-def too_short(seconds: float) -> str:
+def short_run_reason(seconds: float) -> str:
     return f"the whole run takes some {seconds:.0f} s, less than planning it would"
 
 
-def words_of(error: RequestError) -> str:
+def no_plan_reason(error: RequestError) -> str:
     return f"no plan: {error}"

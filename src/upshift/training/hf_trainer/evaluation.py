@@ -1,11 +1,8 @@
-"""Evaluate and predict with a transformers.Trainer whose outputs need not fit into memory.
+"""Evaluate and predict with a transformers.Trainer whose outputs may be larger than memory.
 
-The loop is transformers' own. Only the container in which it collects losses, outputs, labels and inputs is another one.
-
-Hold arrays that arrive batch by batch and may be larger than memory: in memory up to a limit, then in files without a name.
-
-A file without a name takes disk space only while an array, or this process, holds it. Nothing is left behind, whatever ends
-the process.
+The loop is that of transformers. Upshift replaces only the container in which it collects losses, outputs, labels and inputs.
+The container keeps arrays in memory up to a limit, and then in files without a name. Such a file takes disk space only while an
+array or this process uses it, so nothing is left behind, whatever ends the process.
 """
 
 from __future__ import annotations
@@ -30,25 +27,27 @@ from upshift.errors import JobFailed, RequestError
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
 from upshift.units import MIB, format_bytes
 
-HELD_BYTES = 32 * MIB  # with the holes that a heap has between such tensors, twice that
+BUFFER_BYTES = 32 * MIB  # the process needs twice that, because the heap has gaps between such tensors
 IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
 
 
 def spool_directory(output_dir: Path) -> Path:
-    """Return the system's temporary directory. If that is memory, return the nearest existing directory above `output_dir`."""
+    """Return the system's temporary directory, or the nearest existing directory above `output_dir` if that one is in memory."""
     temporary = Path(tempfile.gettempdir()).resolve()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next((mounts[place] for place in (temporary, *temporary.parents) if place in mounts), "")
-    if kind not in IN_MEMORY_SYSTEMS:
+    file_systems = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    file_system = next((file_systems[path] for path in (temporary, *temporary.parents) if path in file_systems), "")
+    if file_system not in IN_MEMORY_SYSTEMS:
         return temporary
-    return next(place for place in (output_dir.resolve(), *output_dir.resolve().parents) if place.is_dir())
+    output_dir = output_dir.resolve()
+    return next(path for path in (output_dir, *output_dir.parents) if path.is_dir())
 
 
 class Spool:
-    """The columns of one evaluation, which together hold at most `held_bytes` outside of files."""
+    """The columns of one evaluation, which together keep at most `buffer_bytes` in memory."""
 
-    def __init__(self, directory: Path, held_bytes: int) -> None:
-        self.directory, self.held_bytes = directory, held_bytes
+    def __init__(self, directory: Path, buffer_bytes: int) -> None:
+        self.directory = directory
+        self.buffer_bytes = buffer_bytes
         self._columns: list[Column] = []
 
     def column(self) -> Column:
@@ -56,108 +55,117 @@ class Spool:
         self._columns.append(column)
         return column
 
-    def keep_to_limit(self) -> None:
-        if sum(column.held_bytes for column in self._columns) > self.held_bytes:
+    def spill_if_full(self) -> None:
+        if sum(column.buffered_bytes for column in self._columns) > self.buffer_bytes:
             for column in self._columns:
                 column.spill()
 
 
 class Column:
-    """A column takes tensors of any device and returns one numpy array (or one a piece)."""
+    """Tensors of any device, which become one numpy array, or one array for each tensor."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._shapes: list[tuple[int, ...]] = []
         self._dtypes: list[torch.dtype] = []
-        self._held: list[Tensor] = []
+        self._buffer: list[Tensor] = []
         self._file: SpoolFile | None = None
-        self.held_bytes = 0
+        self.buffered_bytes = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Append a tensor. Return the number of the piece."""
-        tensor = _owning(tensor.detach())
+        """Append a tensor. Return its number."""
+        tensor = _with_own_memory(tensor.detach())
         self._shapes.append(tuple(tensor.shape))
         self._dtypes.append(tensor.dtype)
-        self._held.append(tensor)
-        self.held_bytes += tensor.nbytes
-        self._spool.keep_to_limit()
+        self._buffer.append(tensor)
+        self.buffered_bytes += tensor.nbytes
+        self._spool.spill_if_full()
         return len(self._shapes) - 1
 
     def to_host(self) -> None:
-        self._held = [tensor.cpu() for tensor in self._held]
+        self._buffer = [tensor.cpu() for tensor in self._buffer]
 
     def spill(self) -> None:
-        """Write the held tensors to the column's file. Raise JobFailed when the disk is full."""
+        """Write the tensors in memory to the column's file. Raise JobFailed when the disk is full."""
         self._file = self._file or SpoolFile(self._spool.directory)
-        for tensor in self._held:
+        for tensor in self._buffer:
             self._file.append(numpy_array(tensor))
-        self._held, self.held_bytes = [], 0
+        self._buffer = []
+        self.buffered_bytes = 0
 
-    def pieces(self) -> list[np.ndarray]:
+    def arrays(self) -> list[np.ndarray]:
         """Return one array for each tensor, in order. The arrays of one column share its file."""
         if self._file is None:
-            return [numpy_array(tensor) for tensor in self._held]
+            return [numpy_array(tensor) for tensor in self._buffer]
         self.spill()
-        whole, start, views = self._file.mapped(), 0, []
+        file_bytes = self._file.mapped()
+        start = 0
+        arrays = []
         for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
             end = start + math.prod(shape) * numpy_dtype(dtype).itemsize
-            views.append(whole[start:end].view(numpy_dtype(dtype)).reshape(shape))
+            arrays.append(file_bytes[start:end].view(numpy_dtype(dtype)).reshape(shape))
             start = end
-        return views
+        return arrays
 
-    def whole(self, padding: int) -> np.ndarray:
-        """Return all pieces along the first dimension. The second is as wide as the widest, filled up with `padding`."""
+    def concatenated(self, padding: int) -> np.ndarray:
+        """Return all tensors along the first dimension. The second is as wide as the widest tensor, filled up with `padding`."""
         if len(self._shapes) == 1:
-            return self.pieces()[0]
-        shape, dtype = self._together()
+            return self.arrays()[0]
+        shape, dtype = self._concatenated_shape()
         if self._file is None:
-            rows = [_rows(numpy_array(tensor), shape, dtype, padding) for tensor in self._held]
+            rows = [_as_rows(numpy_array(tensor), shape, dtype, padding) for tensor in self._buffer]
             return np.concatenate(rows)
         self.spill()
-        same = all(_at_least_1d(one)[1:] == shape[1:] for one in self._shapes) and len(set(self._dtypes)) == 1
-        file = self._file if same else self._widened(shape, dtype, padding)
+        has_one_width = all(_at_least_1d(tensor_shape)[1:] == shape[1:] for tensor_shape in self._shapes)
+        is_uniform = has_one_width and len(set(self._dtypes)) == 1
+        file = self._file if is_uniform else self._padded_file(shape, dtype, padding)
         return file.mapped().view(dtype).reshape(shape)
 
-    def _widened(self, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> SpoolFile:
+    def _padded_file(self, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> SpoolFile:
+        """Return a file with all tensors padded to the width of `shape`, as `dtype`."""
         assert self._file is not None
         file = SpoolFile(self._spool.directory)
         self._file.rewind()
-        for one, kind in zip(self._shapes, self._dtypes, strict=True):
-            file.append(_rows(self._file.read(one, numpy_dtype(kind)), shape, dtype, padding))
+        for tensor_shape, tensor_dtype in zip(self._shapes, self._dtypes, strict=True):
+            array = self._file.read(tensor_shape, numpy_dtype(tensor_dtype))
+            file.append(_as_rows(array, shape, dtype, padding))
         return file
 
-    def _together(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return the shape and type of the whole array, by the rules of transformers' nested_concat."""
-        first, dtype = list(_at_least_1d(self._shapes[0])), self._dtypes[0]
-        for shape, kind in zip(self._shapes[1:], self._dtypes[1:], strict=True):
-            other = _at_least_1d(shape)
-            if len(other) != len(first) or list(other[2:]) != first[2:]:
+    def _concatenated_shape(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape and type of all tensors as one array, by the rules of nested_concat of transformers."""
+        shape = list(_at_least_1d(self._shapes[0]))
+        dtype = self._dtypes[0]
+        for next_shape, next_dtype in zip(self._shapes[1:], self._dtypes[1:], strict=True):
+            following = _at_least_1d(next_shape)
+            if len(following) != len(shape) or list(following[2:]) != shape[2:]:
                 raise RequestError(
-                    f"outputs of shapes {self._shapes[0]} and {shape} cannot be one array, only the first two dimensions may "
-                    "differ; leave them out with ignore_keys or preprocess_logits_for_metrics"
+                    f"outputs of shapes {self._shapes[0]} and {next_shape} cannot be one array, only the first two dimensions "
+                    "may differ; leave them out with ignore_keys or preprocess_logits_for_metrics"
                 )
-            if len(first) > 1 and other[1] != first[1]:
-                first[1] = max(first[1], other[1])  # the first type stays, as there
+            if len(shape) > 1 and following[1] != shape[1]:
+                shape[1] = max(shape[1], following[1])  # nested_concat keeps the first type here
             else:
-                dtype = torch.promote_types(dtype, kind)
-            first[0] += other[0]
-        return tuple(first), numpy_dtype(dtype)
+                dtype = torch.promote_types(dtype, next_dtype)
+            shape[0] += following[0]
+        return tuple(shape), numpy_dtype(dtype)
 
 
 class SpoolFile:
     """A file without a name that holds arrays one after the other."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._size = directory, 0
-        with self._in_words():
+        self._directory = directory
+        self._size = 0
+        with self._explained_errors():
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - its arrays hold it
 
     def append(self, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        with self._in_words():
+        with self._explained_errors():
             while data:
-                written = self._file.write(data)
-                data, self._size = data[written:], self._size + written
+                num_written = self._file.write(data)
+                data = data[num_written:]
+                self._size += num_written
 
     def rewind(self) -> None:
         self._file.seek(0)
@@ -171,14 +179,16 @@ class SpoolFile:
         return array
 
     def mapped(self) -> np.ndarray:
-        """Return the bytes of the file, writable. They outlive this object. The disk space is freed with the last array on
-        them."""
-        if self._size == 0:  # nothing to map
+        """Return the bytes of the file as a writable array.
+
+        The array outlives this object. The disk space is free when the last array that uses it is gone.
+        """
+        if self._size == 0:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
         return np.memmap(self._file, np.uint8, "r+", shape=(self._size,))
 
     @contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _explained_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -199,8 +209,8 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return numpy_array(torch.empty(0, dtype=dtype)).dtype
 
 
-def _owning(tensor: Tensor) -> Tensor:
-    """Return a tensor that owns its memory: a view would keep all of the tensor that it looks at."""
+def _with_own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that owns its memory. A view would keep the whole tensor under it."""
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
@@ -208,23 +218,23 @@ def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape or (1,)
 
 
-def _rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
-    """Return `part` as rows of an array of this shape and type."""
-    part = np.atleast_1d(part)
-    if part.shape[1:] == shape[1:]:
-        return part.astype(dtype, copy=False)
-    rows = np.full((len(part), *shape[1:]), padding, dtype)
-    rows[:, : part.shape[1]] = part
+def _as_rows(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
+    """Return the array as rows of a larger array of this shape and type."""
+    array = np.atleast_1d(array)
+    if array.shape[1:] == shape[1:]:
+        return array.astype(dtype, copy=False)
+    rows = np.full((len(array), *shape[1:]), padding, dtype)
+    rows[:, : array.shape[1]] = array
     return rows
 
 
-CONTAINER = "EvalLoopContainer"  # the name by which transformers' loop makes its containers
+CONTAINER_NAME = "EvalLoopContainer"  # the class that the loop of transformers uses for its containers
 
 
 class StreamedEvaluation(LibraryTrainer):
-    """A mix-in for a subclass of transformers.Trainer. Outputs beyond 32 MiB go to disk, and arrive as memory-mapped arrays.
+    """A mix-in of transformers' Trainer classes. Outputs beyond 32 MiB go to disk, and are returned as memory-mapped arrays.
 
-    evaluate, predict and compute_metrics see the values, types and shapes that transformers gives. Arrays that were on disk
+    evaluate, predict and compute_metrics get the values, types and shapes of transformers. Arrays that were on disk
     are numpy.memmap, which may be written to. The loop raises JobFailed when the disk is full, and RequestError when the
     outputs of two batches cannot be one array.
     """
@@ -240,36 +250,38 @@ class StreamedEvaluation(LibraryTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate as transformers.Trainer.evaluation_loop does."""
-        spool = Spool(spool_directory(Path(self.args.output_dir)), HELD_BYTES)
+        spool = Spool(spool_directory(Path(self.args.output_dir)), BUFFER_BYTES)
 
-        def container(do_nested_concat: bool = True, padding_index: int = -100) -> Outputs:
-            return Outputs(spool, concatenated=do_nested_concat, padding=padding_index)
+        def make_container(do_nested_concat: bool = True, padding_index: int = -100) -> OutputContainer:
+            return OutputContainer(spool, concatenated=do_nested_concat, padding=padding_index)
 
-        loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
-        with self._upshift_predict_in_step():
+        loop = with_global(Trainer.evaluation_loop, CONTAINER_NAME, make_container)
+        with self._upshift_predicting_together():
             output: EvalLoopOutput = loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         return output
 
-    def _upshift_predict_in_step(self) -> AbstractContextManager[None]:
-        """Return a context that is open around a loop. A Trainer of several ranks overrides it."""
+    def _upshift_predicting_together(self) -> AbstractContextManager[None]:
+        """Return a context that is open around the loop. DistributedTraining overrides this method."""
         return nullcontext()
 
 
-class Outputs:
+class OutputContainer:
     """One kind of output over all batches, with the methods of transformers' EvalLoopContainer."""
 
     def __init__(self, spool: Spool, *, concatenated: bool, padding: int) -> None:
-        self._spool, self._concatenated, self._padding = spool, concatenated, padding
+        self._spool = spool
+        self._concatenated = concatenated
+        self._padding = padding
         self._structure: Any = None
-        self._columns: list[Column] = []  # one a tensor
-        self._batches: list[tuple[Any, list[tuple[torch.dtype, int]]]] = []  # structure; column and piece of each tensor
-        self._by_dtype: dict[torch.dtype, Column] = {}  # so that pieces of one column are aligned
+        self._columns: list[Column] = []  # one for each tensor of a batch
+        self._batches: list[tuple[Any, list[tuple[torch.dtype, int]]]] = []  # structure; type and number of each tensor
+        self._by_dtype: dict[torch.dtype, Column] = {}  # tensors of one type are aligned in a column
 
     def add(self, tensors: Any) -> None:
         leaves: list[torch.Tensor] = []
-        structure = _take_apart(tensors, leaves)
+        structure = _flatten(tensors, leaves)
         if not self._concatenated:
-            self._batches.append((structure, [self._add_piece(leaf) for leaf in leaves]))
+            self._batches.append((structure, [self._add_leaf(leaf) for leaf in leaves]))
             return
         if self._structure is None:
             self._structure = structure
@@ -282,7 +294,7 @@ class Outputs:
         for column, leaf in zip(self._columns, leaves, strict=True):
             column.add(leaf)
 
-    def _add_piece(self, tensor: torch.Tensor) -> tuple[torch.dtype, int]:
+    def _add_leaf(self, tensor: torch.Tensor) -> tuple[torch.dtype, int]:
         if tensor.dtype not in self._by_dtype:
             self._by_dtype[tensor.dtype] = self._spool.column()
         return tensor.dtype, self._by_dtype[tensor.dtype].add(tensor)
@@ -293,35 +305,36 @@ class Outputs:
 
     def get_arrays(self) -> Any:
         if self._batches:
-            pieces = {dtype: column.pieces() for dtype, column in self._by_dtype.items()}
+            arrays = {dtype: column.arrays() for dtype, column in self._by_dtype.items()}
             return [
-                _put_together(structure, iter([pieces[dtype][number] for dtype, number in places]))
-                for structure, places in self._batches
+                _unflatten(structure, iter([arrays[dtype][number] for dtype, number in positions]))
+                for structure, positions in self._batches
             ]
         if self._structure is None:
             return None
-        return _put_together(self._structure, iter([column.whole(self._padding) for column in self._columns]))
+        return _unflatten(self._structure, iter([column.concatenated(self._padding) for column in self._columns]))
 
 
-def _take_apart(tree: Any, leaves: list[torch.Tensor]) -> Any:
+def _flatten(tree: Any, leaves: list[torch.Tensor]) -> Any:
     """Append the tensors of nested lists, tuples and mappings to `leaves`. Return the structure that held them."""
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
         return torch.Tensor
     if isinstance(tree, (list, tuple)):
-        return type(tree), tuple(_take_apart(item, leaves) for item in tree)
+        return type(tree), tuple(_flatten(item, leaves) for item in tree)
     if isinstance(tree, Mapping):
-        return type(tree), {key: _take_apart(item, leaves) for key, item in tree.items()}
+        return type(tree), {key: _flatten(item, leaves) for key, item in tree.items()}
     raise RequestError(
         f"an output of the evaluation is a {type(tree).__name__}, not a tensor or tensors in lists, tuples and dicts; "
         "leave it out with ignore_keys or preprocess_logits_for_metrics"
     )
 
 
-def _put_together(structure: Any, arrays: Any) -> Any:
+def _unflatten(structure: Any, arrays: Any) -> Any:
+    """Return the arrays in the nested structure."""
     if structure is torch.Tensor:
         return next(arrays)
     kind, inner = structure
     if isinstance(inner, dict):
-        return kind({key: _put_together(item, arrays) for key, item in inner.items()})
-    return kind(_put_together(item, arrays) for item in inner)
+        return kind({key: _unflatten(item, arrays) for key, item in inner.items()})
+    return kind(_unflatten(item, arrays) for item in inner)

@@ -1,10 +1,11 @@
-"""Measure on rows of the user's own how a loss splits over the rows of a batch. Never assume it from a name.
+"""Measure on rows of the user's data how a loss splits over the rows of a batch. Names of losses are not trusted.
 
-Trainer's loss may be the model's, a function of the user's, or an overridden ``compute_loss``. It may divide by
-``num_items_in_batch``, by the labels of its batch, or by its rows. It may weigh classes. A contrastive loss or batch
-normalization does not split at all. Before a batch is cut another way than the user's, its loss and its gradient must come out
-the same, for rows that differ in what the loss may look at. More is measured if the loss is the script's own: a whole batch of
-the script's size, every label, later steps, and training mode. Such a loss may keep no state and draw no random numbers.
+The Trainer's loss may be the model's, a function of the user, or an overridden ``compute_loss``. It may divide by
+``num_items_in_batch``, by the labels of its batch, or by its rows. It may have class weights. A contrastive loss or batch
+normalization does not split at all. Before a batch is cut in another way than the user's, the loss and the gradient must come
+out the same, for rows that differ in everything that the loss may read. More is measured if the loss is the script's own: a
+whole batch of the script's size, every label, later steps, and training mode. Such a loss may keep no state and draw no random
+numbers.
 """
 
 from __future__ import annotations
@@ -22,279 +23,298 @@ from torch import Tensor, nn
 
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import CollatedRows
-from upshift.training.checkpoint.rng import HostRng, host_rng, undisturbed_rng
+from upshift.training.batches.user_batches import RowBatch
+from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
-from upshift.training.hf_trainer.loss_state import is_of_library
+from upshift.training.hf_trainer.loss_state import is_library_class
 from upshift.training.out_of_memory import is_out_of_memory
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by some 1e-6
-OWN_TOLERANCE = 2e-5  # of a loss of the script's: nothing is known of it
-PAIR_CANDIDATES = 64  # rows among which two short ones of different length are looked for
-MOST_CLASSES = 8  # pairs that are measured for the sake of their labels
-MOST_TOGETHER = 64  # rows of one batch that are measured at once
-LABELS_SECONDS = 10.0  # of measuring every label
-LARGER = 4.0  # times the weights
-GRADIENT_ELEMENTS = 2**22  # of the parameters whose gradients are compared, the smallest first
+SCRIPT_TOLERANCE = 2e-5  # relative, for a loss of the script, of which nothing is known
+PAIR_CANDIDATES = 64  # rows among which two short ones of different length are chosen
+MAX_LABEL_PAIRS = 8  # pairs of rows that are measured because of their labels
+MAX_ROWS_AT_ONCE = 64  # rows of one batch that are measured at once
+MAX_LABEL_SECONDS = 10.0  # time limit for measuring every label
+LARGER_SCALE = 4.0  # factor on the weights
+GRADIENT_ELEMENTS = 2**22  # limit for the parameters whose gradients are compared
 
 Inputs = dict[str, Tensor]
 Measured = float | Tensor
-LossOf = Callable[[Inputs, int | None], Measured]  # inputs and num_items_in_batch, None: not given
+LossOf = Callable[[Inputs, int | None], Measured]  # from the inputs and num_items_in_batch (None: not given)
 Members = tuple[int, ...]
 Unit = Literal["items", "labels", "rows"]
 Ranges = Mapping[str, tuple[float, float]]
-READ_AS_TEXT = frozenset(
+TEXT_INPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"}
 )
 
 
 class Unsplittable(Exception):
-    """An error: the loss does not split, which is known only after measuring. The message gives the reason."""
+    """An error: a measurement shows that the loss does not split. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class LossProbes:
-    """One loss, computed in several ways.
+    """Functions that compute one loss in several ways.
 
-    Each function is called with the inputs and num_items_in_batch. It leaves the random number generators as they were.
+    Each function takes the inputs and num_items_in_batch, and leaves the random number generators unchanged.
     """
 
     loss: LossOf
     gradient: LossOf
-    larger_gradient: LossOf | None = None  # of a model with larger weights: a coupling that is small now may grow
-    elsewhere: Mapping[str, LossOf] = field(default_factory=dict)  # when and in which mode -> the loss there
-    counts_items: bool = False  # the loss is given num_items_in_batch
-    is_known: bool = True  # it is a loss of transformers, a mean over labels that weighs them alike
+    larger_gradient: LossOf | None = None  # with larger weights: a coupling of rows that is small now may grow
+    # The loss at other steps and in training mode, by the words that name these in a message.
+    other_states: Mapping[str, LossOf] = field(default_factory=dict)
+    counts_items: bool = False  # the loss takes num_items_in_batch
+    is_library_loss: bool = True  # a mean over labels of equal weight
 
 
 @dataclass(frozen=True)
 class Split:
     """The way in which a loss splits over the rows of a batch.
 
-    ``unit`` says how the loss of a batch follows from the losses of its parts: as their sum ("items", divided by
-    num_items_in_batch), or as their mean weighted by labels or rows. None means that the loss does not split, for ``reason``.
+    ``unit`` says how the losses of micro-batches combine to the loss of the batch: by their sum ("items": each is divided by
+    num_items_in_batch), or by their mean weighted by labels or rows. None means that the loss does not split; ``reason`` says
+    why.
     """
 
     unit: Unit | None
     trims: bool = False  # padding may be cut off
     drops_mask: bool = False  # on right padding, no mask is needed
     flattens: bool = False  # several sequences may share a row
-    even: bool = False  # it was seen for rows with as many labels each, and nothing is known of others
-    ranges: Ranges = field(default_factory=dict)  # the measured range of each entry: a batch with a value beyond it stays whole
+    needs_equal_labels: bool = False  # measured only for rows with the same number of labels
+    ranges: Ranges = field(default_factory=dict)  # measured range of each entry; a batch with a value outside stays whole
     reason: str = ""
     why_not_flat: str = "the loss of two rows end to end is not that of the two"
-    isolation: Isolation | None = None  # None: nothing is known of the model's class
+    isolation: Isolation | None = None  # None: unknown for this class of model
 
 
 def has_batch_statistics(model: nn.Module) -> str | None:
-    """Return the name of the first module that computes over the rows of a batch, or None."""
+    """Return the name of the first module with statistics over the rows of a batch, or None."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.track_running_stats:
             return str(name)
     return None
 
 
-def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
-    """Return how the loss splits. ``num_first`` is the number of rows of the first global batch."""
+def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
+    """Return how the loss splits over rows. ``num_first`` is the number of rows of the first global batch."""
     statistics = has_batch_statistics(model)
     if statistics:
         return Split(None, reason=f"{statistics} computes over the rows of a batch")
-    pairs = _choose_pairs(rows, num_first, is_known=probes.is_known)
+    pairs = _choose_pairs(rows, num_first, is_library_loss=probes.is_library_loss)
     if not pairs:
         return Split(None, reason="there are no two rows to compare")
-    if not probes.is_known and _have_one_label(rows):
+    if not probes.is_library_loss and _have_same_label(rows):
         return Split(None, reason="all rows have the same label: what the loss makes of another is not known")
     try:
         return _measure(rows, probes, pairs)
     except Unsplittable as error:
         return Split(None, reason=str(error))
-    except Exception as error:  # the user's loss runs with rows, and in a mode, that it may not be made for
+    except Exception as error:  # the script's loss may not work for these rows, or in this mode
         if is_out_of_memory(error):
             raise
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        return Split(None, reason=f"the loss could not be measured on two rows: {words}")
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        return Split(None, reason=f"the loss could not be measured on two rows: {message}")
 
 
-def _have_one_label(rows: CollatedRows) -> bool:
+def _have_same_label(rows: RowBatch) -> bool:
+    """Return whether the rows have labels, and all labels that count are the same."""
     labels = set().union(*rows.label_values)
     return 0 < len(labels) == len({name for name, _ in labels})
 
 
-def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Split:
-    is_known = probes.is_known
-    probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_known else OWN_TOLERANCE)
-    first = pairs[0]
-    both = probe.together(first)
-    if not math.isfinite(float(both)):
+def _measure(rows: RowBatch, probes: LossProbes, pairs: list[Members]) -> Split:
+    is_library_loss = probes.is_library_loss
+    probe = _Probe(rows, probes.loss, probes.counts_items, TOLERANCE if is_library_loss else SCRIPT_TOLERANCE)
+    first_pair = pairs[0]
+    pair_loss = probe.loss_of_batch(first_pair)
+    if not math.isfinite(float(pair_loss)):
         return Split(None, reason="the loss of the first rows is not a number")
-    units = probe.units(pairs)
-    if not units:
+    matching_units = probe.matching_units(pairs)
+    if not matching_units:
         return Split(None, reason="the loss of two rows is not made of the losses of each")
-    even = len(units) > 1 and len({*rows.num_labels}) == 1
-    if not is_known and (probe.are_alike(pairs) or len(units) > 1 and not even):
+    has_equal_labels = len(matching_units) > 1 and len({*rows.num_labels}) == 1
+    if not is_library_loss and (probe.are_alike(pairs) or len(matching_units) > 1 and not has_equal_labels):
         return Split(None, reason="the losses of all rows are alike: how they are put together cannot be seen")
-    unit = units[0]
-    _check_gradient(rows, probes, first, unit)
-    if not is_known:
-        _check_own(rows, probes, probe, pairs, unit)
-    trims = probe.holds(both, lambda: probe.apart(first, unit, trim=True))
-    drops = trims and rows.can_flatten
-    drops = drops and probe.holds(both, lambda: probe.apart(first, unit, trim=True, drop_mask=True, extra=1))
-    flattens = drops and probe.holds(both, lambda: probe.flat(first))
-    ranges = {} if is_known else entry_ranges(rows)
-    return Split(unit, trims, drops, flattens, even=even and not is_known, ranges=ranges)
+    unit = matching_units[0]
+    _check_gradient(rows, probes, first_pair, unit)
+    if not is_library_loss:
+        _check_script_loss(rows, probes, probe, pairs, unit)
+    trims = probe.works_and_agrees(pair_loss, lambda: probe.combined_loss(first_pair, unit, trim=True))
+    drops_mask = (
+        trims
+        and rows.can_flatten
+        and probe.works_and_agrees(pair_loss, lambda: probe.combined_loss(first_pair, unit, trim=True, drop_mask=True, extra=1))
+    )
+    flattens = drops_mask and probe.works_and_agrees(pair_loss, lambda: probe.flattened_loss(first_pair))
+    ranges = {} if is_library_loss else entry_ranges(rows)
+    return Split(unit, trims, drops_mask, flattens, needs_equal_labels=has_equal_labels and not is_library_loss, ranges=ranges)
 
 
-def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, unit: Unit) -> None:
-    """Raise Unsplittable if the gradient does not split: a part of the loss that is detached, or small, shows in the gradient
-    alone."""
+def _check_gradient(rows: RowBatch, probes: LossProbes, members: Members, unit: Unit) -> None:
+    """Raise Unsplittable if the gradient does not split.
+
+    A part of the loss that is detached, or small, may show only in the gradient.
+    """
     for gradient_of_rows in filter(None, (probes.gradient, probes.larger_gradient)):
-        gradient = _Probe(rows, gradient_of_rows, probes.counts_items, TOLERANCE)
-        together, apart = gradient.together(members), gradient.apart(members, unit)
-        is_number = math.isfinite(_size(together)) or gradient_of_rows is probes.gradient
-        if is_number and not gradient.agrees(together, apart):
+        probe = _Probe(rows, gradient_of_rows, probes.counts_items, TOLERANCE)
+        batch_gradient = probe.loss_of_batch(members)
+        combined_gradient = probe.combined_loss(members, unit)
+        is_number = math.isfinite(_magnitude(batch_gradient)) or gradient_of_rows is probes.gradient
+        if is_number and not probe.agrees(batch_gradient, combined_gradient):
             raise Unsplittable(f"the gradient of {len(members)} rows is not made of the gradients of each")
 
 
-def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
-    """Check everything that a loss of the script's own may look at. Raise Unsplittable."""
-    whole = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MOST_TOGETHER]
-    if not probe.agrees(probe.together(whole), probe.apart(whole, unit)):
-        raise Unsplittable(f"the loss of {len(whole)} rows is not made of the losses of each")
-    _check_gradient(rows, probes, whole, unit)
-    for when, loss_of in probes.elsewhere.items():
-        other = _Probe(rows, loss_of, probes.counts_items, OWN_TOLERANCE)
-        for members in (pairs[0], whole):
-            if not other.agrees(other.together(members), other.apart(members, unit)):
-                raise Unsplittable(f"the loss of {len(members)} rows is not made of the losses of each {when}")
+def _check_script_loss(rows: RowBatch, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
+    """Check everything that a loss of the script may depend on. Raise Unsplittable."""
+    batch_rows = tuple(row for row, (number, _) in enumerate(rows.locations) if number == 0)[:MAX_ROWS_AT_ONCE]
+    if not probe.agrees(probe.loss_of_batch(batch_rows), probe.combined_loss(batch_rows, unit)):
+        raise Unsplittable(f"the loss of {len(batch_rows)} rows is not made of the losses of each")
+    _check_gradient(rows, probes, batch_rows, unit)
+    for state, loss_of in probes.other_states.items():
+        state_probe = _Probe(rows, loss_of, probes.counts_items, SCRIPT_TOLERANCE)
+        for members in (pairs[0], batch_rows):
+            if not state_probe.agrees(state_probe.loss_of_batch(members), state_probe.combined_loss(members, unit)):
+                raise Unsplittable(f"the loss of {len(members)} rows is not made of the losses of each {state}")
     _check_labels(rows, probe, pairs[0], unit)
 
 
-def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) -> None:
-    """Check every label between the lowest and the highest, put into rows in place of their own. Raise Unsplittable."""
+def _check_labels(rows: RowBatch, probe: _Probe, pair: Members, unit: Unit) -> None:
+    """Raise Unsplittable if the loss of a pair does not split for some label between the lowest and the highest.
+
+    The labels of a row are replaced by all of these, as many at a time as it has labels.
+    """
     labels = rows.batches[0].get("labels")
     if labels is None or labels.is_floating_point():
         return
     low, high = (int(bound) for bound in entry_ranges(rows)["labels"])
-    carrier = max(range(len(rows)), key=lambda row: rows.num_labels[row] if _may_pair(rows, pair[0], row) else -1)
-    if carrier == pair[0]:
-        carrier = pair[1]
-    room = rows.num_labels[carrier]
+    target_row = max(range(len(rows)), key=lambda row: rows.num_labels[row] if _can_share_batch(rows, pair[0], row) else -1)
+    if target_row == pair[0]:
+        target_row = pair[1]
+    num_labels = rows.num_labels[target_row]
     start = time.monotonic()
-    for begin in range(low, high + 1, room):
-        values = tuple(range(begin, min(begin + room, high + 1)))
-        members = (pair[0], carrier)
-        both = probe.together(members, labels=values)
-        if not probe.agrees(both, probe.apart(members, unit, labels=values)):
-            what = f"label {values[0]}" if len(values) == 1 else f"labels {values[0]} to {values[-1]}"
-            raise Unsplittable(f"the loss of two rows is not made of the losses of each: it weighs {what} otherwise")
-        if time.monotonic() - start > LABELS_SECONDS:
+    for first in range(low, high + 1, num_labels):
+        values = tuple(range(first, min(first + num_labels, high + 1)))
+        members = (pair[0], target_row)
+        pair_loss = probe.loss_of_batch(members, labels=values)
+        if not probe.agrees(pair_loss, probe.combined_loss(members, unit, labels=values)):
+            description = f"label {values[0]}" if len(values) == 1 else f"labels {values[0]} to {values[-1]}"
+            raise Unsplittable(f"the loss of two rows is not made of the losses of each: it weighs {description} otherwise")
+        if time.monotonic() - start > MAX_LABEL_SECONDS:
             raise Unsplittable(
-                f"measuring what the loss makes of {high - low + 1} labels takes longer than {LABELS_SECONDS:.0f} s"
+                f"measuring what the loss makes of {high - low + 1} labels takes longer than {MAX_LABEL_SECONDS:.0f} s"
             )
 
 
-def _may_pair(rows: CollatedRows, row: int, other: int) -> bool:
-    return rows.can_mix or rows.places[row][0] == rows.places[other][0]
+def _can_share_batch(rows: RowBatch, row: int, other_row: int) -> bool:
+    return rows.can_mix or rows.locations[row][0] == rows.locations[other_row][0]
 
 
-def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list[Members]:
+def _choose_pairs(rows: RowBatch, num_first: int, *, is_library_loss: bool) -> list[Members]:
     """Return pairs of rows to compare.
 
-    The first pair is two short rows of the first global batch, of different length and with labels if there are such. The
-    other pairs have its first row beside others of the sample: with another number of labels, without labels, with other
-    labels, and with the lowest and highest of every other entry.
+    The first pair is two short rows of the first global batch, with labels and, if possible, of different length. The other
+    pairs combine its first row with rows that have another number of labels, no labels, other labels, and the lowest and
+    highest value of every other entry.
     """
-    mixing = [row for row, (number, _) in enumerate(rows.places) if number == 0 or rows.can_mix]
-    mixing.sort(key=lambda row: rows.lengths[row])
-    labelled = [row for row in mixing if rows.num_labels[row]]
-    near = [row for row in labelled if row < min(num_first, PAIR_CANDIDATES)]
-    if len(near) < 2:
+    candidates = [row for row, (number, _) in enumerate(rows.locations) if number == 0 or rows.can_mix]
+    candidates.sort(key=lambda row: rows.lengths[row])
+    labelled = [row for row in candidates if rows.num_labels[row]]
+    early = [row for row in labelled if row < min(num_first, PAIR_CANDIDATES)]
+    if len(early) < 2:
         return []
-    first = near[0]
-    longer = next((row for row in near if rows.lengths[row] > rows.lengths[first]), near[1])
-    others = [longer]
+    first = early[0]
+    longer = next((row for row in early if rows.lengths[row] > rows.lengths[first]), early[1])
+    partners = [longer]
     if rows.num_labels[longer] == rows.num_labels[first]:
-        others += [row for row in labelled if rows.num_labels[row] != rows.num_labels[first]][:1]
-    others += [row for row in mixing if not rows.num_labels[row]][:1]
-    if not is_known:
-        seen = set().union(*(rows.label_values[row] for row in (first, *others)))
+        partners += [row for row in labelled if rows.num_labels[row] != rows.num_labels[first]][:1]
+    partners += [row for row in candidates if not rows.num_labels[row]][:1]
+    if not is_library_loss:
+        seen_labels = set().union(*(rows.label_values[row] for row in (first, *partners)))
         for row in labelled:
-            if len(others) < MOST_CLASSES and not rows.label_values[row] <= seen:
-                others.append(row)
-                seen |= rows.label_values[row]
+            if len(partners) < MAX_LABEL_PAIRS and not rows.label_values[row] <= seen_labels:
+                partners.append(row)
+                seen_labels |= rows.label_values[row]
         for values in entry_values(rows).values():
-            others += [min(labelled, key=values.__getitem__), max(labelled, key=values.__getitem__)]
-    return [(first, other) for other in dict.fromkeys(others) if other != first]
+            partners += [min(labelled, key=values.__getitem__), max(labelled, key=values.__getitem__)]
+    return [(first, partner) for partner in dict.fromkeys(partners) if partner != first]
 
 
-def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
-    """Return one number a row for each entry that may weigh it: the number itself, or the sum of a row of several.
+def entry_values(rows: RowBatch) -> dict[str, list[float]]:
+    """Return, for each entry that may weight a row, one number for each row: the value itself, or the sum of the row.
 
-    Entries that a model reads as text are left out, as are labels with a class for each token or row.
+    Leave out entries that a model reads as text, and labels that are classes.
     """
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for name, value in rows.batches[0].items():
         is_class = name == "labels" and not value.is_floating_point()
-        if is_class or name in READ_AS_TEXT or value.ndim > 2 or value.is_complex():
+        if is_class or name in TEXT_INPUTS or value.ndim > 2 or value.is_complex():
             continue
-        found[name] = [float(row.sum()) for batch in rows.batches for row in batch[name]]
-    return found
+        values_by_name[name] = [float(row.sum()) for batch in rows.batches for row in batch[name]]
+    return values_by_name
 
 
-def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
-    """Return the lowest and the highest of ``entry_values``, and of labels that count."""
-    found = {name: (min(values), max(values)) for name, values in entry_values(rows).items()}
+def entry_ranges(rows: RowBatch) -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest value of each of ``entry_values``, and of the labels that count."""
+    ranges = {name: (min(values), max(values)) for name, values in entry_values(rows).items()}
     labels = [batch["labels"] for batch in rows.batches if "labels" in batch]
     if labels and not labels[0].is_floating_point():
-        counted = torch.cat([value[value != IGNORED].flatten() for value in labels])
-        if len(counted):
-            found["labels"] = float(counted.min()), float(counted.max())
-    return found
+        counted_labels = torch.cat([value[value != IGNORED].flatten() for value in labels])
+        if len(counted_labels):
+            ranges["labels"] = float(counted_labels.min()), float(counted_labels.max())
+    return ranges
 
 
-def is_within(rows: CollatedRows, ranges: Ranges) -> bool:
+def is_within(rows: RowBatch, ranges: Ranges) -> bool:
     """Return whether all entries of a batch lie within the measured ranges."""
     if not ranges:
         return True
-    here = entry_ranges(rows)
-    return all(name in ranges and ranges[name][0] <= low and high <= ranges[name][1] for name, (low, high) in here.items())
+    batch_ranges = entry_ranges(rows)
+    return all(
+        name in ranges and ranges[name][0] <= low and high <= ranges[name][1] for name, (low, high) in batch_ranges.items()
+    )
 
 
 class _Probe:
-    def __init__(self, rows: CollatedRows, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
-        self.rows, self.loss_of, self.counts_items, self.tolerance = rows, loss_of, counts_items, tolerance
+    """One way to compute the loss of some rows, with the results that were computed before."""
+
+    def __init__(self, rows: RowBatch, loss_of: LossOf, counts_items: bool, tolerance: float) -> None:
+        self.rows = rows
+        self.loss_of = loss_of
+        self.counts_items = counts_items
+        self.tolerance = tolerance
         self._measured: dict[tuple[Any, ...], Measured] = {}
 
-    def together(self, members: Members, *, times: int = 1, labels: Members = ()) -> Measured:
+    def loss_of_batch(self, members: Members, *, times: int = 1, labels: Members = ()) -> Measured:
         """Return the loss of rows in one batch.
 
-        ``times`` multiplies the number of labels that the loss is told. ``labels`` replace the labels of the last row.
+        ``times`` multiplies the number of labels that is passed to the loss. ``labels`` replace the labels of the last row.
         """
         items = self._items(members)
         return self._loss(members, self._width(members), None if items is None else times * items, labels=labels)
 
-    def units(self, pairs: list[Members]) -> list[Unit]:
-        """Return the rules that give the loss of two rows from the losses of each, by what the loss is divided."""
-        by_items = self.counts_items and self.agrees(self.together(pairs[0]) / 2, self.together(pairs[0], times=2))
-        units: list[Unit] = ["items"] if by_items else ["labels", "rows"]
+    def matching_units(self, pairs: list[Members]) -> list[Unit]:
+        """Return the units by which the losses of single rows combine to the loss of each pair."""
+        by_items = self.counts_items and self.agrees(self.loss_of_batch(pairs[0]) / 2, self.loss_of_batch(pairs[0], times=2))
+        matching_units: list[Unit] = ["items"] if by_items else ["labels", "rows"]
         for pair in pairs:
-            both = self.together(pair)
-            units = [unit for unit in units if self.agrees(both, self.apart(pair, unit))]
-        return units
+            pair_loss = self.loss_of_batch(pair)
+            matching_units = [unit for unit in matching_units if self.agrees(pair_loss, self.combined_loss(pair, unit))]
+        return matching_units
 
     def are_alike(self, pairs: list[Members]) -> bool:
-        """Return whether a mean of the losses would be the same with any weights."""
+        """Return whether the rows of each pair have the same loss, so that any weights would give the same mean."""
         labelled = [pair for pair in pairs if self.rows.num_labels[pair[1]]]
         return all(self.agrees(*(self._loss((row,), self._width(pair), self._items(pair)) for row in pair)) for pair in labelled)
 
-    def apart(
+    def combined_loss(
         self, members: Members, unit: Unit, *, trim: bool = False, drop_mask: bool = False, extra: int = 0, labels: Members = ()
     ) -> Measured:
-        """Return the loss of the rows from the losses of each alone. A row without labels is left out, as it is in training.
+        """Return the loss of rows from the loss of each row alone. A row without labels is left out, as in training.
 
-        ``extra`` is the number of columns of padding that stay.
+        ``extra`` is the number of padding columns that stay.
         """
         counts = [self.rows.num_labels[row] if unit == "labels" else 1 for row in members]
         shares = [1.0 if unit == "items" else count / sum(counts) for count in counts]
@@ -307,20 +327,24 @@ class _Probe:
                 total = total + share * self._loss((row,), width, self._items(members), drop_mask, own_labels)
         return total
 
-    def flat(self, pair: Members) -> Measured:
-        """Return the loss of both rows end to end in one row. A mean over its labels is the mean over both rows' labels."""
+    def flattened_loss(self, pair: Members) -> Measured:
+        """Return the loss of both rows end to end in one row.
+
+        A mean over its labels is the mean over the labels of both rows.
+        """
         width = sum(self.rows.lengths[row] for row in pair) + 1
         return self.loss_of(self.rows.build(RowGroup((pair,), width), pad_multiple=1), self._items(pair))
 
-    def agrees(self, loss: Measured, other: Measured) -> bool:
-        difference, size = _size(loss - other), _size(loss)
+    def agrees(self, loss: Measured, other_loss: Measured) -> bool:
+        difference = _magnitude(loss - other_loss)
+        size = _magnitude(loss)
         return difference <= self.tolerance * max(size, 1e-3)
 
-    def holds(self, loss: Measured, other: Callable[[], Measured]) -> bool:
-        """Return whether another way to compute the loss works, and agrees."""
+    def works_and_agrees(self, loss: Measured, compute: Callable[[], Measured]) -> bool:
+        """Return whether another way to compute the loss works, and returns the same loss."""
         try:
-            return self.agrees(loss, other())
-        except Exception as error:  # the user's loss may look at what is left out there
+            return self.agrees(loss, compute())
+        except Exception as error:  # the script's loss may need what is left out here
             if is_out_of_memory(error):
                 raise
             return False
@@ -329,7 +353,7 @@ class _Probe:
         return sum(self.rows.num_labels[row] for row in members) if self.counts_items else None
 
     def _width(self, members: Members) -> int:
-        return max(self.rows.anatomies[self.rows.places[row][0]].width for row in members)
+        return max(self.rows.schemas[self.rows.locations[row][0]].width for row in members)
 
     def _loss(self, members: Members, width: int, items: int | None, drop_mask: bool = False, labels: Members = ()) -> Measured:
         key = members, width, items, drop_mask, labels
@@ -337,123 +361,129 @@ class _Probe:
             group = RowGroup(tuple((row,) for row in members), width)
             inputs = self.rows.build(group, pad_multiple=1, drop_mask=drop_mask)
             if labels:
-                inputs["labels"] = _relabelled(inputs["labels"], labels, shifts=self.rows.shifts_labels)
+                inputs["labels"] = _replace_labels(inputs["labels"], labels, shifts=self.rows.shifts_labels)
             self._measured[key] = self.loss_of(inputs, items)
         return self._measured[key]
 
 
-def _size(value: Measured) -> float:
+def _magnitude(value: Measured) -> float:
     return float(value.norm()) if isinstance(value, Tensor) else abs(value)
 
 
-def _relabelled(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tensor:
-    """Return the labels with those of the last row that count replaced by ``values``."""
+def _replace_labels(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tensor:
+    """Return the labels with the ones that count in the last row replaced by ``values``, over and over."""
     labels = labels.clone()
     row = labels[-1:].view(-1)
     counted = row != IGNORED
     if shifts and labels.ndim > 1:
         counted[0] = False
-    places = counted.nonzero().flatten()
-    chosen = torch.tensor([values[number % len(values)] for number in range(len(places))], dtype=labels.dtype)
-    row[places] = chosen.to(labels.device)
+    positions = counted.nonzero().flatten()
+    new_labels = torch.tensor([values[number % len(values)] for number in range(len(positions))], dtype=labels.dtype)
+    row[positions] = new_labels.to(labels.device)
     return labels
 
 
-def evaluating_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
-    """Return ``compute`` in evaluation mode, without gradients. It leaves the random numbers as they were."""
+def loss_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
+    """Return ``compute`` in evaluation mode, without gradients and without a change of the random numbers."""
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
-        with _mode(model, training=()), torch.no_grad(), undisturbed_rng():
+        with _evaluation_mode(model, training=()), torch.no_grad(), preserved_rng():
             return float(compute(dict(inputs), items))
 
     return loss_of
 
 
-def training_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
+def loss_in_training(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
     """Return ``compute`` with the script's own modules in training mode.
 
-    Modules of libraries, which drop out, are in evaluation mode. The returned function raises Unsplittable if the loss draws
-    random numbers: parts of a batch draw others than the whole.
+    Modules of libraries stay in evaluation mode, because they apply dropout. The returned function raises Unsplittable if the
+    loss draws random numbers, because micro-batches would draw other numbers than the batch.
     """
-    own = [module for module in model.modules() if module is model or not is_of_library(type(module))]
+    script_modules = [module for module in model.modules() if module is model or not is_library_class(type(module))]
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
-        with _mode(model, training=own), torch.no_grad(), undisturbed_rng():
-            before = host_rng()
+        with _evaluation_mode(model, training=script_modules), torch.no_grad(), preserved_rng():
+            rng = host_rng()
             loss = float(compute(dict(inputs), items))
-            if not _same_rng(before, host_rng()):
+            if not _is_same_rng(rng, host_rng()):
                 raise Unsplittable("the loss draws random numbers")
         return loss
 
     return loss_of
 
 
-def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the smallest trained parameters of all layers, up to GRADIENT_ELEMENTS elements."""
+def _smallest_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the smallest trained parameters of all layers, up to GRADIENT_ELEMENTS elements. Return at least one."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen: list[nn.Parameter] = []
-    for parameter in sorted((one for one in model.parameters() if one.requires_grad), key=lambda one: one.numel()):
-        if not chosen or sum(one.numel() for one in chosen) + parameter.numel() <= GRADIENT_ELEMENTS:
+    num_elements = 0
+    for parameter in sorted(trained, key=lambda parameter: parameter.numel()):
+        if not chosen or num_elements + parameter.numel() <= GRADIENT_ELEMENTS:
             chosen.append(parameter)
+            num_elements += parameter.numel()
     return chosen
 
 
 @contextmanager
-def _scaled(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
-    before = [parameter.detach().clone() for parameter in parameters] if factor != 1.0 else []
+def _scaled_parameters(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
+    """Multiply the parameters by ``factor`` while open."""
+    values = [parameter.detach().clone() for parameter in parameters] if factor != 1.0 else []
     try:
         with torch.no_grad():
-            for parameter, _ in zip(parameters, before, strict=False):
+            for parameter, _ in zip(parameters, values, strict=False):
                 parameter.mul_(factor)
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=False):
+            for parameter, value in zip(parameters, values, strict=False):
                 parameter.copy_(value)
 
 
-def gradient_of(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor], *, scale: float = 1.0) -> LossOf:
-    """Return a function for the gradient of small parameters of all layers, in evaluation mode, as one vector on the host.
+def gradient_in_evaluation(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor], *, scale: float = 1.0) -> LossOf:
+    """Return a function that computes the gradient of the smallest parameters in evaluation mode, as one vector on the host.
 
     ``scale`` multiplies these parameters while the gradient is computed.
     """
-    parameters = _small_parameters(model)
+    parameters = _smallest_parameters(model)
 
     def gradient(inputs: Inputs, items: int | None) -> Tensor:
-        with _mode(model, training=()), torch.enable_grad(), undisturbed_rng(), _scaled(parameters, scale):
+        with _evaluation_mode(model, training=()), torch.enable_grad(), preserved_rng(), _scaled_parameters(parameters, scale):
             loss = compute(dict(inputs), items)
-            parts = torch.autograd.grad(loss, parameters, allow_unused=True)
-        pairs = zip(parts, parameters, strict=True)
-        filled = [torch.zeros_like(one) if part is None else part for part, one in pairs]
-        return torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in filled])
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        flat = []
+        for parameter, value in zip(parameters, gradients, strict=True):
+            value = torch.zeros_like(parameter) if value is None else value
+            flat.append(value.detach().to("cpu", torch.float64).flatten())
+        return torch.cat(flat)
 
     return gradient
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Compute fp32 products in fp32 while losses are compared, whatever TrainingArguments(tf32=...) has set."""
-    before = torch.get_float32_matmul_precision()
+def exact_matmuls() -> Iterator[None]:
+    """Compute fp32 matrix products in fp32 while open, even if TrainingArguments(tf32=True) is set."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager
-def _mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
-    """Set evaluation mode for all modules but ``training``. Restore each module's own mode afterwards."""
-    before = [(module, module.training) for module in model.modules()]
+def _evaluation_mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
+    """Set evaluation mode for all modules but ``training`` while open. Restore the mode of each module on leaving."""
+    modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     for module in training:
         module.training = True
     try:
         yield
     finally:
-        for module, mode in before:
+        for module, mode in modes:
             module.training = mode
 
 
-def _same_rng(one: HostRng, other: HostRng) -> bool:
-    same_numpy = all(np.array_equal(a, b) for a, b in zip(one.numpy, other.numpy, strict=True))
-    return torch.equal(one.cpu, other.cpu) and one.python == other.python and same_numpy
+def _is_same_rng(first: HostRng, second: HostRng) -> bool:
+    is_same_numpy = all(np.array_equal(a, b) for a, b in zip(first.numpy, second.numpy, strict=True))
+    return torch.equal(first.cpu, second.cpu) and first.python == second.python and is_same_numpy

@@ -1,6 +1,8 @@
-"""Note in the steps of ``upshift.Trainer`` the wait for batches, recompiled graphs, and memory that callbacks keep.
+"""Watch the steps of ``upshift.Trainer``, and print its plan and its warnings.
 
-Watch the Trainer's numbers: run ``debug="underflow_overflow"``, and warn before the first step of fp16.
+1. A mix-in records the wait for batches, recompiled graphs, and memory that callbacks keep.
+2. Two context managers run ``debug="underflow_overflow"`` and warn before the first step of fp16.
+3. Lines are printed on standard error, because standard output belongs to the script.
 """
 
 from __future__ import annotations
@@ -17,137 +19,144 @@ from torch import nn
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.numerics import DebugUnderflowOverflow
-from upshift.debugging.run_report import forget
+from upshift.debugging.run_report import delete_report
 from upshift.debugging.step_signs import TRAINER_DATA_FIX
 from upshift.planning.plan import Plan
 from upshift.planning.trials.select import Tried
-from upshift.training.hf_trainer.arguments import (
-    Ours,
-)
+from upshift.training.hf_trainer.arguments import DebugOptions
 from upshift.training.hf_trainer.choose_plan import Choice
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.loop.monitor import RunSigns
+from upshift.training.loop.monitor import RunMonitor
 from upshift.units import gib
 
 
-class Fetched:
-    """The Trainer's iterator over batches, which notes the wait for each batch."""
+class TimedBatches:
+    """The Trainer's iterator over batches. It records the wait for each batch."""
 
-    def __init__(self, batches: Iterator[Any], signs: RunSigns) -> None:
-        self.batches, self._signs = batches, signs
+    def __init__(self, batches: Iterator[Any], monitor: RunMonitor) -> None:
+        self.batches = batches
+        self._monitor = monitor
 
-    def __iter__(self) -> Fetched:
+    def __iter__(self) -> TimedBatches:
         return self
 
     def __next__(self) -> Any:
-        with self._signs.fetching():
+        with self._monitor.fetching_batch():
             return next(self.batches)
 
 
-class NotedSteps(LibraryTrainer):
-    """A mix-in of transformers' Trainer classes that notes signs of trouble in steps."""
+class StepMonitor(LibraryTrainer):
+    """A mix-in of transformers' Trainer classes that watches each step for signs of trouble."""
 
     args: Any
     callback_handler: Any
-    _upshift_signs: RunSigns | None = None
-    _upshift_batch_iterator: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
-    _upshift_timed_callbacks: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
+    _upshift_monitor: RunMonitor | None = None
+    _upshift_batch_iterator: TimedBatches | None = None  # a new one for each iterator of the loader: BatchRng compares them
+    _upshift_wrapped_callbacks: tuple[Any, ...] = ()  # while the monitor looks for the callback that keeps memory
 
     @contextmanager
     def _upshift_watch_steps(self) -> Iterator[None]:
-        output, rank = Path(self.args.output_dir), self.args.process_index
-        forget(output, rank)
+        output_dir = Path(self.args.output_dir)
+        rank = self.args.process_index
+        delete_report(output_dir, rank)
         device = torch.device(self.args.device).type
-        self._upshift_signs = RunSigns(
-            output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_tell_finding
+        self._upshift_monitor = RunMonitor(
+            output_dir, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, on_finding=self._upshift_print_finding
         )
         try:
             yield
         finally:
-            self._upshift_untime_callbacks()
-            self._upshift_signs = self._upshift_batch_iterator = None
+            self._upshift_unwrap_callbacks()
+            self._upshift_monitor = self._upshift_batch_iterator = None
 
-    def _upshift_tell_finding(self, finding: Finding) -> None:
+    def _upshift_print_finding(self, finding: Finding) -> None:
         if self.args.should_log:
-            tell(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
+            print_line(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        if self._upshift_signs is None:
+        if self._upshift_monitor is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._upshift_signs.begin()
-        if self._upshift_signs.attributes and not self._upshift_timed_callbacks:
-            self._upshift_time_callbacks(self._upshift_signs)
-        elif self._upshift_timed_callbacks and not self._upshift_signs.attributes:
-            self._upshift_untime_callbacks()
+        self._upshift_monitor.begin_step()
+        if self._upshift_monitor.attributes_memory and not self._upshift_wrapped_callbacks:
+            self._upshift_wrap_callbacks(self._upshift_monitor)
+        elif self._upshift_wrapped_callbacks and not self._upshift_monitor.attributes_memory:
+            self._upshift_unwrap_callbacks()
         if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
-            self._upshift_batch_iterator = Fetched(epoch_iterator, self._upshift_signs)
+            self._upshift_batch_iterator = TimedBatches(epoch_iterator, self._upshift_monitor)
         return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)
 
-    def _upshift_time_callbacks(self, signs: RunSigns) -> None:
-        self._upshift_timed_callbacks = tuple(self.callback_handler.callbacks)
-        for callback in self._upshift_timed_callbacks:
-            for event in (name for name in dir(type(callback)) if name.startswith("on_") and name not in vars(callback)):
-                setattr(callback, event, _noted(getattr(callback, event), signs, type(callback).__name__))
+    def _upshift_wrap_callbacks(self, monitor: RunMonitor) -> None:
+        self._upshift_wrapped_callbacks = tuple(self.callback_handler.callbacks)
+        for callback in self._upshift_wrapped_callbacks:
+            events = [name for name in dir(type(callback)) if name.startswith("on_") and name not in vars(callback)]
+            for event in events:
+                method = getattr(callback, event)
+                setattr(callback, event, _record_memory(method, monitor, type(callback).__name__))
 
-    def _upshift_untime_callbacks(self) -> None:
-        """Remove the timed methods from each callback instance, so that the methods of its class are used again."""
-        for callback in self._upshift_timed_callbacks:
+    def _upshift_unwrap_callbacks(self) -> None:
+        """Remove the wrapped methods from each callback, so that it uses the methods of its class again."""
+        for callback in self._upshift_wrapped_callbacks:
             for event in [name for name, value in vars(callback).items() if getattr(value, "notes_memory", False)]:
                 delattr(callback, event)
-        self._upshift_timed_callbacks = ()
+        self._upshift_wrapped_callbacks = ()
 
 
-def _noted(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[..., Any]:
-    def noted(*arguments: Any, **named: Any) -> Any:
-        with signs.by(name):
+def _record_memory(method: Callable[..., Any], monitor: RunMonitor, name: str) -> Callable[..., Any]:
+    """Return the method with its use of memory recorded under ``name``."""
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        with monitor.attributing_to(name):
             return method(*arguments, **named)
 
-    noted.notes_memory = True  # type: ignore[attr-defined]
-    return noted
+    recorded.notes_memory = True  # type: ignore[attr-defined]
+    return recorded
 
 
-OPTION = "underflow_overflow"
+UNDERFLOW_OVERFLOW = "underflow_overflow"
 
 
 @contextmanager
-def without_their_own(arguments: Any) -> Iterator[None]:
-    """Hide the option underflow_overflow while open.
+def hidden_debug_option(arguments: Any) -> Iterator[None]:
+    """Remove the option underflow_overflow from ``debug`` while open.
 
-    transformers' ``train`` would attach its own class by this option, before there is a plan.
+    ``train`` of transformers would attach its own class for this option before there is a plan.
     """
-    asked = arguments.debug
-    arguments.debug = Ours(option for option in asked if option != OPTION) if OPTION in asked else asked
+    options = arguments.debug
+    if UNDERFLOW_OVERFLOW in options:
+        arguments.debug = DebugOptions(option for option in options if option != UNDERFLOW_OVERFLOW)
     try:
         yield
     finally:
-        arguments.debug = asked
+        arguments.debug = options
 
 
 @contextmanager
-def numbers_watched(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[None]:
-    doubt = examine_fp16(model) if plan.precision == "fp16" else None
-    if doubt is not None:
-        tell(f"{doubt.what} ({doubt.cause}); {doubt.fix}")
-    if not isinstance(arguments.debug, Ours):
+def watched_numerics(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Warn of fp16 if the plan uses it, and look for values out of range while open if the user asked for that."""
+    finding = examine_fp16(model) if plan.precision == "fp16" else None
+    if finding is not None:
+        print_line(f"{finding.what} ({finding.cause}); {finding.fix}")
+    if not isinstance(arguments.debug, DebugOptions):
         yield
         return
-    debugger = DebugUnderflowOverflow(model, tell=tell)
+    debugger = DebugUnderflowOverflow(model, tell=print_line)
     try:
         yield
     finally:
         debugger.remove()
 
 
-def report(choice: Choice) -> list[str]:
-    """Return lines that show the plan, its expected speed beside the plain default, and the reasons."""
+def plan_lines(choice: Choice) -> list[str]:
+    """Return lines that show the plan, its speed and the plain default's, and the reasons for its choices."""
     if choice.planning is None or choice.candidate is None:
         return [f"your own settings run: {choice.reason}"]
-    planning, candidate = choice.planning, choice.candidate
+    planning = choice.planning
+    candidate = choice.candidate
     plain = choice.proof.default.best.tokens_per_second if choice.proof else planning.default.tokens_per_second
-    known = "measured" if choice.proof else "predicted"
+    source = "measured" if choice.proof else "predicted"
     lines = [
         f"plan: {choice.plan.label()}",
-        f"{known}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
+        f"{source}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
         f"peak {gib(candidate.memory.peak):.2f} GiB, held {gib(candidate.resident):.2f} GiB",
     ]
     if choice.proof is not None:
@@ -158,11 +167,11 @@ def report(choice: Choice) -> list[str]:
     return lines
 
 
-def trial_line(tried: Tried) -> str:
-    speed = tried.best.tokens_per_second
-    return f"tried {tried.candidate.plan.label()}: {tried.failure or f'{speed or 0.0:,.0f} tokens/s'}"
+def format_trial(trial: Tried) -> str:
+    speed = trial.best.tokens_per_second
+    return f"tried {trial.candidate.plan.label()}: {trial.failure or f'{speed or 0.0:,.0f} tokens/s'}"
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stderr.write(f"upshift: {line}\n")
     sys.stderr.flush()

@@ -1,9 +1,7 @@
-"""Run functions of transformers as they are, except for one global name.
+"""Run a function of transformers unchanged except for one global name, and define the base class of the Trainer's mix-ins.
 
-Define the base class of the mix-ins of ``upshift.Trainer``: transformers.Trainer for type checkers, ``object`` at run time.
-
-At run time each mix-in stands before transformers' class, one of two, in the bases of ``upshift.Trainer`` or
-``Seq2SeqTrainer``.
+``LibraryTrainer`` is transformers.Trainer for type checkers and ``object`` at run time. At run time the mix-ins come before
+transformers.Trainer or transformers.Seq2SeqTrainer in the bases of ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 
 def with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
-    """Return a copy of the function that reads another value for one global of its module. The module stays as it is.
+    """Return a copy of the function that reads ``value`` for one global of its module. The module itself does not change.
 
-    A copy of the function's text would age with every version of transformers. A change of the module would reach other
+    Copied source text would be out of date with every version of transformers, and a patched module would affect other
     trainers.
     """
     namespace = {**function.__globals__, name: value}

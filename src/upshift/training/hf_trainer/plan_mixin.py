@@ -1,6 +1,6 @@
-"""Collect the user's arguments, the live model and a sample of the data, from which ``upshift.Trainer`` chooses its plan.
+"""Choose the plan of ``upshift.Trainer`` from the user's arguments, the live model and a sample of the data.
 
-Let rank 0 make a decision for all ranks.
+With several ranks, rank 0 decides and the others receive its decision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -29,77 +29,96 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
-from upshift.training.batches.user_batches import CollatedRows, NotRows
-from upshift.training.checkpoint.rng import undisturbed_rng
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.batches.user_batches import InseparableRows, RowBatch
+from upshift.training.checkpoint.rng import preserved_rng
+from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
-    OWN_LOOP_OPTIMIZERS,
-    allowed_by_hand,
+    BACKWARD_UPDATE_OPTIMIZERS,
+    changes_by_optimizer,
     fixed_fields,
     layout_fields,
     local_ranks,
-    not_in_trainer,
     optimizer_name,
+    why_unsupported,
 )
 from upshift.training.hf_trainer.choose_plan import (
     SHORT_RUN_SECONDS,
     Choice,
     NoSample,
-    Request,
+    PlanRequest,
     Sample,
-    check_given,
+    check_plan,
     choose,
     draw_sample,
-    isolated,
+    no_plan_reason,
     plain_plan,
-    too_short,
-    words_of,
+    restrict_to_isolation,
+    short_run_reason,
 )
 from upshift.training.hf_trainer.loss_split import (
-    LARGER,
+    LARGER_SCALE,
     LossProbes,
     Split,
-    evaluating_loss,
-    exact_products,
-    gradient_of,
+    exact_matmuls,
+    gradient_in_evaluation,
+    loss_in_evaluation,
+    loss_in_training,
     measure_split,
-    training_loss,
 )
-from upshift.training.hf_trainer.loss_state import NOT_OF_THE_LOSS, KeptState
-from upshift.training.hf_trainer.monitor import tell, trial_line
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot
+from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer
-from upshift.training.hf_trainer.planned_state import PlannedState
 
 T = TypeVar("T")
 
 
-def chosen_by_rank_0(choose: Callable[[], T]) -> T:
-    """Return what ``choose`` returns on rank 0. All ranks call this function together.
+STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
-    Raise on each rank the error that ``choose`` raised. Random numbers stay the same on all ranks.
+
+@dataclass(frozen=True)
+class PlannedState:
+    """The user's options for the plan, and the plan that the last training chose."""
+
+    plan: Plan | None  # the plan to run, if the user gave one
+    fixed: tuple[str, ...]  # fields of the plan, as "field=value"
+    allow: tuple[str, ...]  # changes of the mathematics that the plan may make
+    trial_seconds: float | None  # None: by the length of the run
+    memory_limit_gib: float | None  # None: all free memory
+    last_choice: tuple[Choice, Split] | None = None
+
+    @property
+    def is_demanded(self) -> bool:
+        """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
+        return bool(self.fixed or self.allow or self.memory_limit_gib is not None)
+
+
+def choose_on_rank_0(choose: Callable[[], T]) -> T:
+    """Call ``choose`` on rank 0 and return its result on every rank. All ranks call this function together.
+
+    If ``choose`` raises an error, raise it on every rank. The random number generators stay the same on all ranks.
     """
-    said: list[Any] = [None]
+    message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            with undisturbed_rng():
-                said = [choose()]
+            with preserved_rng():
+                message = [choose()]
         except UpshiftError as error:
             kind = type(error) if type(error) in (RequestError, errors.NothingFits) else JobFailed
-            said = [kind(str(error))]
-        except Exception as error:  # whatever it is, the others must not wait for what does not come
+            message = [kind(str(error))]
+        except Exception as error:  # the other ranks must not wait for a result that never comes
             dist.broadcast_object_list([JobFailed(f"rank 0: {type(error).__name__}: {error}")])
             raise
-    dist.broadcast_object_list(said)
-    if isinstance(said[0], UpshiftError):
-        raise said[0]
-    return said[0]  # type: ignore[no-any-return]
+    dist.broadcast_object_list(message)
+    if isinstance(message[0], UpshiftError):
+        raise message[0]
+    return message[0]  # type: ignore[no-any-return]
 
 
-STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
+class PlanMixin(LibraryTrainer):
+    """A mix-in of transformers' Trainer classes that chooses the plan.
 
-
-class Choosing(LibraryTrainer):
-    """A mix-in of transformers' Trainer classes, below ``PlannedTraining``, which sets the options of the user."""
+    Its subclass ``PlannedTraining`` sets the options of the user.
+    """
 
     args: Any
     data_collator: Any
@@ -116,162 +135,192 @@ class Choosing(LibraryTrainer):
     if TYPE_CHECKING:
 
         @property
-        def _upshift_steps_by_batch(self) -> bool: ...
+        def _upshift_has_own_step(self) -> bool: ...
 
     def _upshift_choose(self) -> tuple[Choice, Split]:
-        """Return the plan, and how the loss splits.
+        """Return the plan, and how the loss splits over the rows of a batch.
 
-        Once ranks have their parts of the model, the first choice stays. Raise RequestError if the user's options for the plan
-        cannot be met, and NothingFits if no plan fits.
+        Once the ranks have divided the model, the first choice stays. Raise RequestError if the user's options for the plan
+        cannot be met, and NothingFits if no plan fits into memory.
         """
-        last_choice = self._upshift_planned.last_choice
-        if last_choice is None or not self._upshift_is_divided:
+        choice = self._upshift_planned.last_choice
+        if choice is None or not self._upshift_is_divided:
             if self.args.world_size > 1:
-                last_choice = chosen_by_rank_0(self._upshift_choose_on_this_rank)
+                choice = choose_on_rank_0(self._upshift_choose_locally)
             else:
-                with undisturbed_rng():
-                    last_choice = self._upshift_choose_on_this_rank()
-            problem = self._upshift_reason_not(last_choice[0].plan)
+                with preserved_rng():
+                    choice = self._upshift_choose_locally()
+            problem = self._upshift_why_not(choice[0].plan)
             if problem is not None:
                 raise RequestError(problem)
-            self._upshift_planned = replace(self._upshift_planned, last_choice=last_choice)
-        return last_choice
+            self._upshift_planned = replace(self._upshift_planned, last_choice=choice)
+        return choice
 
-    def _upshift_choose_on_this_rank(self) -> tuple[Choice, Split]:
-        asked = self._upshift_planned
-        demanded = asked.is_demanded
-        host = self._upshift_host(probe=False)
-        device, batch = torch.device(self.args.device).type, self._train_batch_size
-        accumulation = self.args.gradient_accumulation_steps
+    def _upshift_choose_locally(self) -> tuple[Choice, Split]:
+        """Choose on this rank alone: the user's own settings where no plan can be made, a given plan, or the planner's."""
+        options = self._upshift_planned
+        device = torch.device(self.args.device).type
         plain = plain_plan(
-            host, device=device, batch=batch, accumulation=accumulation, num_processes=self.args.world_size,
+            self._upshift_host(probe=False), device=device, batch=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps, num_processes=self.args.world_size,
             layout=self._upshift_requested_layout,
         )  # fmt: skip
-        whole = Split(None)
+        not_split = Split(None)
         if self._upshift_updates_in_backward:
-            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
-        if self._upshift_steps_by_batch:
-            which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
-            reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
-            return self._upshift_without_plan(plain, reason, demanded or asked.plan is not None), whole
-        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
-            reason = "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
-            return self._upshift_without_plan(plain, reason, demanded or asked.plan is not None), whole
+            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), not_split
+        reason = self._upshift_why_script_decides()
+        if reason is not None:
+            is_demanded = options.is_demanded or options.plan is not None
+            return self._upshift_keep_settings(plain, reason, is_demanded), not_split
         loader = self.get_train_dataloader()
         try:
-            data = KeptState(
-                dataset=getattr(loader, "dataset", None), collator=self.data_collator
-            )  # with random numbers of theirs
-            sample = draw_sample(loader, accumulation=accumulation)
-            data.restore()
-            rows = self._upshift_collated_rows(sample, len(sample.batches))
+            # Data sets and collators may draw random numbers of their own.
+            data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
+            sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps)
+            data_state.restore()
+            rows = self._upshift_sample_rows(sample, len(sample.batches))
             steps = self._upshift_total_steps(loader)
             split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
-        except (NoSample, NotRows) as error:
-            return self._upshift_without_plan(plain, str(error), demanded), whole
-        split = isolated(split, self.model)
-        if asked.plan is not None:
-            check_given(asked.plan, split)
-            return Choice(asked.plan, "this plan was given"), split
-        seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
+        except (NoSample, InseparableRows) as error:
+            return self._upshift_keep_settings(plain, str(error), options.is_demanded), not_split
+        split = restrict_to_isolation(split, self.model)
+        if options.plan is not None:
+            check_plan(options.plan, split)
+            return Choice(options.plan, "this plan was given"), split
         if split.unit is None:
-            return self._upshift_without_plan(plain, split.reason, demanded), split
-        if seconds < SHORT_RUN_SECONDS and not demanded:
-            return Choice(plain, too_short(seconds)), split
-        request = Request(
-            model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation * self.args.world_size,
-            accumulation=accumulation, total_steps=steps, fixed=self._upshift_fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*asked.allow, *allowed_by_hand(self.args)))),
-            trial_seconds=asked.trial_seconds if self.args.world_size == 1 else 0.0,  # ranks that wait need the cores
-            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=asked.memory_limit_gib,
-            host=self._upshift_host(probe=True), reason_not=self._upshift_reason_not,
-        )  # fmt: skip
+            return self._upshift_keep_settings(plain, split.reason, options.is_demanded), split
+        accumulation = self.args.gradient_accumulation_steps
+        run_seconds = STEP_TO_FORWARD_RATIO * steps * accumulation * self._train_batch_size * forward_seconds
+        if run_seconds < SHORT_RUN_SECONDS and not options.is_demanded:
+            return Choice(plain, short_run_reason(run_seconds)), split
+        request = self._upshift_plan_request(sample, rows, split, steps)
         try:
-            return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
+            return choose(request, on_trial=lambda tried: print_line(format_trial(tried))), split
         except RequestError as error:
-            if demanded:
+            if options.is_demanded:
                 raise
-            return Choice(plain, words_of(error)), split
+            return Choice(plain, no_plan_reason(error)), split
 
-    def _upshift_without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
-        if demanded:
+    def _upshift_why_script_decides(self) -> str | None:
+        """Return the reason if the script's own methods make or compute the batches, so that a plan may not, or None."""
+        if self._upshift_has_own_step:
+            which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
+            return f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
+        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
+            return "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
+        return None
+
+    def _upshift_plan_request(self, sample: Sample, rows: RowBatch, split: Split, total_steps: int) -> PlanRequest:
+        accumulation = self.args.gradient_accumulation_steps
+        allow = (*self._upshift_planned.allow, *changes_by_optimizer(self.args))
+        return PlanRequest(
+            model=self.model,
+            sample=sample,
+            split=split,
+            rows=rows,
+            global_batch=self._train_batch_size * accumulation * self.args.world_size,
+            accumulation=accumulation,
+            total_steps=total_steps,
+            fixed=self._upshift_fixed_fields(),
+            device=torch.device(self.args.device).type,
+            allow=tuple(dict.fromkeys(allow)),
+            # The other ranks wait during a trial and would need the cores.
+            trial_seconds=self._upshift_planned.trial_seconds if self.args.world_size == 1 else 0.0,
+            clips_gradients=self.args.max_grad_norm > 0,
+            memory_limit_gib=self._upshift_planned.memory_limit_gib,
+            host=self._upshift_host(probe=True),
+            why_not=self._upshift_why_not,
+        )
+
+    def _upshift_keep_settings(self, plain: Plan, reason: str, is_demanded: bool) -> Choice:
+        """Return the choice to run the user's own settings. Raise RequestError if the user demanded a plan."""
+        if is_demanded:
             raise RequestError(f"no plan can be made here ({reason}); leave out plan, fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
-    def _upshift_collated_rows(self, sample: Sample, num_batches: int) -> CollatedRows:
-        decoder, shifts = self._upshift_is_encoder_decoder, self._upshift_shifts_labels
-        return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
+    def _upshift_sample_rows(self, sample: Sample, num_batches: int) -> RowBatch:
+        return sample.rows(
+            num_batches,
+            encoder_decoder=self._upshift_is_encoder_decoder,
+            shifts_labels=self._upshift_shifts_labels,
+        )
 
-    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
-        """Return how the loss splits, and the seconds of one row's forward pass. ``rows`` are those of the whole sample."""
-        first = self._upshift_collated_rows(sample, self.args.gradient_accumulation_steps)
-        counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+    def _upshift_measure_split(self, sample: Sample, rows: RowBatch, total_steps: int) -> tuple[Split, float]:
+        """Return how the loss splits, and the seconds of one row's forward pass.
+
+        ``rows`` are the rows of the whole sample.
+        """
+        first_batch = self._upshift_sample_rows(sample, self.args.gradient_accumulation_steps)
+        counts_items = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
 
         def compute(inputs: dict[str, Tensor], items: int | None, step: int = 0) -> Tensor:
             start = time.perf_counter()
-            told = None if items is None else torch.tensor(items, device=self.args.device)
-            with self.compute_loss_context_manager(), self._upshift_at_step(step, total_steps):
-                loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=told)
+            num_items = None if items is None else torch.tensor(items, device=self.args.device)
+            with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
+                loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
-            return cast("Tensor", loss)  # with outputs it is for return_outputs=True alone
+            return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
 
-        is_known = self._upshift_loss_is_of_library
-        elsewhere = {
-            f"at step {step}": evaluating_loss(self.model, partial(compute, step=step))
+        is_library_loss = self._upshift_uses_library_loss
+        other_states = {
+            f"at step {step}": loss_in_evaluation(self.model, partial(compute, step=step))
             for step in sorted({total_steps // 2, max(total_steps - 1, 0)} - {0})
         }
         probes = LossProbes(
-            loss=evaluating_loss(self.model, compute),
-            gradient=gradient_of(self.model, compute),
-            larger_gradient=None if is_known else gradient_of(self.model, compute, scale=LARGER),
-            elsewhere={**elsewhere, "in training mode": training_loss(self.model, compute)},
-            counts_items=counts,
-            is_known=is_known,
+            loss=loss_in_evaluation(self.model, compute),
+            gradient=gradient_in_evaluation(self.model, compute),
+            larger_gradient=None if is_library_loss else gradient_in_evaluation(self.model, compute, scale=LARGER_SCALE),
+            other_states={**other_states, "in training mode": loss_in_training(self.model, compute)},
+            counts_items=counts_items,
+            is_library_loss=is_library_loss,
         )
-        with self._upshift_without_logging() as logged, exact_products():
-            state = KeptState(
-                without=NOT_OF_THE_LOSS, Trainer=self, model=self.model, compute_loss=self.compute_loss,
+        with self._upshift_without_logging() as logged, exact_matmuls():
+            state = StateSnapshot(
+                without=TRAINER_ATTRIBUTES, Trainer=self, model=self.model, compute_loss=self.compute_loss,
                 function=self.compute_loss_func,
             )  # fmt: skip
-            split = measure_split(rows, probes, model=self.model, num_first=len(first))
-            changed = state.changed()
+            split = measure_split(rows, probes, model=self.model, num_first=len(first_batch))
+            changed_name = state.changed()
             state.restore()
-        if changed is not None and split.unit is not None and not probes.is_known:
-            split = Split(None, reason=f"the loss keeps a state of its own ({changed}), which moves on with each call")
+        if changed_name is not None and split.unit is not None and not probes.is_library_loss:
+            split = Split(None, reason=f"the loss keeps a state of its own ({changed_name}), which moves on with each call")
         if logged and split.unit is not None:
             split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
-        # The two rows measured are short ones: time goes with tokens.
-        widths = [anatomy.width for anatomy in first.anatomies]
-        shortest = sorted(first.lengths)[:2]
-        scale = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
-        return split, (min(times) if times else math.inf) * scale
+        # The measured rows are short, and the time is proportional to the tokens.
+        widths = [schema.width for schema in first_batch.schemas]
+        shortest = sorted(first_batch.lengths)[:2]
+        tokens_ratio = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
+        return split, (min(times) if times else math.inf) * tokens_ratio
 
     @contextmanager
-    def _upshift_at_step(self, step: int, total_steps: int) -> Iterator[None]:
-        """Set ``self.state`` to a step while open: a loss may read there how far the training is."""
-        before, self.state = self.state, copy.copy(self.state)
-        self.state.global_step, self.state.max_steps = step, total_steps
+    def _upshift_state_at_step(self, step: int, total_steps: int) -> Iterator[None]:
+        """Set ``self.state`` to a step of the training while open, because a loss may read it."""
+        state = self.state
+        self.state = copy.copy(self.state)
+        self.state.global_step = step
+        self.state.max_steps = total_steps
         self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
         try:
             yield
         finally:
-            self.state = before
+            self.state = state
 
     @contextmanager
     def _upshift_without_logging(self) -> Iterator[dict[str, None]]:
-        """Disable ``log`` while open: a loss that is only measured reaches neither the log nor callbacks.
+        """Replace ``log`` while open, so that a loss that is only measured reaches neither the log nor callbacks.
 
-        Yield the names that it was asked to log, in their order.
+        Yield the names that the loss tried to log, in order.
         """
-        own, names = vars(self).get("log"), dict[str, None]()
+        script_log = vars(self).get("log")
+        names = dict[str, None]()
         self.log = lambda logs, *arguments, **named: names.update(dict.fromkeys(logs))  # type: ignore[method-assign]
         try:
             yield names
         finally:
             del self.log
-            if own is not None:
-                self.log = own  # type: ignore[method-assign]
+            if script_log is not None:
+                self.log = script_log  # type: ignore[method-assign]
 
     def _upshift_total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
@@ -281,54 +330,57 @@ class Choosing(LibraryTrainer):
         return max(steps, 1)
 
     def _upshift_fixed_fields(self) -> tuple[str, ...]:
-        layers = sum(len(stack) for _, stack in find_stacks(self.model))
-        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        by_arguments = (
-            *fixed_fields(self.args, num_layers=layers, optimizer_given=given),
+        """Return the fixed fields of the plan. ``fixed`` takes precedence over TrainingArguments."""
+        num_layers = sum(len(stack) for _, stack in find_stacks(self.model))
+        optimizer_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        from_arguments = (
+            *fixed_fields(self.args, num_layers=num_layers, optimizer_given=optimizer_given),
             *layout_fields(self._upshift_requested_layout),
         )
-        named = {assignment.partition("=")[0] for assignment in self._upshift_planned.fixed}  # these win over the arguments
-        fixed = [
-            *(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named),
-            *self._upshift_planned.fixed,
-        ]
-        if self._upshift_loss_is_of_script:
+        user_names = {assignment.partition("=")[0] for assignment in self._upshift_planned.fixed}
+        fixed = [assignment for assignment in from_arguments if assignment.partition("=")[0] not in user_names]
+        fixed += self._upshift_planned.fixed
+        if self._upshift_uses_script_loss:
             fixed.append("loss_chunk_tokens=0")
-        own = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
-        if own in PACKED_KERNELS and "attention" not in named:
-            fixed.append(f"attention={own}")
+        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
+        if attention in PACKED_KERNELS and "attention" not in user_names:
+            fixed.append(f"attention={attention}")
         return tuple(fixed)
 
     def _upshift_host(self, *, probe: bool) -> Host:
         """Return the host of all ranks.
 
-        Other hosts are assumed to have as many ranks and the same devices (transformers' own ranks say no more).
+        Other hosts are assumed to have as many ranks and the same devices, because the ranks of transformers tell no more.
         """
-        host, world, here = find_host(None, probe=probe), self.args.world_size, local_ranks()
-        if world == 1:
+        host = find_host(None, probe=probe)
+        world_size = self.args.world_size
+        if world_size == 1:
             return host.one_device()
-        if 0 < here < host.gpus_per_node:
-            host = host.one_device() if here == 1 else host.changed(gpus_per_node=here)
-        return host.changed(num_nodes=world // here) if world > here else host
+        num_local = local_ranks()
+        if 0 < num_local < host.gpus_per_node:
+            host = host.one_device() if num_local == 1 else host.changed(gpus_per_node=num_local)
+        return host.changed(num_nodes=world_size // num_local) if world_size > num_local else host
 
-    def _upshift_reason_not(self, plan: Plan) -> str | None:
+    def _upshift_why_not(self, plan: Plan) -> str | None:
         """Return why this model, or the Trainer, cannot run a plan, or None."""
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = not_in_trainer(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
-        return problem if problem is not None or self._upshift_is_divided else cannot_run(plan, self.model)
+        problem = why_unsupported(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        if problem is not None or self._upshift_is_divided:
+            return problem
+        return why_cannot_run(plan, self.model)
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
-        """Return whether the script gave the optimizer, which an earlier training did not make."""
+        """Return whether the script made the optimizer, and not an earlier training of this Trainer."""
         return self._upshift_planned.last_choice is None and (
             self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         )
 
     @property
     def _upshift_updates_in_backward(self) -> bool:
-        return optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS
+        return optimizer_name(self.args) in BACKWARD_UPDATE_OPTIMIZERS
 
     @property
     def _upshift_is_encoder_decoder(self) -> bool:
@@ -339,16 +391,15 @@ class Choosing(LibraryTrainer):
         return bool(self._loss_shifts_labels)
 
     @property
-    def _upshift_loss_is_of_library(self) -> bool:
-        """Return whether code of transformers computes the loss: means over labels."""
+    def _upshift_uses_library_loss(self) -> bool:
+        """Return whether code of transformers computes the loss. Such losses are means over labels."""
         base = base_of(self.model)
-        function = LOSS_FUNCTION.read(base)  # one that the user set
-        codes = (type(base), function) if function is not None else (type(base),)
-        return not self._upshift_loss_is_of_script and all(
-            getattr(code, "__module__", "").startswith("transformers.") for code in codes
-        )
+        user_function = LOSS_FUNCTION.read(base)
+        sources = (type(base), user_function) if user_function is not None else (type(base),)
+        is_all_library = all(getattr(source, "__module__", "").startswith("transformers.") for source in sources)
+        return not self._upshift_uses_script_loss and is_all_library
 
     @property
-    def _upshift_loss_is_of_script(self) -> bool:
-        """Return whether the user's code computes the loss, which may look at the logits."""
+    def _upshift_uses_script_loss(self) -> bool:
+        """Return whether the script's own code computes the loss. Such code may look at the logits."""
         return type(self).compute_loss is not self._upshift_library_class.compute_loss or self.compute_loss_func is not None

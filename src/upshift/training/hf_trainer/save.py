@@ -1,15 +1,14 @@
-"""Save checkpoints of the Trainer while training goes on. A checkpoint is whole or absent.
+"""Save checkpoints of the Trainer while training goes on. A checkpoint is complete or absent.
 
-`checkpoint-<step>` holds what transformers puts there, and transformers can go on from it (library_files.py). Three files are
-different: training_args.json replaces a pickle; optimizer_parameters.json has the names of what the optimizer updates; and
+`checkpoint-<step>` holds the files of transformers, so transformers can resume from it. Three files are different:
+training_args.json replaces a pickle; optimizer_parameters.json has the names of the parameters that the optimizer updates; and
 upshift_state.json, written last, lists all files. No file needs code to be unpickled.
 
-Restore the random numbers of batches that are made before they are trained on.
-
-accelerate's data loader is one batch ahead. At a checkpoint one batch is therefore made already, with random numbers drawn
-before the last step. A resumed run collates this batch again with the same numbers, and then goes on with the numbers of the
-checkpoint. transformers restores the generators only after that batch and the next one. Random numbers that a dataset itself
-draws when it returns a sample are not drawn again the same way.
+BatchRng restores the random numbers of a batch that was made before the checkpoint and not yet trained on. The data loader of
+accelerate is one batch ahead. At a checkpoint one batch therefore exists already, made with random numbers that were drawn
+before the last step. A resumed run makes this batch again with the same numbers, and then goes on with the numbers of the
+checkpoint. transformers restores the generators only after that batch and the next one. Random numbers that a data set itself
+draws when it returns a sample are not restored.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from upshift.training.checkpoint.directory import check_room, remove_leftovers, 
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
-from upshift.training.distributed.mesh import on_rank_0
+from upshift.training.distributed.mesh import rank_0_first
 from upshift.training.hf_trainer.checkpoint_files import (
     TRAINER_STATE_NAME,
     check_optimizer,
-    export_trained,
+    export_full_model,
     finish_checkpoint,
     has_own_format,
     write_arguments,
-    write_shared,
-    write_trained,
+    write_model_files,
+    write_shards,
     writing_model,
 )
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
@@ -60,99 +59,105 @@ from upshift.training.hf_trainer.transformers_state import (
     write_optimizer,
     write_state,
 )
-from upshift.training.optimizers.sharded import OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer
 
 
 class BatchRng:
-    """A watcher of one data loader that makes its batches in this process."""
+    """The random numbers of one data loader that makes its batches in this process."""
 
     def __init__(self) -> None:
         self._iterator: Any = None
-        self._ahead = 0  # batches made and not handed out
-        self._before: HostRng | None = None  # where collating the newest one started from
-        self._again: tuple[SavedRng, torch.device] | None = None
-        self._restored = False
+        self._num_ahead = 0  # batches made and not yet trained on
+        self._before_newest: HostRng | None = None  # the generators before the newest batch was made
+        self._to_repeat: tuple[SavedRng, torch.device] | None = None
+        self._was_repeated = False
 
     def watch(self, loader: Any) -> None:
+        """Record the random numbers with which the loader makes each batch, unless other processes make the batches."""
         if loader.num_workers or isinstance(loader.dataset, IterableDataset):
             return
         collate = self._recorded(loader.collate_fn)
-        # accelerate's loader iterates over one inside, and gives its own collate_fn to the one that skips batches.
-        for one in (loader, getattr(loader, "base_dataloader", loader)):
-            one.collate_fn = collate
+        # The loader of accelerate wraps another one, and passes its own collate_fn to the loader that skips batches.
+        loader.collate_fn = collate
+        getattr(loader, "base_dataloader", loader).collate_fn = collate
 
     def next_batches(self, iterator: Iterator[Any]) -> None:
-        """Note the iterator over the loader before batches are taken from it."""
+        """Remember the iterator over the loader before batches are taken from it."""
         if iterator is not self._iterator:
-            self._iterator, self._ahead = iterator, 0
+            self._iterator = iterator
+            self._num_ahead = 0
 
     def handed_out(self, num_batches: int) -> None:
-        self._ahead -= num_batches
+        self._num_ahead -= num_batches
 
     @property
     def ahead(self) -> HostRng | None:
-        """Return the state before collating the batch that is made and not handed out.
+        """Return the generators before the batch was made that is not yet trained on.
 
         Return None if there is no such batch, or if other processes make the batches.
         """
-        return self._before if self._ahead == 1 else None
+        return self._before_newest if self._num_ahead == 1 else None
 
     def resume(self, state: SavedRng, device: torch.device) -> None:
-        """Make the next batch with the random numbers of `state.before_batch`; then let the generators go on from `state`."""
-        self._again = (state, device) if state.before_batch is not None else None
+        """Make the next batch with the random numbers of `state.before_batch`, and then set the generators to `state`."""
+        self._to_repeat = (state, device) if state.before_batch is not None else None
 
     def resumed(self) -> bool:
-        """Return whether the batch of `resume` was made and the generators restored. From now on no batch is made again."""
-        restored, self._again, self._restored = self._restored, None, False
-        return restored
+        """Return whether the batch of `resume` was made and the generators were set. After this call no batch is repeated."""
+        was_repeated = self._was_repeated
+        self._to_repeat = None
+        self._was_repeated = False
+        return was_repeated
 
     def _recorded(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def make(samples: Any) -> Any:
-            self._ahead += 1
-            if self._again is None:
-                self._before = host_rng()
+        """Return ``collate`` with its random numbers recorded, or repeated for the first batch of a resumed run."""
+
+        def collate_recorded(samples: Any) -> Any:
+            self._num_ahead += 1
+            if self._to_repeat is None:
+                self._before_newest = host_rng()
                 return collate(samples)
-            state, device = self._again
+            state, device = self._to_repeat
             assert state.before_batch is not None
-            self._again = None
+            self._to_repeat = None
             restore_host_rng(state.before_batch)
-            self._before = host_rng()
+            self._before_newest = host_rng()
             batch = collate(samples)
             state.restore(device)
-            self._restored = True
+            self._was_repeated = True
             return batch
 
-        return make
+        return collate_recorded
 
 
-SAVERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
-OURS = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
+SAVING_METHODS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+KNOWN_PACKAGES = ("upshift", "transformers")  # packages whose methods save nothing besides the files of a checkpoint
 
 
-class PlainSaving(LibraryTrainer):
-    """The saving half of PlainCheckpoints.
+class CheckpointSaving(LibraryTrainer):
+    """A mix-in of transformers' Trainer classes that saves checkpoints. ``CheckpointResuming`` inherits from it.
 
     Training waits while weights and optimizer state are copied to host memory. A thread writes the copies, one checkpoint at a
-    time. An error there is raised at the next step, or at the end of training. Training waits for the finished files if
+    time. An error of the thread is raised at the next step, or at the end of training. Training waits for the finished files if
 
-    - a callback has an on_save of its own, or push_to_hub is on: these read the files of the checkpoint;
-    - a subclass saves something in a way of its own, which may read what training changes meanwhile;
-    - save_only_model is on, because the files are for others to read; or enable_jit_checkpoint, which marks unfinished ones
-      itself;
-    - host memory has no room for the copies beside what training has needed so far.
+    - a callback has its own on_save, or push_to_hub is set, because these read the files of the checkpoint;
+    - a subclass overrides a saving method, because it may read values that training changes meanwhile;
+    - save_only_model is set, because the files are for other programs;
+    - enable_jit_checkpoint is set, because it marks unfinished checkpoints itself;
+    - host memory has no room for the copies beside the memory that training has needed so far.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._upshift_writer = BackgroundWriter()
         self._upshift_batch_rng = BatchRng()
-        self._upshift_unfinished_checkpoint: Path | None = None  # being written
+        self._upshift_unfinished_checkpoint: Path | None = None  # while it is being written
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint.
 
-        Raise JobFailed if this checkpoint or the one before cannot be written. The error names the checkpoint that is still
-        loadable.
+        Raise JobFailed if this checkpoint or the one before it cannot be written. The message names the checkpoint that can
+        still be loaded.
         """
         self._upshift_writer.wait()
         if self.hp_search_backend is None and trial is None:
@@ -161,34 +166,34 @@ class PlainSaving(LibraryTrainer):
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
         self._upshift_note_best(run_dir)
-        if self._upshift_has_parts():
-            self._upshift_save_together(run_dir, temporary, final)
+        if self._upshift_has_shards():
+            self._upshift_save_shards(run_dir, temporary, final)
             return
         finish = partial(
             finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
         )  # fmt: skip
         with writing(run_dir, name=final.name, temporary=temporary):
-            need = self._upshift_checkpoint_bytes()
+            num_bytes = self._upshift_checkpoint_bytes()
             if self.args.should_save:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(run_dir)
-                check_room(run_dir, name=final.name, need=need + extra_bytes(self._upshift_tokenizer()))
+                check_room(run_dir, name=final.name, need=num_bytes + extra_bytes(self._upshift_tokenizer()))
                 temporary.mkdir()
-            if self._upshift_files_are_read_at_once() or not has_room(need):
+            if self._upshift_must_wait_for_files() or not has_room(num_bytes):
                 self._upshift_save_now(temporary, finish)
             else:
-                self._upshift_save_behind(temporary, finish, run_dir)
+                self._upshift_save_in_background(temporary, finish, run_dir)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _upshift_has_parts(self: Any) -> bool:
-        """Return whether this rank has less than the whole model and optimizer state."""
-        place = getattr(self, "_upshift_place", None)
-        return place is not None and (place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), OnParts))
+    def _upshift_has_shards(self: Any) -> bool:
+        """Return whether this rank has only shards of the model or of the optimizer state."""
+        mesh = getattr(self, "_upshift_mesh", None)
+        return mesh is not None and (mesh.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), ShardedOptimizer))
 
-    def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
-        """Save the parts of all ranks while training waits."""
+    def _upshift_save_shards(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
+        """Save the shards of all ranks while training waits."""
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
         finish = partial(
@@ -203,10 +208,10 @@ class PlainSaving(LibraryTrainer):
             self._upshift_save_trainer_state(temporary)
             finish()
 
-        write_shared(
+        write_shards(
             temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
-            tokenizer=self._upshift_tokenizer(), rest=partial(self._save_rng_state, str(temporary)), seal=seal,
-            place=self._upshift_place,
+            tokenizer=self._upshift_tokenizer(), write_rank_files=partial(self._save_rng_state, str(temporary)), seal=seal,
+            mesh=self._upshift_mesh,
         )  # fmt: skip
 
     def _upshift_save_now(self: Any, temporary: Path, finish: Any) -> None:
@@ -221,12 +226,12 @@ class PlainSaving(LibraryTrainer):
             self._upshift_save_trainer_state(temporary)
             finish()
 
-    def _upshift_save_behind(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
+    def _upshift_save_in_background(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
         self._save_rng_state(str(temporary))
         if not self.args.should_save:
             return
         model = self._upshift_plain_model()
-        weights = copy_weights(model) if self._upshift_is_saved_whole() else None
+        weights = copy_weights(model) if self._upshift_saves_full_model() else None
         if weights is None:
             self._upshift_write_model(temporary, None, original_names=False)  # adapters are small
         optimizer = copy_optimizer(self._upshift_plain_optimizer(), model, to_host=True)
@@ -238,23 +243,29 @@ class PlainSaving(LibraryTrainer):
         def write() -> None:
             with writing(run_dir, name=temporary.stem, temporary=temporary):
                 if weights is not None:
-                    write_trained(temporary, model, weights, original_names=False)
+                    write_model_files(temporary, model, weights, original_names=False)
                 write_optimizer(temporary, optimizer)
                 finish()
 
         self._upshift_writer.start(write)
 
-    def _upshift_files_are_read_at_once(self: Any) -> bool:
-        callbacks = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
-        foreign = any(getattr(type(self), name).__module__.split(".")[0] not in OURS for name in SAVERS)
-        asked = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
-        return bool(callbacks or foreign or asked or has_own_format(self._upshift_plain_model()))
+    def _upshift_must_wait_for_files(self: Any) -> bool:
+        """Return whether training must wait until the files are written. The class's docstring lists the reasons."""
+        has_on_save = any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callback_handler.callbacks)
+        packages = (getattr(type(self), name).__module__.split(".")[0] for name in SAVING_METHODS)
+        is_overridden = any(package not in KNOWN_PACKAGES for package in packages)
+        is_requested = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
+        return bool(has_on_save or is_overridden or is_requested or has_own_format(self._upshift_plain_model()))
 
     def _upshift_checkpoint_bytes(self: Any) -> int:
         model = self._upshift_plain_model()
-        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        weights = model_bytes(model) if self._upshift_is_saved_whole() else sum(parameter.nbytes for parameter in trained)
-        return weights if self.args.save_only_model else weights + optimizer_bytes(self._upshift_plain_optimizer())
+        if self._upshift_saves_full_model():
+            num_bytes = model_bytes(model)
+        else:
+            num_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        if self.args.save_only_model:
+            return num_bytes
+        return num_bytes + optimizer_bytes(self._upshift_plain_optimizer())
 
     def _upshift_note_best(self: Any, run_dir: Path) -> None:
         if self.state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
@@ -263,15 +274,15 @@ class PlainSaving(LibraryTrainer):
                 self.state.best_model_checkpoint = str(best)
 
     def _upshift_save_trainer_state(self: Any, directory: Path) -> None:
-        """Write the state file of transformers, with the states of callbacks as transformers keeps them."""
-        kept = self.state.stateful_callbacks
-        for one in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(one, ExportableState):
-                name = type(one).__name__
-                if isinstance(kept[name], list):
-                    kept[name].append(one.state())
+        """Write the state file of transformers, with the states of callbacks in the form of transformers."""
+        states = self.state.stateful_callbacks
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                if isinstance(states[name], list):
+                    states[name].append(callback.state())
                 else:
-                    kept[name] = one.state()
+                    states[name] = callback.state()
         self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
@@ -286,38 +297,42 @@ class PlainSaving(LibraryTrainer):
             write_state(Path(output_dir) / SCALER_FILE, scaler)
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
-        """Write the random numbers of all processes, which call this together."""
-        states: list[Any] = [capture_rng(self.args.device, self._upshift_batch_rng.ahead)]
+        """Write the random numbers of all processes. All processes call this method together."""
+        state = capture_rng(self.args.device, self._upshift_batch_rng.ahead)
+        states: list[Any] = [state]
         if self.args.world_size > 1:
-            own, states = states[0], [None] * self.args.world_size
-            dist.all_gather_object(states, own)
+            states = [None] * self.args.world_size
+            dist.all_gather_object(states, state)
         if self.args.should_save:
-            for rank, state in enumerate(states):
-                write_file(rng_file(Path(output_dir), rank, self.args.world_size), state)
+            for rank, rank_state in enumerate(states):
+                write_file(rng_file(Path(output_dir), rank, self.args.world_size), rank_state)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers.Trainer.save_model does, after the checkpoint that is being written."""
+        """Save the model as transformers.Trainer.save_model does, after any checkpoint that is still being written."""
         self._upshift_writer.wait()
-        if not self._upshift_has_parts():
+        if not self._upshift_has_shards():
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        directory, tokenizer = Path(output_dir or self.args.output_dir), self._upshift_tokenizer()
-        export_trained(
+        directory = Path(output_dir or self.args.output_dir)
+        tokenizer = self._upshift_tokenizer()
+        export_full_model(
             directory,
             model=self._upshift_plain_model(),
             model_class=self._upshift_model_class,
             tokenizer=tokenizer,
-            place=self._upshift_place,
+            mesh=self._upshift_mesh,
         )
-        with on_rank_0(self._upshift_place.plan), writing_model(directory):
+        with rank_0_first(self._upshift_mesh.plan), writing_model(directory):
             if self.args.should_save:
                 self._upshift_write_extras(directory)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write weights as safetensors, configuration, processing class and training_args.json. Raise JobFailed if a write
-        fails."""
+        """Write the weights as safetensors, the configuration, the processing class and training_args.json.
+
+        Raise JobFailed if a write fails.
+        """
         if not self.args.should_save:
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)
@@ -332,8 +347,8 @@ class PlainSaving(LibraryTrainer):
 
     def _upshift_write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
         model = self._upshift_plain_model()
-        if self._upshift_is_saved_whole():
-            write_trained(directory, model, weights, original_names=original_names)
+        if self._upshift_saves_full_model():
+            write_model_files(directory, model, weights, original_names=original_names)
         else:
             model.save_pretrained(directory, state_dict=weights)
 
@@ -343,7 +358,7 @@ class PlainSaving(LibraryTrainer):
         write_arguments(directory, self.args)
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        """Push a checkpoint with the arguments as JSON, which transformers would pickle here."""
+        """Push a checkpoint. Write its arguments as JSON, where transformers would write a pickle."""
         writer = SimpleNamespace(save=lambda arguments, path: write_arguments(Path(path).parent, arguments))
         with_global(PUSH_CHECKPOINT.of(Trainer), "torch", writer)(self, checkpoint_folder)
 
@@ -354,12 +369,12 @@ class PlainSaving(LibraryTrainer):
         return prepared
 
     def _upshift_check_savable(self: Any) -> None:
-        """Raise RequestError if a checkpoint could not be saved, as far as this is known before the first step."""
-        for what, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
+        """Raise RequestError if it is known before the first step that a checkpoint cannot be saved."""
+        for library, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
             if enabled:
-                raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
+                raise RequestError(f"checkpoints hold whole models and {library} splits them; set save_strategy='no'")
         if not self.args.save_only_model:
-            if not isinstance(self._upshift_plain_optimizer(), OnParts):
+            if not isinstance(self._upshift_plain_optimizer(), ShardedOptimizer):
                 check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())
             check_plain(self.lr_scheduler)
 
@@ -383,7 +398,7 @@ class PlainSaving(LibraryTrainer):
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
-    def _upshift_is_saved_whole(self: Any) -> bool:
-        """Return whether the whole model is saved. Of a model with adapters, only the adapters are saved."""
+    def _upshift_saves_full_model(self: Any) -> bool:
+        """Return whether a checkpoint has the full model. If the model has adapters, a checkpoint has only these."""
         model = self._upshift_plain_model()
         return not hasattr(model, "peft_config") and not ADAPTER_LOADED.read(model, False)

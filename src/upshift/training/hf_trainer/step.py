@@ -1,8 +1,6 @@
-"""Compute one optimizer step's gradients for the Trainer: cut the user's batches by the plan, and recover from out of memory.
+"""Compute the gradients of one optimizer step of the Trainer: cut the user's batches by the plan, and recover from out of memory.
 
-Compute the batches of one optimizer step of the Trainer together with the other ranks of a plan.
-
-Each rank's data loader gives it batches of its own, as transformers has it. The job's gradient is the mean over ranks of the
+Each rank has its own batches from its data loader, as in transformers. The gradient of the job is the mean over ranks of the
 gradients of their losses. Ranks of tensor parallelism compute the batches of all of them together.
 """
 
@@ -21,123 +19,134 @@ from torch import Tensor, nn
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import Batch, CollatedRows, NotRows, cut_rows, halve_group
+from upshift.training.batches.user_batches import Batch, InseparableRows, RowBatch, cut_rows, halve_group
 from upshift.training.data.corpus import IGNORED
-from upshift.training.distributed.fsdp import KeepPace, can_keep_pace
-from upshift.training.distributed.gradients import Overlap, overlaps, sum_loss
-from upshift.training.distributed.mesh import Place, highest
+from upshift.training.distributed.fsdp import OomCatchUp, can_catch_up
+from upshift.training.distributed.gradients import OverlappedSums, can_overlap, sum_loss
+from upshift.training.distributed.mesh import Mesh, all_reduce_max
 from upshift.training.hf_trainer.loss_split import Split, is_within
-from upshift.training.out_of_memory import Halving
+from upshift.training.out_of_memory import BatchHalving
 
 
-class StepOfRanks:
-    """One rank's side of a step. With one process, nothing is exchanged."""
+class StepExchange:
+    """One rank's communication with the others during a step. With one process it exchanges nothing."""
 
     def __init__(
         self,
         model: nn.Module,
-        place: Place,
+        mesh: Mesh,
         *,
         on_failure: Callable[[], None],
         halve: Callable[[Any], object],
-        fewest: Callable[[Any], Any],
+        shrink: Callable[[Any], Any],
     ) -> None:
-        """Prepare the exchange of a step. ``halve`` and ``fewest`` take what is computed at once.
+        """Prepare the exchange of a step.
 
-        ``on_failure`` is called before anything of it is dropped.
+        ``halve`` and ``shrink`` make a micro-batch smaller. ``on_failure`` is called when memory has run out, before anything
+        is freed.
         """
-        self.place, self.plan = place, place.plan
-        same: dict[str, Any] = {"on_failure": on_failure, "halve": halve}
-        self._together: KeepPace | Overlap | None = None
-        if can_keep_pace(self.plan.layout):
-            self._together = KeepPace(model, place, fewest=fewest, **same)
-        elif overlaps(self.plan):
-            self._together = Overlap(model, place, **same)
+        self.mesh = mesh
+        self.plan = mesh.plan
+        self._exchange: OomCatchUp | OverlappedSums | None = None
+        if can_catch_up(self.plan.layout):
+            self._exchange = OomCatchUp(model, mesh, on_failure=on_failure, halve=halve, shrink=shrink)
+        elif can_overlap(self.plan):
+            self._exchange = OverlappedSums(model, mesh, on_failure=on_failure, halve=halve)
 
     @property
     def can_halve(self) -> bool:
-        """Return whether a part may be halved. It may not if ranks wait for one that ran out of memory in the middle of a
-        layer."""
-        return self._together is not None or not self.plan.layout.exchanges
+        """Return whether a micro-batch may be halved.
+
+        It may not if the other ranks would wait in the middle of a layer for a rank that ran out of memory.
+        """
+        return self._exchange is not None or not self.plan.layout.exchanges
 
     @property
     def summed(self) -> bool:
-        """Return whether gradients are summed over all ranks with the same weights when the last backward pass has ended."""
-        return self.plan.layout.gathers or (isinstance(self._together, Overlap) and self._together.summed)
+        """Return whether the gradients are summed over all ranks of the same weights after the last backward pass."""
+        return self.plan.layout.gathers or (isinstance(self._exchange, OverlappedSums) and self._exchange.summed)
 
-    def union(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches of all ranks that compute the same."""
-        ranks = self.plan.layout.ranks_per_replica
-        if ranks == 1:
+    def gather_batches(self, batches: list[Batch]) -> list[Batch]:
+        """Return the batches of all ranks that compute together."""
+        if self.plan.layout.ranks_per_replica == 1:
             return batches
-        return [batch for own in gathered_objects([on_host(batch) for batch in batches], self.place) for batch in own]
+        gathered = gather_objects([to_host(batch) for batch in batches], self.mesh)
+        return [batch for rank_batches in gathered for batch in rank_batches]
 
-    def share(self, *, scaled: bool) -> float:
+    def loss_share(self, *, scaled: bool) -> float:
         """Return the weight of a rank's loss in the job's loss.
 
-        ``scaled`` says that the loss was divided by the count of all ranks. Otherwise the mean over the batches of ``union``
-        is taken.
+        ``scaled`` means that the loss was divided by the label count of all ranks. Otherwise it is the mean over the batches of
+        ``gather_batches``.
         """
         return 1.0 / (self.plan.num_processes if scaled else self.plan.data_parallel)
 
-    def fill_up(self, parts: list[Any], stand_in: Callable[[Any], Any]) -> list[Any]:
-        """Return as many parts as other ranks have, if ranks wait for each other in each part."""
+    def pad_items(self, items: list[Any], stand_in: Callable[[Any], Any]) -> list[Any]:
+        """Append stand-ins until this rank has as many items as the others, if ranks wait for each other in each item."""
         if not self.plan.layout.exchanges:
-            return parts
-        if not parts:
-            raise JobFailed(f"the batches of rank {self.place.rank} have no label, and others wait for it; leave such rows out")
-        return parts + [stand_in(parts[-1])] * (highest(len(parts), self.plan) - len(parts))
+            return items
+        if not items:
+            raise JobFailed(f"the batches of rank {self.mesh.rank} have no label, and others wait for it; leave such rows out")
+        return items + [stand_in(items[-1])] * (all_reduce_max(len(items), self.plan) - len(items))
 
-    def run(self, part: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
-        return compute(part) if self._together is None else self._together.run(part, compute, last=last)
+    def run(self, item: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
+        return compute(item) if self._exchange is None else self._exchange.run(item, compute, last=last)
 
-    def run_nothing(self) -> Tensor:
-        """Return a zero loss for a rank without parts, while others sum gradients with it."""
-        none = torch.zeros((), device=self.plan.device)
-        return self._together.run(None, lambda part: none, last=True) if isinstance(self._together, Overlap) else none
+    def run_empty(self) -> Tensor:
+        """Return a zero loss for a rank without items. Take part in the sums of the other ranks."""
+        zero = torch.zeros((), device=self.plan.device)
+        if not isinstance(self._exchange, OverlappedSums):
+            return zero
+        return self._exchange.run(None, lambda item: zero, last=True)
 
     def agree(self) -> None:
-        """Agree on success after the last part. Raise Agreed on all ranks that wait for each other if one ran out of memory."""
-        if self._together is not None:
-            self._together.agree()
+        """Agree on success after the last item.
 
-    def forget(self) -> None:
-        if isinstance(self._together, Overlap):
-            self._together.forget()
+        If a rank ran out of memory, raise OomOnSomeRank on all ranks that wait for each other.
+        """
+        if self._exchange is not None:
+            self._exchange.agree()
 
-    def of_job(self, total: Tensor) -> float:
-        """Return the loss of the whole step from each rank's share. It is the same on all ranks."""
-        whole = total.detach().clone()
-        sum_loss(whole, self.place)
-        return float(whole)
+    def discard_gradients(self) -> None:
+        if isinstance(self._exchange, OverlappedSums):
+            self._exchange.forget()
 
-    def told(self, total: Tensor) -> Tensor:
-        """Return the loss that transformers gets, which takes the mean over ranks."""
-        return total * self.plan.data_parallel
+    def job_loss(self, rank_loss: Tensor) -> float:
+        """Return the loss of the whole step, the same on all ranks, from each rank's share."""
+        loss = rank_loss.detach().clone()
+        sum_loss(loss, self.mesh)
+        return float(loss)
 
-
-def gathered_objects(own: Any, place: Place) -> list[Any]:
-    """Return the objects of the ranks of tensor parallelism, in their order."""
-    assert place.mesh is not None
-    group = place.mesh.get_group("tensor")
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
+    def loss_for_transformers(self, rank_loss: Tensor) -> Tensor:
+        """Return the loss whose mean over ranks, which transformers takes, is the loss of the job."""
+        return rank_loss * self.plan.data_parallel
 
 
-def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
+    """Return the values of all ranks of tensor parallelism, in the order of the ranks."""
+    assert mesh.device_mesh is not None
+    group = mesh.device_mesh.get_group("tensor")
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def to_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-Loss = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
+LossFunction = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows, or a whole batch of the collator's, that are computed at once. ``stands_in`` marks a small part with weight zero."""
+class CollatedMicroBatch:
+    """Rows, or a whole batch of the collator, that are computed at once.
 
-    batch: int | None
+    ``stands_in`` marks a small one whose loss has weight zero, for a rank that has fewer than the others.
+    """
+
+    batch: int | None  # the number of the whole batch, or None
     group: RowGroup
     stands_in: bool = False
 
@@ -146,118 +155,134 @@ class Part:
         return len(self.group.rows), self.group.width
 
 
-Pair = tuple[Part, CollatedRows | None]
+WorkItem = tuple[CollatedMicroBatch, RowBatch | None]
 
 
 @dataclass(frozen=True)
 class BatchStep:
+    """The computation of one optimizer step: batches in, gradients and a loss out."""
+
     plan: Plan
     split: Split
-    cuts: bool  # False: the user's batches stay whole until memory runs out
+    cuts_batches: bool  # False: the user's batches stay whole until memory runs out
     encoder_decoder: bool
     shifts_labels: bool
-    loss: Loss
+    compute_loss: LossFunction
     backward: Callable[[Tensor], None]
-    computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: Halving[Pair]
-    ranks: StepOfRanks
-    zero_gradients: Callable[[], None]  # instead of none
+    loss_context: Callable[[], AbstractContextManager[Any]]  # open around each attempt
+    halving: BatchHalving[WorkItem]
+    exchange: StepExchange
+    zero_gradients: Callable[[], None]  # sets them to zero, not to None
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
         """Sum the gradients of the global batch. Return its loss as transformers.Trainer would report it.
 
-        ``scaled`` says that transformers takes the loss as normalized over the whole step, and does not divide it by the
+        ``scaled`` means that transformers takes the loss as normalized over the whole step, and does not divide it by the
         number of batches. Raise JobFailed if the loss is not finite, before any weight has moved.
         """
-        batches = self.ranks.union(batches)
-        rows = self._rows(batches)
+        batches = self.exchange.gather_batches(batches)
+        rows = self._collate_rows(batches)
         weights = rows.weights(by_labels=self.split.unit == "labels") if rows is not None else []
-        scale = self.ranks.share(scaled=scaled) * (1.0 if scaled else 1.0 / len(batches))
-        restore = remembered_random_numbers(self.plan.device)
+        scale = self.exchange.loss_share(scaled=scaled) * (1.0 if scaled else 1.0 / len(batches))
+        restore_rng = rng_restorer(self.plan.device)
 
-        def compute(pair: Pair) -> Tensor:
-            part, _ = pair
-            whole = part.batch is not None or rows is None
-            inputs = self._whole(batches, part) if whole or rows is None else self._inputs(part, rows)
-            weight = 0.0 if part.stands_in else scale if whole else scale * self._share(part, weights)
-            loss = self.loss(inputs, num_items) * weight
+        def compute(item: WorkItem) -> Tensor:
+            micro_batch, _ = item
+            if micro_batch.batch is not None or rows is None:
+                inputs = self._batch_inputs(batches, micro_batch)
+                weight = scale
+            else:
+                inputs = self._row_inputs(micro_batch, rows)
+                weight = scale * self._loss_weight(micro_batch, weights)
+            if micro_batch.stands_in:
+                weight = 0.0
+            loss = self.compute_loss(inputs, num_items) * weight
             if self.plan.optimizer_in_backward:
-                check_finite(float(loss.detach()))  # afterwards the weights have moved
+                check_finite(float(loss.detach()))  # the backward pass moves the weights
             self.backward(loss)
             return loss.detach()
 
-        def work(parts: list[Pair]) -> Tensor:
-            restore()
-            parts = self.ranks.fill_up(parts, fewest_rows)
-            total = torch.zeros((), device=self.plan.device) if parts else self.ranks.run_nothing()
-            with self.computing():
-                for number, pair in enumerate(parts):
-                    loss = self.ranks.run(pair, compute, last=number == len(parts) - 1)
+        def run_items(items: list[WorkItem]) -> Tensor:
+            restore_rng()
+            items = self.exchange.pad_items(items, smallest_item)
+            total = torch.zeros((), device=self.plan.device) if items else self.exchange.run_empty()
+            with self.loss_context():
+                for number, item in enumerate(items):
+                    loss = self.exchange.run(item, compute, last=number == len(items) - 1)
                     total = total.to(loss.device) + loss
-            self.ranks.agree()
+            self.exchange.agree()
             return total
 
-        parts = self._parts(batches, rows, weights)
-        if not parts and self.plan.num_processes == 1:
+        micro_batches = self._cut(batches, rows, weights)
+        if not micro_batches and self.plan.num_processes == 1:
             self.zero_gradients()  # no row has a label, and the optimizer steps all the same
-        if self.plan.optimizer_in_backward and len(parts) > 1:
-            raise JobFailed(f"optimizer_in_backward needs a batch at once, and its rows make {len(parts)} parts; leave it out")
-        total = self.halvings.run([(part, rows) for part in parts], work)
-        check_finite(self.ranks.of_job(total))
-        return self.ranks.told(total)
+        if self.plan.optimizer_in_backward and len(micro_batches) > 1:
+            raise JobFailed(
+                f"optimizer_in_backward needs a batch at once, and its rows make {len(micro_batches)} parts; leave it out"
+            )
+        total = self.halving.run([(micro_batch, rows) for micro_batch in micro_batches], run_items)
+        check_finite(self.exchange.job_loss(total))
+        return self.exchange.loss_for_transformers(total)
 
-    def _rows(self, batches: list[Batch]) -> CollatedRows | None:
+    def _collate_rows(self, batches: list[Batch]) -> RowBatch | None:
+        """Return the rows of the batches, or None if the batches must stay whole."""
         if self.split.unit is None:
             return None
         try:
-            rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
-        except NotRows:
-            return None  # this one is not like the sample: it stays as the user's collator made it
-        unlike = self.split.even and len({*rows.num_labels}) > 1 or not is_within(rows, self.split.ranges)
-        return None if unlike else rows
+            rows = RowBatch(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+        except InseparableRows:
+            return None  # these batches are not like the sample
+        has_uneven_labels = self.split.needs_equal_labels and len({*rows.num_labels}) > 1
+        return rows if not has_uneven_labels and is_within(rows, self.split.ranges) else None
 
-    def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
+    def _cut(self, batches: list[Batch], rows: RowBatch | None, weights: list[tuple[float, int]]) -> list[CollatedMicroBatch]:
         if rows is None:
-            return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
-        if not any(rows.num_labels) and self.plan.num_processes == 1:  # other ranks may wait in it
+            return [CollatedMicroBatch(number, RowGroup((), 0)) for number in range(len(batches))]
+        if not any(rows.num_labels) and self.plan.num_processes == 1:  # with several ranks, others may wait in it
             return []
-        if not self.cuts:
-            firsts = [rows.places.index((number, 0)) for number in range(len(batches))]
-            return [
-                Part(number, RowGroup(tuple((first + row,) for row in range(anatomy.num_rows)), anatomy.width))
-                for number, (first, anatomy) in enumerate(zip(firsts, rows.anatomies, strict=True))
-            ]
-        groups = cut_rows(rows, self.plan, classes=self._classes(rows, weights), trims=self.split.trims)
-        return [Part(None, group) for group in groups if self._counts(group, rows)]
+        if not self.cuts_batches:
+            return self._whole_batches(rows)
+        groups = cut_rows(rows, self.plan, classes=self._row_classes(rows, weights), trims=self.split.trims)
+        return [CollatedMicroBatch(None, group) for group in groups if self._has_label(group, rows)]
 
-    def _classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
-        """Return groups of rows that may share a part: rows whose labels weigh the same in the loss of the global batch."""
-        found: dict[Any, list[int]] = {}
-        for row, (number, _) in enumerate(rows.places):
+    def _whole_batches(self, rows: RowBatch) -> list[CollatedMicroBatch]:
+        micro_batches = []
+        for number, schema in enumerate(rows.schemas):
+            first_row = rows.locations.index((number, 0))
+            members = tuple((first_row + row,) for row in range(schema.num_rows))
+            micro_batches.append(CollatedMicroBatch(number, RowGroup(members, schema.width)))
+        return micro_batches
+
+    def _row_classes(self, rows: RowBatch, weights: list[tuple[float, int]]) -> list[list[int]]:
+        """Return groups of rows that may share a micro-batch, because their labels have the same weight in the job's loss."""
+        classes: dict[Any, list[int]] = {}
+        for row, (number, _) in enumerate(rows.locations):
             weight = 0 if self.split.unit == "items" else weights[row][1]
-            found.setdefault(weight if rows.can_mix else (number, weight), []).append(row)
-        return list(found.values())
+            key = weight if rows.can_mix else (number, weight)
+            classes.setdefault(key, []).append(row)
+        return list(classes.values())
 
-    def _counts(self, group: RowGroup, rows: CollatedRows) -> bool:
-        """Return whether the group has a label: a mean over no labels is not a number."""
+    def _has_label(self, group: RowGroup, rows: RowBatch) -> bool:
+        """Return whether the group has a label. A mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
-    def _whole(self, batches: list[Batch], part: Part) -> Any:
-        inputs = batches[part.batch or 0]
-        if not part.stands_in or not isinstance(inputs, Mapping):
+    def _batch_inputs(self, batches: list[Batch], micro_batch: CollatedMicroBatch) -> Any:
+        """Return a whole batch, or one row of it for a stand-in."""
+        inputs = batches[micro_batch.batch or 0]
+        if not micro_batch.stands_in or not isinstance(inputs, Mapping):
             return inputs
-        row = slice(_labelled_row(inputs.get("labels")), None)
-        return {name: value[row][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
+        row = _row_with_most_labels(inputs.get("labels"))
+        return {name: value[row:][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
 
-    def _inputs(self, part: Part, rows: CollatedRows) -> dict[str, Any]:
-        drop_mask = self.split.drops_mask and self.cuts
-        return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
+    def _row_inputs(self, micro_batch: CollatedMicroBatch, rows: RowBatch) -> dict[str, Any]:
+        drop_mask = self.split.drops_mask and self.cuts_batches
+        return dict(rows.build(micro_batch.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
-    def _share(self, part: Part, weights: list[tuple[float, int]]) -> float:
-        """Return the weight of a part's own loss in the sum of its batches' losses."""
+    def _loss_weight(self, micro_batch: CollatedMicroBatch, weights: list[tuple[float, int]]) -> float:
+        """Return the weight of a micro-batch's loss in the sum of its batches' losses."""
         if self.split.unit == "items":
             return 1.0
-        return sum(weights[member][0] for row in part.group.rows for member in row)
+        return sum(weights[member][0] for row in micro_batch.group.rows for member in row)
 
 
 def zero_gradients(model: nn.Module) -> None:
@@ -271,39 +296,44 @@ def check_finite(loss: float) -> None:
         raise JobFailed("the loss became NaN" if math.isnan(loss) else "the loss became infinite")
 
 
-def remembered_random_numbers(device: str) -> Callable[[], None]:
-    """Return a function that restores the present state of torch's generators: a repeated step then draws the same dropout."""
-    host = torch.get_rng_state()
-    own = torch.cuda.get_rng_state() if device == "cuda" else None
+def rng_restorer(device: str) -> Callable[[], None]:
+    """Return a function that restores the present state of torch's generators, so that a repeated step draws the same dropout."""
+    host_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if device == "cuda" else None
 
     def restore() -> None:
-        torch.set_rng_state(host)
-        if own is not None:
-            torch.cuda.set_rng_state(own)
+        torch.set_rng_state(host_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
 
     return restore
 
 
-def fewest_rows(pair: Pair) -> Pair:
-    """Return one row of a part, for its shapes alone. The row has labels: a mean over none is not a number, nor are its
-    gradients."""
-    part, rows = pair
-    if part.batch is not None or rows is None:
-        return Part(part.batch, part.group, stands_in=True), rows
-    members = [member for row in part.group.rows for member in row]
+def smallest_item(item: WorkItem) -> WorkItem:
+    """Return a stand-in of one row, which only has to have the right shapes.
+
+    The row has labels if any row has, because a mean over no labels, and its gradient, is not a number.
+    """
+    micro_batch, rows = item
+    if micro_batch.batch is not None or rows is None:
+        return CollatedMicroBatch(micro_batch.batch, micro_batch.group, stands_in=True), rows
+    members = [member for row in micro_batch.group.rows for member in row]
     chosen = next((member for member in members if rows.num_labels[member]), members[0])
-    width = rows.lengths[chosen] if part.group.has_shared_rows else part.group.width
-    return Part(None, RowGroup(((chosen,),), width), stands_in=True), rows
+    width = rows.lengths[chosen] if micro_batch.group.has_shared_rows else micro_batch.group.width
+    return CollatedMicroBatch(None, RowGroup(((chosen,),), width), stands_in=True), rows
 
 
-def _labelled_row(labels: Any) -> int:
-    """Return the row with the most labels, if rows have several labels, and 0 otherwise."""
+def _row_with_most_labels(labels: Any) -> int:
+    """Return the row with the most labels if each row has several, and 0 otherwise."""
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return 0
     return int((labels != IGNORED).flatten(1).sum(1).argmax())
 
 
-def halve_part(pair: Pair, plan: Plan) -> Any:
-    part, rows = pair
-    halves = halve_group(part.group, rows, plan) if rows is not None else None
-    return None if halves is None else tuple((Part(None, half), rows) for half in halves)
+def halve_item(item: WorkItem, plan: Plan) -> Any:
+    """Return the item in two halves, or None if it has one row, or rows that cannot be told apart."""
+    micro_batch, rows = item
+    halves = halve_group(micro_batch.group, rows, plan) if rows is not None else None
+    if halves is None:
+        return None
+    return tuple((CollatedMicroBatch(None, half), rows) for half in halves)

@@ -1,7 +1,7 @@
-"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and each step runs the way a plan says.
+"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and every step runs by a plan.
 
-What transformers.Trainer promises (callbacks, logs, schedules, samplers, metrics) is its own code. Upshift replaces how a
-global batch is cut and computed, what evaluation holds in memory, and what a checkpoint is made of.
+Callbacks, logs, schedules, samplers and metrics run in the code of transformers. Upshift replaces the way in which a global
+batch is cut and computed, the memory use of evaluation, and the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import transformers
 from upshift.errors import MissingExtra
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
 from upshift.training.hf_trainer.planned_training import PlannedTraining
-from upshift.training.hf_trainer.resume import PlainCheckpoints
+from upshift.training.hf_trainer.resume import CheckpointResuming
 
 if TYPE_CHECKING:
     import datasets
@@ -29,13 +29,15 @@ if find_spec("accelerate") is None:
     raise MissingExtra(library="accelerate", extra="trainer", purpose="upshift.Trainer")
 
 
-class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
-    """transformers.Trainer with ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib`` besides (see
-    PlannedTraining)."""
+class Trainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Trainer):
+    """transformers.Trainer with five more arguments: ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib``.
+
+    PlannedTraining describes them.
+    """
 
     _upshift_library_class = transformers.Trainer
 
-    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+    if TYPE_CHECKING:  # the mix-ins pass on the arguments that they do not read; a test holds this to transformers' own signature
 
         def __init__(
             self,
@@ -67,12 +69,12 @@ class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformer
         ) -> None: ...
 
 
-class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):
-    """transformers.Seq2SeqTrainer with the same additions: it evaluates by generation."""
+class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer, which evaluates by generation, with the same five arguments."""
 
     _upshift_library_class = transformers.Seq2SeqTrainer
 
-    if TYPE_CHECKING:  # the mix-ins pass on what they do not read; a test holds this to transformers' own signature
+    if TYPE_CHECKING:  # the mix-ins pass on the arguments that they do not read; a test holds this to transformers' own signature
 
         def __init__(
             self,

@@ -1,8 +1,11 @@
 """Read and write the files from which transformers.Trainer resumes: optimizer.pt, scheduler.pt, scaler.pt and rng_state.pth.
 
-Both libraries write and read them, so a run may go on with the other one. They are torch's own format and hold tensors,
-numbers and containers. torch reads them with ``weights_only=True``, which runs no code that a file names. If this library
-wrote optimizer.pt, optimizer_parameters.json stands beside it and says which parameter each number means.
+Upshift and transformers both write and read these files, so either can continue a run of the other. They are in torch's format
+and hold tensors, numbers and containers. torch reads them with ``weights_only=True``, which runs no code that a file names.
+If Upshift wrote optimizer.pt, optimizer_parameters.json beside it has the parameter name of each number in it.
+
+The state of a schedule or scaler that torch cannot read in this way is also written as JSON, in a form that keeps containers of
+Python and numbers, and no objects.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from upshift.training.checkpoint.optimizer import (
     IMPLEMENTATION_OPTIONS,
     class_name,
     encode,
-    names_of_updated,
-    placed,
+    place_state,
+    updated_parameter_names,
 )
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer
@@ -38,15 +41,27 @@ OPTIMIZER_FILE = "optimizer.pt"
 OPTIMIZER_NAMES_FILE = "optimizer_parameters.json"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
-BEFORE_BATCH = "upshift_before_next_batch"  # the generators when the batch that is made already was begun
-WHOLE_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")  # of a whole parameter
-PLAIN_OR = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
-OTHER_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
+BEFORE_BATCH_KEY = "upshift_before_next_batch"  # the generators before the batch was made that is not yet trained on
+PARAMETER_SHAPED_STATES = (  # these have the shape of their parameter
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+)
+PLAIN_STATE_FIX = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
+RESUME_SAME_SETTINGS = "resume with the model and the optimizer settings that the run was started with"
+TYPE_KEY = "is"  # marks a type that JSON does not have
+CONTAINER_TYPES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+MAPPING_TYPES: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
 class OptimizerNames(Value):
+    """The class of an optimizer, and the names of its parameters."""
+
     optimizer_class: str
-    groups: tuple[tuple[str, ...], ...]  # the parameters of each group, in the order in which optimizer.pt counts them
+    groups: tuple[tuple[str, ...], ...]  # the parameter names of each group, in the order of the numbers in optimizer.pt
 
 
 @dataclass(frozen=True)
@@ -58,51 +73,51 @@ class OptimizerCopy:
 
 
 def optimizer_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerNames:
-    names = names_of_updated(optimizer, model)
+    names = updated_parameter_names(optimizer, model)
     groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
     return OptimizerNames(optimizer_class=class_name(optimizer), groups=groups)
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, to_host: bool) -> OptimizerCopy:
-    """Return the optimizer's state and names. ``to_host`` copies the tensors, because training goes on while they are written."""
+    """Return the optimizer's state and names. ``to_host`` copies the tensors, for training that goes on during the write."""
     state = optimizer.state_dict()
-    return OptimizerCopy(_copied(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
+    return OptimizerCopy(_copy_tensors(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
 
 
-def _copied(value: Any, copies: HostCopies) -> Any:
+def _copy_tensors(value: Any, copies: HostCopies) -> Any:
     if isinstance(value, Tensor):
-        return copies.of(value)
+        return copies.copy(value)
     if type(value) in (dict, list, tuple):
         if isinstance(value, dict):
-            return {key: _copied(item, copies) for key, item in value.items()}
-        return type(value)(_copied(item, copies) for item in value)
+            return {key: _copy_tensors(item, copies) for key, item in value.items()}
+        return type(value)(_copy_tensors(item, copies) for item in value)
     return value
 
 
 def write_optimizer(directory: Path, optimizer: OptimizerCopy) -> None:
-    """Write the optimizer's state and names. Raise RequestError if the state holds objects that torch would have to unpickle."""
+    """Write the optimizer's state and names. Raise RequestError if the state has objects that torch would have to unpickle."""
     path = directory / OPTIMIZER_FILE
     write_file(path, optimizer.state)
     (directory / OPTIMIZER_NAMES_FILE).write_text(optimizer.names.to_json(), encoding="utf-8")
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if unsafe:
+    unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe_names:
         raise RequestError(
-            f"the state of optimizer {optimizer.names.optimizer_class} has a {unsafe[0]}, which cannot be read again without "
-            "running code; use another optimizer, or set save_only_model=True or save_strategy='no'"
+            f"the state of optimizer {optimizer.names.optimizer_class} has a {unsafe_names[0]}, which cannot be read again "
+            "without running code; use another optimizer, or set save_only_model=True or save_strategy='no'"
         )
 
 
 @dataclass(frozen=True)
 class _Match:
-    """One parameter group of the running optimizer, together with the group that was saved."""
+    """One parameter group of the running optimizer, and the saved group."""
 
     group: dict[str, Any]
     saved: dict[str, Any]
-    parameters: tuple[Tensor, ...]  # in the order in which the file counts them
+    parameters: tuple[Tensor, ...]  # in the order of the numbers in the file
 
 
 def read_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Restore state and options in place. Raise RequestError if they are those of another optimizer or another model."""
+    """Restore state and options in place. Raise RequestError if they belong to another optimizer or another model."""
     path = directory / OPTIMIZER_FILE
     saved = read_file(path)
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
@@ -110,34 +125,35 @@ def read_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.
         raise RequestError(f"{path} is no state of an optimizer; resume from another checkpoint")
     matches = _match_groups(directory, groups, optimizer, model)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        optimizer.load_state_dict(saved)  # it knows more of its state than torch does
+        optimizer.load_state_dict(saved)  # the class restores its state in its own way
         return
     for match in matches:
         _restore_options(directory, match, class_name(optimizer))
-    owners = {
+    parameter_and_group = {
         number: (parameter, match.group)
         for match in matches
         for number, parameter in zip(match.saved["params"], match.parameters, strict=True)
     }
     optimizer.state.clear()
     for number, state in saved["state"].items():
-        if number not in owners:
+        if number not in parameter_and_group:
             raise RequestError(f"{path} has a state of parameter {number}, which is in no group; resume from another checkpoint")
-        parameter, group = owners[number]
+        parameter, group = parameter_and_group[number]
         _check_shapes(path, parameter, state)
         for key, value in state.items():
-            optimizer.state[parameter][key] = placed(value, key, parameter, group) if isinstance(value, Tensor) else value
+            optimizer.state[parameter][key] = place_state(value, key, parameter, group) if isinstance(value, Tensor) else value
 
 
 def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> list[_Match]:
-    """Match groups by the names of parameters, or by their places if the file has no names, as transformers writes it."""
+    """Match groups by parameter names, or by their order if there are no names, as in checkpoints of transformers."""
     names = _read_names(directory)
     if names is None:
         sizes = [len(group["params"]) for group in groups]
-        here = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != here:
+        running_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != running_sizes:
             raise RequestError(
-                f"{directory} has an optimizer with groups of {sizes} parameters, this run has {here}; {OTHER_SETTINGS}"
+                f"{directory} has an optimizer with groups of {sizes} parameters, this run has {running_sizes}; "
+                f"{RESUME_SAME_SETTINGS}"
             )
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return [_Match(group, saved, tuple(group["params"])) for group, saved in pairs]
@@ -146,17 +162,17 @@ def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Opt
             f"{directory} was trained with {names.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    name_of = names_of_updated(optimizer, model)
+    name_of = updated_parameter_names(optimizer, model)
     saved_sets = [frozenset(group) for group in names.groups]
     running_sets = [frozenset(name_of[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
     if sorted(map(sorted, saved_sets)) != sorted(map(sorted, running_sets)):
-        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {RESUME_SAME_SETTINGS}")
     parameter_of = {name: parameter for parameter, name in name_of.items()}
     matches = []
     for group, members in zip(optimizer.param_groups, running_sets, strict=True):
-        place = saved_sets.index(members)
-        parameters = tuple(parameter_of[name] for name in names.groups[place])
-        matches.append(_Match(group, groups[place], parameters))
+        index = saved_sets.index(members)
+        parameters = tuple(parameter_of[name] for name in names.groups[index])
+        matches.append(_Match(group, groups[index], parameters))
     return matches
 
 
@@ -171,45 +187,50 @@ def _read_names(directory: Path) -> OptimizerNames | None:
         raise RequestError(f"{path} is no list of parameters ({problem}); resume from another checkpoint") from None
 
 
-def _restore_options(directory: Path, match: _Match, kind: str) -> None:
-    """Restore the learning rate, betas and other options. How a step is computed stays as the running optimizer has it."""
+def _restore_options(directory: Path, match: _Match, optimizer_class: str) -> None:
+    """Restore the learning rate, betas and other options, except those that only say how a step is computed."""
     ignored = {"params", *IMPLEMENTATION_OPTIONS}
     saved = {key: value for key, value in match.saved.items() if key not in ignored}
     missing = match.group.keys() - saved.keys() - ignored
-    foreign = saved.keys() - match.group.keys() - {"initial_lr"}
-    if missing and foreign:  # a newer version of the same optimizer only adds options
+    unknown = saved.keys() - match.group.keys() - {"initial_lr"}
+    if missing and unknown:  # a newer version of the same optimizer would only add options
         raise RequestError(
-            f"{directory} was trained with another optimizer than {kind}: it has the option {min(foreign)} and no "
+            f"{directory} was trained with another optimizer than {optimizer_class}: it has the option {min(unknown)} and no "
             f"{min(missing)}; resume with the optim that the run was started with"
         )
     for key, value in saved.items():
         if isinstance(match.group.get(key), Tensor):
-            match.group[key].fill_(value)  # in place: compiled steps hold this tensor
+            match.group[key].fill_(value)  # in place, because compiled steps use this tensor
         else:
             match.group[key] = tuple(value) if isinstance(match.group.get(key), tuple) else value
 
 
 def _check_shapes(path: Path, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Raise RequestError if a state has another shape than its parameter. Without names, only places tell parameters apart."""
+    """Raise RequestError if a state has another shape than its parameter.
+
+    Without names, parameters are matched only by their order. This check finds most wrong matches.
+    """
     for key, value in state.items():
-        whole = isinstance(value, Tensor) and type(value) is Tensor and value.ndim == parameter.ndim > 0
-        if key in WHOLE_STATES and whole and value.shape != parameter.shape:
+        if key not in PARAMETER_SHAPED_STATES or type(value) is not Tensor:
+            continue
+        if value.ndim == parameter.ndim > 0 and value.shape != parameter.shape:
             raise RequestError(
                 f"{path} has {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}; "
-                f"{OTHER_SETTINGS}"
+                f"{RESUME_SAME_SETTINGS}"
             )
 
 
-def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) -> tuple[SavedOptimizer, dict[str, Tensor]]:
-    """Return the optimizer's state by the names of parameters, which is the form of ranks that have parts.
+def optimizer_by_names(
+    directory: Path, groups: tuple[tuple[str, ...], ...], optimizer_class: str
+) -> tuple[SavedOptimizer, dict[str, Tensor]]:
+    """Return the optimizer's state by parameter names, in the form of sharded checkpoints: its description and its tensors.
 
-    ``groups`` are the names of the running optimizer's parameters, in the order of a file of transformers. ``kind`` is the
-    optimizer's class.
+    ``groups`` has the parameter names of the running optimizer, in the order of a file of transformers.
     """
     saved = read_file(directory / OPTIMIZER_FILE)
-    names = _read_names(directory) or OptimizerNames(optimizer_class=kind, groups=groups)
+    names = _read_names(directory) or OptimizerNames(optimizer_class=optimizer_class, groups=groups)
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in names.groups]:
-        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {OTHER_SETTINGS}")
+        raise RequestError(f"{directory} has other parameter groups than this run's optimizer; {RESUME_SAME_SETTINGS}")
     pairs = list(zip(saved["param_groups"], names.groups, strict=True))
     name_of = {number: name for group, members in pairs for number, name in zip(group["params"], members, strict=True)}
     tensors: dict[str, Tensor] = {}
@@ -229,37 +250,36 @@ def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) ->
         SavedGroup(parameters=members, options={key: encode(value) for key, value in group.items() if key not in skipped})
         for group, members in pairs
     )
-    whole = SavedOptimizer(optimizer_class=names.optimizer_class, groups=saved_groups, numbers=numbers, subclasses={})
-    return whole, tensors
+    description = SavedOptimizer(optimizer_class=names.optimizer_class, groups=saved_groups, numbers=numbers, subclasses={})
+    return description, tensors
 
 
 def check_plain(holder: Any) -> None:
-    """Raise RequestError if the state_dict of a schedule or a scaler holds something else than numbers, strings, containers
-    and tensors. The error names it."""
+    """Raise RequestError if the state_dict of a schedule or a scaler has values other than numbers, strings, containers and
+    tensors. The message names the first such value."""
     try:
         to_json(holder.state_dict(), type(holder).__name__)
     except NotPlain as error:
-        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_OR}") from None
+        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_STATE_FIX}") from None
 
 
 def write_state(path: Path, holder: Any) -> None:
-    """Write the state_dict of a schedule or a scaler. If torch does not read it back as plain data, write JSON beside the
-    file."""
+    """Write the state_dict of a schedule or a scaler. Write JSON beside the file if torch cannot read it as plain data."""
     check_plain(holder)
     state = holder.state_dict()
     write_file(path, state)
     try:
         torch.load(path, weights_only=True)
     except pickle.UnpicklingError:
-        text = json.dumps(to_json(state, type(holder).__name__))
-        path.with_suffix(".json").write_text(text, encoding="utf-8")
+        document = json.dumps(to_json(state, type(holder).__name__))
+        path.with_suffix(".json").write_text(document, encoding="utf-8")
 
 
 def read_state(path: Path, holder: Any) -> None:
-    """Load the state into a schedule or a scaler. Do nothing if there is no such file."""
-    text = path.with_suffix(".json")
-    if text.is_file():
-        holder.load_state_dict(from_json(json.loads(text.read_bytes())))
+    """Load the state into a schedule or a scaler, if there is such a file."""
+    json_path = path.with_suffix(".json")
+    if json_path.is_file():
+        holder.load_state_dict(from_json(json.loads(json_path.read_bytes())))
     elif path.is_file():
         holder.load_state_dict(read_file(path))
 
@@ -269,24 +289,28 @@ def rng_file(directory: Path, rank: int, world_size: int) -> Path:
 
 
 def capture_rng(device: torch.device, before_batch: HostRng | None) -> dict[str, Any]:
-    """Return the state of all generators in transformers' form. ``before_batch`` is the state when making the next batch
-    began."""
-    state: dict[str, Any] = _as_saved(host_rng())
+    """Return the state of all generators in the form of transformers.
+
+    ``before_batch`` is the state before the batch was made that is not yet trained on.
+    """
+    state: dict[str, Any] = _rng_to_dict(host_rng())
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     if before_batch is not None:
-        state[BEFORE_BATCH] = _as_saved(before_batch)
+        state[BEFORE_BATCH_KEY] = _rng_to_dict(before_batch)
     return state
 
 
-def _as_saved(rng: HostRng) -> dict[str, Any]:
+def _rng_to_dict(rng: HostRng) -> dict[str, Any]:
     return {"python": rng.python, "numpy": rng.numpy, "cpu": rng.cpu}
 
 
 @dataclass(frozen=True)
 class SavedRng:
+    """The random number generators of one process in a checkpoint."""
+
     now: HostRng
-    cuda: Tensor | list[Tensor] | None  # a list: of all devices of the host
+    cuda: Tensor | list[Tensor] | None  # a list: one for each device of the host
     before_batch: HostRng | None
 
     def restore(self, device: torch.device) -> None:
@@ -301,27 +325,31 @@ class SavedRng:
 
 def read_rng(directory: Path, *, rank: int, world_size: int) -> SavedRng | None:
     """Return the saved random numbers, or None if the checkpoint has none for this rank."""
-    paths = [rng_file(directory, rank, count) for count in (world_size, 1 if world_size > 1 else 2)]
-    if rank > 0:
-        paths = paths[:1]
+    paths = [rng_file(directory, rank, world_size)]
+    if rank == 0:  # the other name: of several processes, or of one
+        paths.append(rng_file(directory, rank, 1 if world_size > 1 else 2))
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return None
     with SAFE_GLOBALS.get()():
         saved = read_file(path)
     try:
-        before = saved.get(BEFORE_BATCH)
-        return SavedRng(_host_rng(saved), saved.get("cuda"), None if before is None else _host_rng(before))
+        before_batch = saved.get(BEFORE_BATCH_KEY)
+        return SavedRng(
+            now=_rng_from_dict(saved),
+            cuda=saved.get("cuda"),
+            before_batch=None if before_batch is None else _rng_from_dict(before_batch),
+        )
     except (AttributeError, KeyError, TypeError):
         raise RequestError(f"{path} holds no states of random numbers; resume from another checkpoint") from None
 
 
-def _host_rng(saved: Mapping[str, Any]) -> HostRng:
+def _rng_from_dict(saved: Mapping[str, Any]) -> HostRng:
     return HostRng(saved["cpu"], saved["python"], saved["numpy"])
 
 
 def write_file(path: Path, value: Any) -> None:
-    """Write a value with torch. Raise OSError, in place of torch's RuntimeError, if the file cannot be written."""
+    """Write a value with torch. Raise OSError instead of torch's RuntimeError if the file cannot be written."""
     try:
         with path.open("wb") as file:
             torch.save(value, file)
@@ -331,7 +359,7 @@ def write_file(path: Path, value: Any) -> None:
 
 
 def read_file(path: Path) -> Any:
-    """Return the value of a file. Raise RequestError if the file is damaged, or names code which would have to run."""
+    """Return the value in a file. Raise RequestError if the file is damaged, or names code that would have to run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -342,59 +370,51 @@ def read_file(path: Path) -> Any:
         ) from None
 
 
-KIND = "is"  # the key that marks a type that JSON does not have
-
-
-CONTAINERS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-
-
-MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-
-
 class NotPlain(Exception):
-    """An object that cannot be written, and its place in the state."""
+    """An error: a value cannot be written as JSON. The message has its path in the state, and its class."""
 
 
-def to_json(value: Any, where: str) -> Any:
-    """Return the value as plain JSON data. Raise NotPlain, which names the place from `where` on."""
+def to_json(value: Any, path: str) -> Any:
+    """Return the value as plain JSON data. Raise NotPlain for a value that has no such form. `path` names the value."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [to_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
-    if type(value) in MAPPINGS.values():
-        return _mapping(value, where)
-    if type(value) in CONTAINERS.values():
-        return {KIND: type(value).__name__, "of": [to_json(item, f"{where}[{n}]") for n, item in enumerate(value)]}
+        return [to_json(item, f"{path}[{number}]") for number, item in enumerate(value)]
+    if type(value) in MAPPING_TYPES.values():
+        return _mapping_to_json(value, path)
+    if type(value) in CONTAINER_TYPES.values():
+        return {TYPE_KEY: type(value).__name__, "of": [to_json(item, f"{path}[{n}]") for n, item in enumerate(value)]}
     if type(value) is deque:
-        return {KIND: "deque", "of": to_json(list(value), where), "maxlen": value.maxlen}
+        return {TYPE_KEY: "deque", "of": to_json(list(value), path), "maxlen": value.maxlen}
     if type(value) is torch.dtype:
-        return {KIND: "torch.dtype", "of": str(value).removeprefix("torch.")}
+        return {TYPE_KEY: "torch.dtype", "of": str(value).removeprefix("torch.")}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-        return {KIND: "numpy", "dtype": value.dtype.str, "scalar": isinstance(value, np.generic), "of": value.tolist()}
+        return {TYPE_KEY: "numpy", "dtype": value.dtype.str, "scalar": isinstance(value, np.generic), "of": value.tolist()}
     if type(value) is Tensor and not value.is_complex():
-        return {KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "of": value.detach().cpu().tolist()}
-    raise NotPlain(f"{where}, a {type(value).__module__}.{type(value).__qualname__}")
+        return {TYPE_KEY: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "of": value.detach().cpu().tolist()}
+    raise NotPlain(f"{path}, a {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _mapping(value: dict[Any, Any], where: str) -> Any:
-    if type(value) is dict and all(type(key) is str and key != KIND for key in value):
-        return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[to_json(key, f"{where}'s key"), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]
-    return {KIND: type(value).__name__, "of": pairs}
+def _mapping_to_json(value: dict[Any, Any], path: str) -> Any:
+    if type(value) is dict and all(type(key) is str and key != TYPE_KEY for key in value):
+        return {key: to_json(item, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[to_json(key, f"{path}'s key"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+    return {TYPE_KEY: type(value).__name__, "of": pairs}
 
 
 def from_json(value: Any) -> Any:
+    """Return the value that `to_json` turned into JSON data."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND)
+    kind = value.get(TYPE_KEY)
     if kind is None:
         return {key: from_json(item) for key, item in value.items()}
-    if kind in MAPPINGS:
-        return MAPPINGS[kind]({from_json(key): from_json(item) for key, item in value["of"]})
-    if kind in CONTAINERS:
-        return CONTAINERS[kind](from_json(value["of"]))
+    if kind in MAPPING_TYPES:
+        return MAPPING_TYPES[kind]({from_json(key): from_json(item) for key, item in value["of"]})
+    if kind in CONTAINER_TYPES:
+        return CONTAINER_TYPES[kind](from_json(value["of"]))
     if kind == "deque":
         return deque(from_json(value["of"]), maxlen=value["maxlen"])
     if kind == "torch.dtype":

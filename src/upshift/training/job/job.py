@@ -1,4 +1,4 @@
-"""Run one training job, from checked request to Record, in this process or in several. The loop does the training."""
+"""Run one training job, from a checked request to a Record, in this process or in several. The training loop does the rest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
-from upshift.training.distributed.parallelize import cannot_run
+from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.elastic.supervisor import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent
-from upshift.training.loop.loop import Outcome, train
+from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
@@ -42,17 +42,16 @@ RECORDS_NAME = "records.jsonl"
 MAX_MEMORY_SAMPLES = 400
 
 
-def _ignore(event: Event) -> None:
+def _ignore_event(event: Event) -> None:
     pass
 
 
-def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_process: bool = False) -> Record:
+def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore_event, fresh_process: bool = False) -> Record:
     """Train, save the final model into ``job.output``, and return the measured Record.
 
-    ``fresh_process`` runs the job in a process of its own, so that its memory is the job's alone and this process keeps its
-    settings.
+    ``fresh_process`` runs the job in a new process, so that its memory is measured alone and this process keeps its settings.
 
-    Raise RequestError before anything is written, Interrupted after SIGINT or SIGTERM, and JobFailed with what is safe.
+    Raise RequestError before anything is written, Interrupted after SIGINT or SIGTERM, and JobFailed with what is saved.
     """
     with claimed(Path(job.output)):
         job = open_job(job, data)
@@ -68,21 +67,21 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
 
 def open_job(job: Job, data: TrainingData) -> Job:
-    """Make the checks of a job, then of its output directory. Return the job as ``open_run`` does."""
+    """Check the job, and then its output directory. Return the job as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
     return open_run(job, data.training)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
-    return record_of(job, data, train(job, data, on_event=on_event, stop=stop))
+    return make_record(job, data, train(job, data, on_event=on_event, stop=stop))
 
 
 def check_job(job: Job, data: TrainingData) -> None:
-    """Raise RequestError for all that can be known to be wrong before files are touched."""
+    """Raise RequestError for every problem that can be found before files are written."""
     if job.plan.mup_base:
         check_random(from_config=job.from_config)
-    problem = cannot_run(job.plan)
+    problem = why_cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
     if job.heal:
@@ -92,22 +91,23 @@ def check_job(job: Job, data: TrainingData) -> None:
     source = job.source()
     problem = why_not_isolated(isolation_of(source), job.plan)
     if problem is None and job.plan.layout != ALONE:
-        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
+        problem = why_cannot_run(job.plan, Tracer(source).full_model(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
-    planned, prepared = job.plan.sequence_length, data.training.sequence_length // num_sides(data.objective.kind)
-    if planned != prepared:
-        raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")
+    planned_length = job.plan.sequence_length
+    data_length = data.training.sequence_length // num_sides(data.objective.kind)
+    if planned_length != data_length:
+        raise RequestError(f"the plan's sequence_length={planned_length} is not the data's {data_length}; use the same for both")
     if len(data.training) < job.global_batch:
         raise RequestError(
-            f"the data has {len(data.training)} sequences of up to {prepared} tokens, one global batch takes "
+            f"the data has {len(data.training)} sequences of up to {data_length} tokens, one global batch takes "
             f"{job.global_batch}; use a smaller global batch or more data"
         )
 
 
-def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+def make_record(job: Job, data: TrainingData, outcome: RunResult) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),
@@ -123,7 +123,7 @@ def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     )
 
 
-def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
+def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     return {
         "arguments": job.arguments.model_dump(),
         "global_batch": job.global_batch,
@@ -136,22 +136,20 @@ def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
         "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
-        "memory_samples": [[s.seconds, s.phase, s.resident] for s in thinned(outcome.memory_samples)],
+        "memory_samples": [[sample.seconds, sample.phase, sample.resident] for sample in thin_samples(outcome.memory_samples)],
     }
 
 
-def thinned(samples: list[MemorySample]) -> list[MemorySample]:
-    """Return at most MAX_MEMORY_SAMPLES samples, the highest of each stretch, so that peaks stay."""
-    stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
-    return [
-        max(samples[start : start + stretch], key=lambda sample: sample.resident) for start in range(0, len(samples), stretch)
-    ]
+def thin_samples(samples: list[MemorySample]) -> list[MemorySample]:
+    """Return at most MAX_MEMORY_SAMPLES samples: the highest of each stretch, so that peaks stay."""
+    length = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
+    return [max(samples[start : start + length], key=lambda sample: sample.resident) for start in range(0, len(samples), length)]
 
 
 def append_record(record: Record) -> None:
-    """Append the record to the local calibration, which holds no path of the user's.
+    """Append the record, without paths of the user, to the records that calibrate the planner on this host.
 
-    A cache that cannot be written fails no job.
+    If the cache cannot be written, log a warning. The job does not fail.
     """
     path = read_settings().cache_dir / RECORDS_NAME
     try:

@@ -1,4 +1,4 @@
-"""Start the process of one job: quiet the libraries, and only then import the module that runs the job and imports them.
+"""Start the process of one job: quiet the libraries, and only then import the module that runs the job.
 
 python -m upshift.parent_process PID BY_KERNEL upshift.training.job.job_process MODULE FOLDER
 """
@@ -17,11 +17,11 @@ PROCESS = "upshift.training.job.job_process"
 
 
 def main(module: str, folder: Path) -> None:
-    """Run the job that is written in ``folder`` with ``run_folder`` of the module."""
+    """Run the job in ``folder`` with the function ``run_folder`` of the module."""
     quiet_libraries()
     with importing():
         worker = importlib.import_module(module)
-        gc.freeze()  # else the garbage collector of every rank visits all objects of the libraries, and copies their pages
+        gc.freeze()  # otherwise the garbage collector of each rank would visit, and copy, all objects of the libraries
     worker.run_folder(folder)
 
 

@@ -1,8 +1,9 @@
-"""Run a job whose ranks a launcher started (torchrun, mpirun, srun): rank 0 reads the data, plans, and tells the others.
+"""Run a job whose ranks a launcher started (torchrun, mpirun, srun): rank 0 reads the data, plans, and informs the others.
 
-Hosts share the output directory: all read the checkpoints and the tokens there. Started again by the launcher, with as many
-ranks as before or others, the run goes on from its newest checkpoint: the global batch and the order of the data stay, only
-the plan is made anew. Ranks that the global batch does not divide among wait, to take part when the launcher starts all again.
+Hosts share the output directory, because all ranks read the checkpoints and the tokens there. If the launcher starts the ranks
+again, as many as before or not, the run continues from its newest checkpoint. The global batch and the order of the data stay;
+only the plan is new. If the global batch cannot be divided by the number of ranks, some ranks wait, and may take part after the
+next start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
 from upshift.hardware.cluster import join_hosts, measure_link
-from upshift.hardware.cpu_affinity import bind
+from upshift.hardware.cpu_affinity import bind_process
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
@@ -34,35 +35,35 @@ from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import SHARED_NAME, open_run
-from upshift.training.process_group import joined, lost_another
+from upshift.training.process_group import join_group, lost_connection
 
-LONGEST_RUN = timedelta(days=365)  # a rank that has no part in the run waits for all of it
+MAX_RUN_TIME = timedelta(days=365)  # a rank that does not take part waits for the whole run
 LAUNCH_NAME = "launch.json"
-MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with so many processes
+MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # from the hosts and the number of processes
 
 
 def is_restart(ranks: Ranks, output: Path) -> bool:
-    """Return whether the same launch began the run in ``output``. Then the run goes on, whatever the first request was."""
+    """Return whether the same launch began the run in ``output``. Such a run is resumed, even if that was not requested."""
     path = output / SHARED_NAME / LAUNCH_NAME
     return ranks.launch is not None and path.exists() and json.loads(path.read_bytes()) == ranks.launch
 
 
 def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event: OnEvent) -> Record | None:
-    """Run the job on every rank, and return the Record on rank 0. ``make_job`` is called there."""
+    """Run the job on every rank. Return the Record on rank 0, which calls ``make_job``, and None on the others."""
     store = meet(ranks)
     host = _describe_host(store, ranks)
     if host is not None:
         store.set(f"host/{ranks.rank}", host.to_json())
     data: TrainingData | None = None
     if ranks.rank == 0:
-        job, data = _tell_job(store, ranks, make_job, global_batch)
+        job, data = _send_job(store, ranks, make_job, global_batch)
     else:
-        job = _told_job(store)
+        job = _receive_job(store)
     record: Record | None = None
     if ranks.rank < job.plan.num_processes:
         record = _train(store, ranks, job, data or _shared_data(job), on_event)
     if ranks.rank > 0:
-        store.wait(["done"], LONGEST_RUN)
+        store.wait(["done"], MAX_RUN_TIME)
         store.set(f"left/{ranks.rank}", "")
         return None
     shutil.rmtree(Path(job.output) / SHARED_NAME)
@@ -73,13 +74,14 @@ def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event
     return record
 
 
-def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) -> tuple[Job, TrainingData]:
+def _send_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) -> tuple[Job, TrainingData]:
+    """Make the job on rank 0 and send it to the other ranks, or the class of an error, which is raised."""
     try:
         host, processes = _join_hosts(store, ranks, global_batch)
         job, data = make_job(host, processes)
         check_job(job, data)
         job = open_run(job, data.training)
-        _share(data, Path(job.output), ranks)
+        _share_data(data, Path(job.output), ranks)
     except UpshiftError as error:
         kind = type(error) if type(error) in (RequestError, Interrupted) else JobFailed
         store.set("job", json.dumps({"error": kind.__name__}))
@@ -88,36 +90,40 @@ def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) 
     return job, data
 
 
-def _told_job(store: Store) -> Job:
-    """Return the job from rank 0. An error is raised without words here: rank 0 prints them."""
-    told = store.get("job")
-    if "error" in (answer := json.loads(told)):
-        raise getattr(errors, answer["error"])("")
-    return Job.from_json(told, origin="rank 0")
+def _receive_job(store: Store) -> Job:
+    """Return the job from rank 0. If rank 0 failed, raise its error without a message, because rank 0 prints the message."""
+    message = store.get("job")
+    content = json.loads(message)
+    if "error" in content:
+        raise getattr(errors, content["error"])("")
+    return Job.from_json(message, origin="rank 0")
 
 
 def _describe_host(store: Store, ranks: Ranks) -> Host | None:
-    """Return the host and its link to the others on the first rank of each host. Return None on the other ranks."""
+    """Return the host, with its measured link to the others, on the first rank of each host. Return None on other ranks."""
     store.set(f"local/{ranks.rank}", str(ranks.local_rank))
-    firsts = _firsts(store, ranks)
-    if ranks.rank not in firsts:
+    first_ranks = _first_ranks(store, ranks)
+    if ranks.rank not in first_ranks:
         return None
     host = find_host(None)
-    if len(firsts) > 1:
-        dist.init_process_group("gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts))
+    if len(first_ranks) > 1:
+        dist.init_process_group(
+            "gloo", store=PrefixStore("hosts", store), rank=first_ranks.index(ranks.rank), world_size=len(first_ranks)
+        )
         host = host.changed(inter_node=measure_link())
         dist.barrier()
         dist.destroy_process_group()
     return host
 
 
-def _firsts(store: Store, ranks: Ranks) -> list[int]:
+def _first_ranks(store: Store, ranks: Ranks) -> list[int]:
+    """Return the first rank of each host."""
     return [rank for rank in range(ranks.size) if store.get(f"local/{rank}") == b"0"]
 
 
 def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
-    """Return the ranks' hosts as one Host, and how many processes the job may have there."""
-    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _firsts(store, ranks)]
+    """Return the hosts of all ranks as one Host, and the number of processes that the job may have."""
+    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _first_ranks(store, ranks)]
     joined_hosts = join_hosts(hosts, hosts[0].inter_node)
     if joined_hosts.gpus_per_node:
         if ranks.size != joined_hosts.num_devices:
@@ -126,12 +132,13 @@ def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, in
             )
         return joined_hosts, ranks.size
     processes = next(count for count in range(ranks.size, 0, -1) if global_batch % count == 0)
-    if processes % len(hosts):  # ranks wait: those that work are planned as if one host had them
+    if processes % len(hosts):  # some ranks wait: plan for the others as if they were on one host
         return hosts[0].changed(inter_node=None), processes
     return joined_hosts, processes
 
 
-def _share(data: TrainingData, output: Path, ranks: Ranks) -> None:
+def _share_data(data: TrainingData, output: Path, ranks: Ranks) -> None:
+    """Write the data and the launch into the output directory, where the other ranks read them."""
     folder = output / SHARED_NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -150,21 +157,21 @@ def _shared_data(job: Job) -> TrainingData:
 
 def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     if job.plan.device == "cuda":
-        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())  # Slurm may show each rank one device alone
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())  # under Slurm each rank may see only one device
     elif job.plan.num_processes == ranks.size:
-        bind(ranks.local_rank, ranks.local_size)
+        bind_process(ranks.local_rank, ranks.local_size)
     try:
         with StopRequest(notice=ranks.rank == 0) as stop:
             if job.plan.num_processes == 1:
                 return run_rank(job, data, on_event, stop)
-            with joined(job.plan, ranks.rank, store=PrefixStore("group", store)):
+            with join_group(job.plan, ranks.rank, store=PrefixStore("group", store)):
                 return run_rank(job, data, on_event, stop)
     except Interrupted as error:
         raise Interrupted(str(error) if ranks.rank == 0 else "") from None
     except UpshiftError as error:
         raise type(error)(str(error) if ranks.rank == 0 else f"rank {ranks.rank}: {error}") from error
     except RuntimeError as error:
-        if not lost_another(error):
+        if not lost_connection(error):
             raise
         raise JobFailed(
             f"rank {ranks.rank} of {job.plan.num_processes} lost another one; {still_loadable(Path(job.output))}"

@@ -1,7 +1,7 @@
-"""Run a job of several processes. A fresh Python process forks the ranks, because the caller's process may have thread pools
-already, and those do not survive a fork.
+"""Run a job of several processes from a fresh Python process, which forks the ranks.
 
-The fresh process has a session of its own, so that Ctrl-C reaches the caller alone. The caller passes it on once.
+The ranks are not forks of the caller, which may have thread pools, because these do not survive a fork. The fresh process has
+its own session, so that Ctrl-C reaches only the caller. The caller passes it on once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from upshift import errors, parent_process
-from upshift.disk_full import FREE_SOME, full_disk
+from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
@@ -32,12 +32,14 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.process_group import join_processes, rank_environment
 
 RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
-JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
+JOB_NAME = "job.json"
+RESULT_NAME = "result.json"
+TOKENIZER_NAME = "tokenizer"
 
 
 def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module: str = "upshift.training.job.job") -> Record:
-    """Start the fresh process, which runs ``module``, pass its events on, and return the record of rank 0."""
-    with written(job, data) as folder:
+    """Run the job by ``module`` in a fresh process. Pass its events on, and return the record of rank 0."""
+    with job_folder(job, data) as folder:
         process = subprocess.Popen(
             parent_process.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
@@ -53,64 +55,67 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 process.stdout.close()
-        return result_in(folder, process.returncode, interrupted=stop.requested)
+        return read_result(folder, process.returncode, interrupted=stop.requested)
 
 
 @contextmanager
-def written(job: Job, data: TrainingData) -> Iterator[Path]:
-    """Yield a folder with all files that another process needs to run the job."""
+def job_folder(job: Job, data: TrainingData) -> Iterator[Path]:
+    """Yield a temporary folder with all files that another process needs to run the job."""
     with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
         folder = Path(name)
         for path in data.folder.iterdir():
             (folder / path.name).symlink_to(path)
-        (folder / JOB).write_text(job.to_json(), encoding="utf-8")
+        (folder / JOB_NAME).write_text(job.to_json(), encoding="utf-8")
         yield folder
 
 
-def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RESULT) -> Record:
+def read_result(folder: Path, exit_code: int, *, interrupted: bool, name: str = RESULT_NAME) -> Record:
+    """Return the record that a process wrote into the folder, or raise the error that ended the job."""
     path = folder / name
     if not path.exists():
         if interrupted:
             raise Interrupted("interrupted before the first step; nothing new is saved, start again")
         raise JobFailed(f"the process that runs the job died (exit code {exit_code}); remove the cause, then --resume")
-    answer = json.loads(path.read_bytes())
-    if "error" in answer:
-        raise getattr(errors, answer["error"])(answer["message"])
+    content = json.loads(path.read_bytes())
+    if "error" in content:
+        raise getattr(errors, content["error"])(content["message"])
     return Record.from_json(path.read_bytes(), origin="the job's result")
 
 
-def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
-    """Run the job in the fresh process. Standard output has the events as lines. Output of libraries goes to stderr."""
+def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB_NAME, RESULT_NAME)) -> None:
+    """Run the job in the fresh process. Write events as lines to standard output, and output of libraries to stderr."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(event: Event) -> None:
+    def write_event(event: Event) -> None:
         events.write(event_to_json(event) + "\n")
         events.flush()
 
-    run_in(folder, run_rank, tell, names=names)
+    run_from_folder(folder, run_rank, write_event, names=names)
 
 
-def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
-    """Run the job that is written in ``folder``, and write its result beside it."""
+def run_from_folder(
+    folder: Path, run_rank: RunRank, on_event: OnEvent, *, names: tuple[str, str] = (JOB_NAME, RESULT_NAME)
+) -> None:
+    """Run the job in ``folder``, and write its result there. ``names`` are the file names of the job and the result."""
 
-    def work(job: Job) -> Record:
+    def run(job: Job) -> Record:
         data = load_data(folder)
-        if rank_environment()[0] == 0 and (folder / TOKENIZER).exists():
-            data = replace(data, tokenizer=load_tokenizer(folder / TOKENIZER))
-        return run_rank(job, data, tell, stop)
+        if rank_environment()[0] == 0 and (folder / TOKENIZER_NAME).exists():
+            data = replace(data, tokenizer=load_tokenizer(folder / TOKENIZER_NAME))
+        return run_rank(job, data, on_event, stop)
 
     job = Job.from_file(folder / names[0])
     with StopRequest(notice=False) as stop:
         try:
-            answer = join_processes(job.plan, work, job).to_json()
+            result = join_processes(job.plan, run, job).to_json()
         except UpshiftError as error:
-            kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
-            answer = json.dumps({"error": kind.__name__, "message": str(error)})
-        except Exception as error:  # libraries have classes of their own for a full disk
-            reason = full_disk(error)
+            error_class = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
+            result = json.dumps({"error": error_class.__name__, "message": str(error)})
+        except Exception as error:  # libraries raise their own classes of errors for a full disk
+            reason = disk_full_message(error)
             if reason is None:
                 raise
             message = f"a file could not be written ({reason}); {still_loadable(Path(job.output))}; {FREE_SOME}"
-            answer = json.dumps({"error": JobFailed.__name__, "message": message})
-    (folder / names[1]).write_text(answer, encoding="utf-8")
+            result = json.dumps({"error": JobFailed.__name__, "message": message})
+    (folder / names[1]).write_text(result, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Let the ranks that a launcher started meet before there is a plan: in a key-value store at MASTER_ADDR.
+"""Let the ranks that a launcher started meet in a key-value store at MASTER_ADDR, before there is a plan.
 
-torchrun keeps one store over restarts, and hosts that come or go do not change what it tells the ranks: old keys look like new
-ones. So ranks greet each other with fresh names first, and all later keys begin with rank 0's.
+torchrun keeps one store over restarts, and ranks cannot tell old keys from new ones there. Therefore ranks first greet each
+other with new random names, and all later keys begin with the name of rank 0.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from upshift.errors import JobFailed, RequestError
 from upshift.settings import Ranks
 
 POLL_SECONDS = 0.05
-SECONDS_TO_COME = 600.0  # of the last rank after the first
-SECONDS_TO_PLAN = 24 * 3600.0
+MAX_ARRIVAL_SECONDS = 600.0  # from the first rank to the last
+MAX_PLANNING_SECONDS = 24 * 3600.0
 
 
 def meet(ranks: Ranks) -> Store:
-    """Return a store of these ranks' own. All ranks call it."""
+    """Return a store for these ranks alone. All ranks call this function."""
     if ranks.address is None or ranks.port is None:
         raise RequestError(
             f"this is rank {ranks.rank} of {ranks.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank 0 "
@@ -31,43 +31,49 @@ def meet(ranks: Ranks) -> Store:
     try:
         store = TCPStore(
             ranks.address, ranks.port, is_master=ranks.rank == 0 and not ranks.store_is_there, wait_for_workers=False,
-            timeout=timedelta(seconds=SECONDS_TO_COME),
+            timeout=timedelta(seconds=MAX_ARRIVAL_SECONDS),
         )  # fmt: skip
-    except RuntimeError as error:  # torch's errors of connections
+    except RuntimeError as error:  # torch raises it if the connection fails
         reason = str(error).splitlines()[0]
         raise JobFailed(f"rank {ranks.rank} cannot reach {ranks.address}:{ranks.port}, where ranks meet: {reason}") from None
     name = secrets.token_hex(8)
     store.set(f"upshift/hello/{ranks.rank}", name)
-    first = _greet(store, ranks, name) if ranks.rank == 0 else _be_greeted(store, ranks, name)
-    own = PrefixStore(f"upshift/{first}", store)
-    own.set_timeout(timedelta(seconds=SECONDS_TO_PLAN))
-    return own
+    rank_0_name = _greet_others(store, ranks, name) if ranks.rank == 0 else _await_greeting(store, ranks, name)
+    job_store = PrefixStore(f"upshift/{rank_0_name}", store)
+    job_store.set_timeout(timedelta(seconds=MAX_PLANNING_SECONDS))
+    return job_store
 
 
-def _greet(store: Store, ranks: Ranks, name: str) -> str:
-    others, greeted, until = range(1, ranks.size), [""], time.monotonic() + SECONDS_TO_COME
+def _greet_others(store: Store, ranks: Ranks, name: str) -> str:
+    """Publish the names of rank 0 and of the ranks that have come, until all have seen them. Return rank 0's name."""
+    others = range(1, ranks.size)
+    published = ""
+    deadline = time.monotonic() + MAX_ARRIVAL_SECONDS
     while not store.check([f"upshift/{name}/seen/{rank}" for rank in others]):
-        come = [rank for rank in others if store.check([f"upshift/hello/{rank}"])]
-        names = {str(rank): store.get(f"upshift/hello/{rank}").decode() for rank in come}
-        if (said := json.dumps([name, names])) != greeted[0]:
-            greeted[0] = said
-            store.set("upshift/welcome", said)
-        _wait(until, f"{ranks.size - 1} other ranks")
+        arrived = [rank for rank in others if store.check([f"upshift/hello/{rank}"])]
+        names = {str(rank): store.get(f"upshift/hello/{rank}").decode() for rank in arrived}
+        welcome = json.dumps([name, names])
+        if welcome != published:
+            published = welcome
+            store.set("upshift/welcome", welcome)
+        _sleep_before(deadline, f"{ranks.size - 1} other ranks")
     return name
 
 
-def _be_greeted(store: Store, ranks: Ranks, name: str) -> str:
-    until = time.monotonic() + SECONDS_TO_COME
+def _await_greeting(store: Store, ranks: Ranks, name: str) -> str:
+    """Wait until rank 0 has published this rank's name. Return rank 0's name."""
+    deadline = time.monotonic() + MAX_ARRIVAL_SECONDS
     while True:
         if store.check(["upshift/welcome"]):
-            first, names = json.loads(store.get("upshift/welcome"))
+            rank_0_name, names = json.loads(store.get("upshift/welcome"))
             if names.get(str(ranks.rank)) == name:
-                store.set(f"upshift/{first}/seen/{ranks.rank}", name)
-                return str(first)
-        _wait(until, "rank 0")
+                store.set(f"upshift/{rank_0_name}/seen/{ranks.rank}", name)
+                return str(rank_0_name)
+        _sleep_before(deadline, "rank 0")
 
 
-def _wait(until: float, who: str) -> None:
-    if time.monotonic() > until:
-        raise JobFailed(f"{who} did not come in {SECONDS_TO_COME:.0f} s; see what the launcher says of them")
+def _sleep_before(deadline: float, missing: str) -> None:
+    """Sleep for a moment. Raise JobFailed after the deadline."""
+    if time.monotonic() > deadline:
+        raise JobFailed(f"{missing} did not come in {MAX_ARRIVAL_SECONDS:.0f} s; see what the launcher says of them")
     time.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""Define Job: everything a process needs to run one training, except the tokens. It round-trips through JSON."""
+"""Define Job: everything that a process needs to run one training, except the tokens. It is written and read as JSON."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_to_train
+from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.arguments import Arguments
@@ -38,8 +38,8 @@ class Job(Value):
 
     @property
     def recorded_plan(self) -> Plan:
-        """Return the plan that records of the run name."""
+        """Return the plan for the records of the run."""
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:
-        return find_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

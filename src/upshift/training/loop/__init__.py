@@ -1,1 +1,1 @@
-"""Run the one training loop, and report its events on the way."""
+"""Run the training loop, and report its events."""

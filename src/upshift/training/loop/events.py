@@ -1,4 +1,4 @@
-"""Define the events of a running job: frozen values for one callback, and JSON lines if the job runs in other processes."""
+"""Define the events of a running job. One callback gets them as frozen values; other processes send them as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upshift.value import Value
 
 @dataclass(frozen=True)
 class Started:
-    step: int  # optimizer steps done before; more than 0 when resumed
+    step: int  # optimizer steps done earlier; more than 0 when resumed
     max_steps: int
     tokens: int
     num_parameters: int
@@ -35,26 +35,28 @@ class StepDone:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A step ran out of memory and was done again, to the same gradients, with smaller micro-batches. So are all steps after
-    it."""
+    """Report that a step ran out of memory and was repeated with smaller micro-batches, which gave the same gradients.
+
+    All later steps use the smaller micro-batches too.
+    """
 
     step: int
     largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
     smaller: tuple[int, ...]  # of the largest one now
-    verdict: str  # the autopsy's
-    autopsy: str  # its file
+    verdict: str  # of the autopsy
+    autopsy: str  # path of its file
 
 
 @dataclass(frozen=True)
 class Doubted:
-    """A warning before the first step: what will probably go wrong, and what to do instead."""
+    """Warn before the first step: say what will probably go wrong, and what to do instead."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Waited:
-    """Ranks wait for one that does not come, or a rank is slower than the others."""
+    """Report that ranks wait for one that does not come, or that a rank is slower than the others."""
 
     step: int
     words: str
@@ -62,7 +64,7 @@ class Waited:
 
 @dataclass(frozen=True)
 class Healed:
-    """A copy that came back is healed: it has what the other copies have."""
+    """Report that a restarted copy has the same state as the other copies again."""
 
     step: int
 
@@ -85,7 +87,7 @@ class Finished:
     step: int
     tokens: int
     seconds: float
-    reason: str  # finished, or the requested early end: tokens, seconds
+    reason: str  # "finished", or the requested early end: "tokens" or "seconds"
 
 
 Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Saved | Finished
@@ -103,8 +105,8 @@ def event_from_json(line: str) -> Event:
     return event
 
 
-class Told(Value):
-    """An event on its way from a child of a fork server."""
+class SentEvent(Value):
+    """Carry an event from a child of a fork server to its parent."""
 
     line: str  # JSON
 
@@ -113,5 +115,5 @@ class Told(Value):
         return event_from_json(self.line)
 
 
-def told(event: Event) -> Told:
-    return Told(line=event_to_json(event))
+def to_sent_event(event: Event) -> SentEvent:
+    return SentEvent(line=event_to_json(event))

@@ -1,4 +1,4 @@
-"""Run the training loop. There is one; CPU, GPU, one process and several differ only by the Plan."""
+"""Run the training loop. CPU, GPU, one process and several processes use the same loop and differ only by the Plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from upshift.training.batches.sampler import BatchSource, evaluation_batches, lo
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
-from upshift.training.checkpoint.sharded import is_divided
+from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import find_place, highest, on_rank_0
+from upshift.training.distributed.mesh import all_reduce_max, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
-from upshift.training.elastic.replica import Again, Copies
+from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
@@ -40,25 +40,25 @@ from upshift.training.loop.events import (
     StepDone,
     Waited,
 )
-from upshift.training.loop.metrics import NUM_WARMUP, WATCHED_WITHIN, StepMeter
-from upshift.training.loop.monitor import RunSigns, death_reported, doubts, out_of_memory_in_words
-from upshift.training.loop.save import Saves
+from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMeter
+from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
+from upshift.training.loop.save import CheckpointSaver
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import Progress
-from upshift.training.out_of_memory import examine
-from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
+from upshift.training.out_of_memory import make_autopsy
+from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
-from upshift.training.step import Shape, Stepper
+from upshift.training.step import Shape, TrainStep
 from upshift.units import GIB, gib
 
 REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
-HELD_LIMIT = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
-LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
+HELD_LIMIT_FACTOR = 1.05  # times the predicted memory; above it, free heap memory goes back to the system
+LOSS_STEPS = 10  # the Record's loss is the mean of this many last steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The result of a run that ended as it should, on every rank. The numbers are the rank's own."""
+class RunResult:
+    """The result of a run that ended without an error. Every rank has one, with its own numbers."""
 
     reason: str  # finished, tokens or seconds
     measured: Numbers
@@ -67,127 +67,163 @@ class Outcome:
     memory_samples: list[MemorySample]
     resumed_step: int
     seconds: float
-    waited_share: float  # of the steady steps' time, for a core that another program had
+    waited_share: float  # of the steady steps' time: waiting for a core that another program used
     cpu_seconds: float  # of this process in a steady step
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: ReplicaGroup | None = None) -> RunResult:
     """Run the job in this process, as one rank, or one of several ``copies``.
 
     Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
     """
-    (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
-    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
+    rank, num_ranks = rank_environment()
+    recorder = MemoryRecorder()
+    output = Path(job.output)
+    recording = recorder if rank == 0 else nullcontext()
+    with explaining_out_of_memory(output, rank=rank, ranks=num_ranks), recording:
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
-        with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
+        with reporting_death(output, lambda: loop.progress.step + 1, rank=rank, ranks=num_ranks):
             return loop.run()
 
 
 class TrainingLoop:
+    """One rank's training run, from loading the model to saving it."""
+
     def __init__(
         self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
-        copies: Copies | None = None,
+        copies: ReplicaGroup | None = None,
     ) -> None:  # fmt: skip
-        self.start, self.copies = time.perf_counter(), copies
-        self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
-        self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
+        self.start = time.perf_counter()
+        self.copies = copies
+        self.job = job
+        self.data = data
+        self.rank = rank
+        self.stop = stop
+        self.recorder = recorder
+        self.plan = job.plan
+        self.arguments = job.arguments
+        self.output = Path(job.output)
         self._on_event = on_event
-        set_process(self.plan)
-        self.place = find_place(self.plan)
-        self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
+        configure_process(self.plan)
+        self.mesh = init_mesh(self.plan)
+        self.layout = layout_for(self.plan, data.objective, data_rank=self.mesh.data_rank)
         self.source = BatchSource(
             sequences=data.training, global_batch=job.global_batch, layout=self.layout,
             objective=data.objective, seed=self.arguments.seed,
         )  # fmt: skip
         self.progress = Progress(job)
-        self.checkpoint = Path(job.checkpoint) if job.checkpoint else newest_checkpoint(self.output) if job.resume else None
+        self.checkpoint: Path | None = None
+        if job.checkpoint:
+            self.checkpoint = Path(job.checkpoint)
+        elif job.resume:
+            self.checkpoint = newest_checkpoint(self.output)
         self._load()
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
-        held = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
-        self.held_memory = HeldMemory(HELD_LIMIT * held * GIB if held else None)
-        keep = self.arguments.save_total_limit
-        self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
-        self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
+        predicted_gib = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
+        self.held_memory = HeldMemory(HELD_LIMIT_FACTOR * predicted_gib * GIB if predicted_gib else None)
+        self.saver = CheckpointSaver(
+            self.mesh, self.train_step, keep=self.arguments.save_total_limit, meter=self.meter, on_saved=self._send_event
+        )
+        self.monitor = RunMonitor(
+            self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, on_finding=self._report_finding
+        )
 
     def _new_meter(self) -> StepMeter:
-        """Return a meter that watches the step with the longest micro-batch of the first few."""
-        done, left = self.progress.step, self.arguments.max_steps - self.progress.step
-        looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
-        if looked_at < 1:
-            return StepMeter(self.plan, planned_steps=left)
-        ahead = look_ahead(self.source, first_step=done + NUM_WARMUP, num_steps=looked_at)
-        return StepMeter(self.plan, planned_steps=left, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
+        """Return a meter that measures the memory of the step with the longest micro-batch among the first few steps."""
+        remaining_steps = self.arguments.max_steps - self.progress.step
+        num_candidates = min(remaining_steps // 2, MAX_WATCHED_STEP) - NUM_WARMUP
+        if num_candidates < 1:
+            return StepMeter(self.plan, planned_steps=remaining_steps)
+        ahead = look_ahead(self.source, first_step=self.progress.step + NUM_WARMUP, num_steps=num_candidates)
+        return StepMeter(self.plan, planned_steps=remaining_steps, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
 
     def _load(self) -> None:
+        """Load the model, make the optimizer, and read the checkpoint that the run resumes from."""
         seed = self.arguments.seed
-        source, from_config = self.job.source(), self.job.from_config
+        source = self.job.source()
+        from_config = self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
-            in_one = not is_divided(self.checkpoint)
-            source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
-        if found is None:
+            if is_sharded(self.checkpoint):
+                from_config = True
+            else:
+                source = find_model(str(self.checkpoint))
+                from_config = False
+        loaded = None if from_config else load_shards(source, self.plan, self.mesh, seed=seed)
+        if loaded is None:
             whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
             count = sum(parameter.numel() for parameter in whole.parameters())
-            found = prepare(whole, self.plan, self.place), count
+            loaded = prepare_model(whole, self.plan, self.mesh), count
             del whole
-        model, self.num_parameters = found
-        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
+        model, self.num_parameters = loaded
+        self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
-            seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
+            # Tensor-parallel ranks need the same dropout for the activations that they all have.
+            seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)
             return
-        self.progress.go_on_from(self.checkpoint, self.stepper, self.place)
+        self.progress.resume_from(self.checkpoint, self.train_step, self.mesh)
 
     def write_to(self, folder: Path) -> None:
-        self.progress.write_to(folder, self.stepper)
+        """Write the state that a restarted copy needs."""
+        self.progress.write_to(folder, self.train_step)
 
     def read_from(self, folder: Path) -> None:
-        self.progress.read_from(folder, self.stepper, self.place)
+        """Go on from the state that another copy wrote."""
+        self.progress.read_from(folder, self.train_step, self.mesh)
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self._on_event(Healed(self.progress.step))
 
     @property
     def leads(self) -> bool:
-        """Return whether this process reports and writes for all processes that do the same."""
-        return self.rank == 0 if self.copies is None else self.copies.leads
+        """Return whether this process reports and writes for all processes that do the same work."""
+        return self.rank == 0 if self.copies is None else self.copies.is_leader
 
-    def run(self) -> Outcome:
-        done, most, resumed = self.progress, self.arguments.max_steps, str(self.checkpoint) if self.checkpoint else None
+    def run(self) -> RunResult:
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
-        self._tell(Started(done.step, most, done.tokens[-1], self.num_parameters, self.plan.label(), resumed))
-        for words in doubts(self.stepper.model, self.plan):
-            self._tell(Doubted(words))
-        with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
-            reason = self._steps()
+        self._send_started()
+        for warning in warnings_before_start(self.train_step.model, self.plan):
+            self._send_event(Doubted(warning))
+        with watching(self.plan, lambda step, warning: self._on_event(Waited(step, warning)), self.output) as self._watch_step:
+            reason = self._run_steps()
         if reason == "interrupted":
             self._interrupt()
-        self.saves.finish()
+        self.saver.finish()
         self._evaluate()
         self._save_model()
         seconds = time.perf_counter() - self.start
-        self._tell(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
-        return Outcome(
+        self._send_event(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
+        return RunResult(
             reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step, seconds=seconds, waited_share=self.meter.waited_share,
             cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
         )  # fmt: skip
 
-    def _steps(self) -> str:
+    def _send_started(self) -> None:
+        progress = self.progress
+        event = Started(
+            step=progress.step, max_steps=self.arguments.max_steps, tokens=progress.tokens[-1],
+            num_parameters=self.num_parameters, plan_label=self.plan.label(),
+            resumed_from=str(self.checkpoint) if self.checkpoint else None,
+        )  # fmt: skip
+        self._send_event(event)
+
+    def _run_steps(self) -> str:
+        """Run steps until one of the ends is reached. Return the reason for the end."""
         self.recorder.phase = "first step"
         while self.progress.step < self.arguments.max_steps:
-            self.saves.notice()
+            self.saver.report_if_written()
             reason = self._reason_to_stop()
             if reason:
                 return reason
             try:
-                self._one_step()
-            except Again:
-                self.stepper.forget_gradients()
+                self._run_step()
+            except RetryStep:
+                self.train_step.forget_gradients()
                 self._batches = self.source.batches(self.progress.position)
                 continue
             self.recorder.phase = "steady"
@@ -197,44 +233,45 @@ class TrainingLoop:
                 self._save()
         return "finished"
 
-    def _one_step(self) -> None:
-        start = self.signs.begin()
+    def _run_step(self) -> None:
+        start = self.monitor.begin_step()
         self.meter.begin()
         if self.copies is not None:
-            self.copies.meet()
-        with self.signs.fetching():
+            self.copies.start_step()
+        with self.monitor.fetching_batch():
             batch = next(self._batches)
         if self.copies is not None:
-            batch = self.copies.part(batch)
+            batch = self.copies.select_micro_batches(batch)
         try:
-            with self._watched(self.progress.step + 1):
-                outcome = self.meter.step(self.stepper, batch)
+            with self._watch_step(self.progress.step + 1):
+                result = self.meter.run_step(self.train_step, batch)
         except JobFailed as error:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
-        self.meter.add(outcome.num_tokens, time.perf_counter() - start)
-        self.progress.add(batch, outcome)
-        resident = self.meter.held_now()
+        self.meter.add(result.num_tokens, time.perf_counter() - start)
+        self.progress.add(batch, result)
+        resident = self.meter.held_bytes()
         self.held_memory.after_step(resident)
-        done = StepDone(
-            step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=outcome.loss,
-            learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
+        event = StepDone(
+            step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=result.loss,
+            learning_rate=result.learning_rate, gradient_norm=result.gradient_norm,
             tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=resident,
         )  # fmt: skip
-        self._tell(done)
+        self._send_event(event)
 
-    def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
-        autopsy = examine(
-            self.stepper.scene, step=self.progress.step + 1, plan=self.plan, model=self.stepper.model,
-            optimizer=self.stepper.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
-            smaller=smaller, words=words,
+    def _report_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
+        """Write an autopsy of the step, and send an event with its verdict."""
+        autopsy = make_autopsy(
+            self.train_step.memory_at_failure, step=self.progress.step + 1, plan=self.plan, model=self.train_step.model,
+            optimizer=self.train_step.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
+            smaller=smaller, message=message,
         )  # fmt: skip
         if self.leads:
             path = autopsy.write(self.output)
-            self._tell(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
+            self._send_event(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
 
     def _reason_to_stop(self) -> str:
-        """Return the reason to stop, the same on every rank: the clock and the signals of rank 0 decide."""
+        """Return the reason to stop, or an empty text. All ranks return the same: rank 0's clock and signals decide."""
         number = 0
         if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
             number = 1
@@ -242,40 +279,43 @@ class TrainingLoop:
             number = 2
         if self.stop.requested and self.rank == 0:
             number = 3
-        if self.saves.has_failed:
+        if self.saver.has_failed:
             number = 4
-        return REASONS[highest(number, self.plan) if self.copies is None else self.copies.highest(number)]
+        decision = all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)
+        return REASONS[decision]
 
     def _evaluate(self) -> None:
-        done = self.progress
-        if self.data.evaluation is None or (done.evaluations and done.evaluations[-1][0] == done.step):
+        """Compute the held-out loss, unless this step is evaluated already."""
+        progress = self.progress
+        if self.data.evaluation is None or (progress.evaluations and progress.evaluations[-1][0] == progress.step):
             return
         batches = evaluation_batches(
             self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
         )
         with self._phase("evaluation"):
-            loss = evaluate(self.stepper.model, self.plan, batches)
-        done.evaluations.append((done.step, done.tokens[-1], loss))
-        self._tell(Evaluated(done.step, done.tokens[-1], loss))
+            loss = evaluate(self.train_step.model, self.plan, batches)
+        progress.evaluations.append((progress.step, progress.tokens[-1], loss))
+        self._send_event(Evaluated(progress.step, progress.tokens[-1], loss))
 
     def _interrupt(self) -> None:
-        done = f"interrupted after step {self.progress.step} of {self.arguments.max_steps}"
+        interrupted = f"interrupted after step {self.progress.step} of {self.arguments.max_steps}"
         if self.progress.step == 0:
-            raise Interrupted(f"{done}; nothing is saved, start again")
+            raise Interrupted(f"{interrupted}; nothing is saved, start again")
         self._save()
-        self.saves.finish()
-        raise Interrupted(f"{done}; checkpoint-{self.progress.step} is saved in {self.output}, continue with --resume")
+        self.saver.finish()
+        checkpoint = f"checkpoint-{self.progress.step}"
+        raise Interrupted(f"{interrupted}; {checkpoint} is saved in {self.output}, continue with --resume")
 
     def _save(self) -> None:
-        """Save a checkpoint. Wait only for the copies to host memory, if that has room."""
+        """Start to save a checkpoint. If host memory has room, wait only until the tensors are copied there."""
         if self.saved_step == self.progress.step or self._is_silent:
             return
-        self.saves.finish()
-        with on_rank_0(self.plan):
+        self.saver.finish()
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output)
         with self._phase("save"):
-            self.saves.save(self.output, self.progress.state, self.data.tokenizer)
+            self.saver.save(self.output, self.progress.state, self.data.tokenizer)
         self.saved_step = self.progress.step
 
     @property
@@ -287,33 +327,36 @@ class TrainingLoop:
         if self._is_silent:
             return
         with self._phase("save"):
-            self.saves.save_model(self.output, self.job.source(), self.data.tokenizer)
-        with on_rank_0(self.plan):
+            self.saver.save_model(self.output, self.job.source(), self.data.tokenizer)
+        with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output, finished=True)
-                self._tell(Saved(str(self.output), self.progress.step))
+                self._send_event(Saved(str(self.output), self.progress.step))
 
     def _numbers(self) -> Numbers:
-        speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
-        last = self.progress.losses[-LOSS_STEPS:]
+        tokens_per_second = self.meter.tokens_per_second
+        flops_per_token = self.job.model_flops_per_token
+        last_losses = self.progress.losses[-LOSS_STEPS:]
+        evaluations = self.progress.evaluations
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
-            resident_gib=gib(self.meter.held_peak()), step_ms=self.meter.step_ms, tokens_per_second=speed,
-            loss=sum(last) / len(last) if last else None,
-            evaluation_loss=self.progress.evaluations[-1][2] if self.progress.evaluations else None,
-            model_flops_per_second=speed * per_token if speed and per_token else None,
+            resident_gib=gib(self.meter.held_peak()), step_ms=self.meter.step_ms, tokens_per_second=tokens_per_second,
+            loss=sum(last_losses) / len(last_losses) if last_losses else None,
+            evaluation_loss=evaluations[-1][2] if evaluations else None,
+            model_flops_per_second=tokens_per_second * flops_per_token if tokens_per_second and flops_per_token else None,
             one_time_seconds=self.meter.one_time_seconds,
         )  # fmt: skip
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
-        before, self.recorder.phase = self.recorder.phase, phase
+        previous = self.recorder.phase
+        self.recorder.phase = phase
         yield
-        self.recorder.phase = before
+        self.recorder.phase = previous
 
-    def _found(self, finding: Finding) -> None:
-        self._tell(Waited(self.progress.step, f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}"))
+    def _report_finding(self, finding: Finding) -> None:
+        self._send_event(Waited(self.progress.step, f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}"))
 
-    def _tell(self, event: Event) -> None:
+    def _send_event(self, event: Event) -> None:
         if self.leads:
             self._on_event(event)

@@ -1,4 +1,4 @@
-"""Measure a training run: step times, speed, and the memory of one early step."""
+"""Measure a training run: the step times, the speed, and the memory of one early step."""
 
 from __future__ import annotations
 
@@ -11,85 +11,91 @@ from upshift.benchmarking.meters import (
     AllocatedPeak,
     allocated_peak,
 )
-from upshift.benchmarking.timing import between, read_moment
+from upshift.benchmarking.timing import read_moment, timing_between
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.training.batches.sampler import GlobalBatch
-from upshift.training.held_memory import begin_held_peak, give_back_free_memory, held_bytes, held_peak_bytes
+from upshift.training.held_memory import held_bytes, held_peak_bytes, reset_held_peak, trim_heap
 from upshift.training.prepare import in_memory_bytes
-from upshift.training.step import StepOutcome, Stepper
+from upshift.training.step import StepResult, TrainStep
 
-NUM_WARMUP = 2  # steps that allocate, compile and tune
-WATCHED_WITHIN = 16  # steps, or the first half of fewer, one of which is watched: the one with the longest micro-batch
+NUM_WARMUP = 2  # first steps, which allocate, compile and tune
+# Memory is measured in one of the first steps, the one with the longest micro-batch: at most this many, or half of the run.
+MAX_WATCHED_STEP = 16
 WINDOW_STEPS = 20
 
 
 class StepMeter:
-    """A meter that counts from this process's first step: a resumed run warms up again.
+    """Measure the steps of this process, counted from its first one: a resumed run warms up again.
 
-    ``longest_step`` is the number, from 1, of the step after the warm-up that has the longest micro-batch.
+    ``longest_step`` is the number (from 1) of the step that has the longest micro-batch after the warm-up.
     """
 
     def __init__(self, plan: Plan, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
         self.plan = plan
-        self.watched = min(longest_step, planned_steps)  # the step whose memory is watched
+        self.watched_step = min(longest_step, planned_steps)  # the step whose memory is measured
         self.count = 0
         self.seconds = 0.0
         self.first_seconds: float | None = None
         self.steady: list[tuple[int, float]] = []  # tokens, seconds
         self.peak_bytes: int | None = None
-        self.waited_seconds, self.cpu_seconds = 0.0, 0.0  # of the steady steps, in this process
-        self._before = read_moment()
+        self.waited_seconds = 0.0  # of the steady steps, in this process
+        self.cpu_seconds = 0.0  # of the steady steps, in this process
+        self._step_start = read_moment()
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         self._held_peak = 0
-        begin_held_peak(plan)
+        reset_held_peak(plan)
 
     def begin(self) -> None:
-        """Read the clocks before a step's batch is made."""
-        self._before = read_moment()
+        """Read the clocks, before the batch of a step is made."""
+        self._step_start = read_moment()
 
-    def step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
-        if self.count + 1 == self.watched:
-            return self._watched_step(stepper, batch)
-        return stepper.step(batch)
+    def run_step(self, train_step: TrainStep, batch: GlobalBatch) -> StepResult:
+        if self.count + 1 == self.watched_step:
+            return self._run_watched_step(train_step, batch)
+        return train_step.step(batch)
 
     def add(self, tokens: int, seconds: float) -> None:
+        """Count a step that is done."""
         self.count += 1
         self.seconds += seconds
         if self.count == 1:
             self.first_seconds = seconds
-        if self.count == 2 and self.watched != 2:
+        if self.count == 2 and self.watched_step != 2:
             self._window.clear()  # the first step compiles
-        if self.count == 1 or self.count != self.watched:
+        if self.count == 1 or self.count != self.watched_step:
             self._window.append((tokens, seconds))
-        if self.count > NUM_WARMUP and self.count != self.watched:
-            timing = between(self._before, read_moment())
+        if self.count > NUM_WARMUP and self.count != self.watched_step:
+            timing = timing_between(self._step_start, read_moment())
             self.waited_seconds += timing.waited
             self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
 
-    def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
-        """Run ``Stepper.step`` under the allocator's meter. Its events are kept in memory, so only a part is watched."""
+    def _run_watched_step(self, train_step: TrainStep, batch: GlobalBatch) -> StepResult:
+        """Run a step and measure its peak memory. The meter keeps its events in memory, so it covers only a part of the step."""
         self._held_peak = held_peak_bytes(self.plan)
-        seen: list[AllocatedPeak] = []
+        peaks: list[AllocatedPeak] = []
 
         @contextmanager
         def watch() -> Iterator[None]:
-            with allocated_peak(self.plan.device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
-                seen.append(peak)
+            resident = in_memory_bytes(train_step.model, train_step.optimizer)
+            with allocated_peak(self.plan.device, resident_bytes=resident) as peak:
+                peaks.append(peak)
                 yield
 
-        outcome = stepper.step(batch, watch=watch)
-        self.peak_bytes = max(peak.bytes or 0 for peak in seen) or None
+        result = train_step.step(batch, watch=watch)
+        self.peak_bytes = max(peak.bytes or 0 for peak in peaks) or None
         if self.plan.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
-                give_back_free_memory()
-            begin_held_peak(self.plan)  # the memory of watching itself is not the run's
-        return outcome
+                trim_heap()
+            reset_held_peak(self.plan)  # the run itself does not need the meter's memory
+        return result
 
     @property
     def recent_tokens_per_second(self) -> float:
-        tokens, seconds = (sum(column) for column in zip(*self._window, strict=True)) if self._window else (0, 0.0)
+        """Return the speed over the last steps, in real tokens."""
+        tokens = sum(tokens for tokens, _ in self._window)
+        seconds = sum(seconds for _, seconds in self._window)
         return tokens / seconds if seconds else 0.0
 
     @property
@@ -109,26 +115,27 @@ class StepMeter:
 
     @property
     def waited_share(self) -> float:
-        """Return the share of the steady steps' time that went by waiting for a core that another program had."""
+        """Return the share of the steady steps' time spent waiting for a core that another program used."""
         seconds = sum(seconds for _, seconds in self.steady)
         return self.waited_seconds / seconds if seconds else 0.0
 
     @property
     def one_time_seconds(self) -> float | None:
+        """Return the seconds that the first step took longer than the median one."""
         spread = self.step_ms
         if spread is None or self.first_seconds is None:
             return None
         return max(self.first_seconds - spread.p50 / 1000, 0.0)
 
-    def saving(self, *, begins: bool) -> None:
-        """Keep a save's copies out of the step's memory peak. The copies leave with the save."""
+    def exclude_save(self, *, begins: bool) -> None:
+        """Leave the copies that a save makes out of the memory peak of the steps. Call it before and after a save."""
         if self.plan.device == "cpu":
             if begins:
                 self._held_peak = self.held_peak()
             else:
-                begin_held_peak(self.plan)
+                reset_held_peak(self.plan)
 
-    def held_now(self) -> int:
+    def held_bytes(self) -> int:
         return held_bytes(self.plan)
 
     def held_peak(self) -> int:

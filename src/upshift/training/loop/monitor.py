@@ -1,6 +1,6 @@
-"""Feed a run's steps to debugging/step_signs.py, and leave the findings for `upshift doctor RUN_DIR`.
+"""Watch a run for signs of trouble, and leave the findings in the output folder for `upshift doctor RUN_DIR`.
 
-Turn failures of a run into words that a user can act on.
+Report failures of a run in messages that a user can act on.
 """
 
 from __future__ import annotations
@@ -21,138 +21,151 @@ from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.half_precision import examine_fp16
-from upshift.debugging.run_report import forget, leave_findings, report_of
-from upshift.debugging.step_signs import Signs, Step, leak
+from upshift.debugging.run_report import delete_report, leave_findings, report_of
+from upshift.debugging.step_signs import Signs, Step, leak_finding
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.out_of_memory import find_out_of_memory
 
-STATM = Path("/proc/self/statm")  # of Linux; in pages: size, resident, ...
+STATM = Path("/proc/self/statm")  # on Linux: total size, resident size, ... in pages
 PAGE_BYTES = mmap.PAGESIZE
-ATTRIBUTED_STEPS = 8  # in which memory is looked at before and after everyone who runs
+ATTRIBUTED_STEPS = 8  # in which memory is read before and after each callback and each fetch of a batch
 
 OnFinding = Callable[[Finding], None]
 
 
-def compiled_so_far() -> int:
+def count_compiled_frames() -> int:
     """Return the number of frames that torch.compile has compiled in this process, and 0 if it was not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
 
 
-def why_compiled() -> str | None:
+def recompile_reason() -> str | None:
     """Return torch's own reason for the newest recompilation, or None."""
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = utils.get_compilation_metrics() if utils is not None else []
-    reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
+    reasons = [metric.recompile_reason for metric in metrics if metric.recompile_reason]
     return " ".join(reasons[-1].split())[:160] if reasons else None
 
 
-class RunSigns:
-    """The signs of one rank's run. ``fetching`` surrounds the wait for a batch. ``begin`` is called when a step begins."""
+class RunMonitor:
+    """Watch the steps of one rank.
 
-    def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
-        self._output, self._rank, self._tell = output, rank, tell
+    Call ``begin_step`` when a step begins, and open ``fetching_batch`` around the wait for its batch.
+    """
+
+    def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, on_finding: OnFinding) -> None:
+        self._output = output
+        self._rank = rank
+        self._on_finding = on_finding
         self._on_device = device == "cuda"
         self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
         self._signs = Signs(data_fix=data_fix)
-        self._found: list[Finding] = []
-        self._start: float | None = None
-        self._waited = 0.0
-        self._growth: float | None = None  # known, and who it is is looked for
-        self._grew: dict[str, int] = {}
-        self._left = ATTRIBUTED_STEPS
+        self._findings: list[Finding] = []
+        self._step_start: float | None = None
+        self._waited_seconds = 0.0
+        self._growth: float | None = None  # of memory, in each step; once it shows, its cause is looked for
+        self._growth_bytes: dict[str, int] = {}  # by what ran meanwhile
+        self._attributed_steps_left = ATTRIBUTED_STEPS
 
     @property
-    def attributes(self) -> bool:
-        """Return whether ``by`` should surround everything that runs."""
-        return self._growth is not None and self._left > 0
+    def attributes_memory(self) -> bool:
+        """Return whether ``attributing_to`` should surround each callback, to find the one whose memory grows."""
+        return self._growth is not None and self._attributed_steps_left > 0
 
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         if self._on_device:
             return torch.cuda.memory_allocated()
         if self._statm is None:
             return resident_bytes()
-        # As psutil does, but for opening the file: 10 microseconds instead of 60 between the products of a step.
+        # As psutil reads it, but without opening the file: 10 microseconds a step instead of 60.
         return int(os.pread(self._statm.fileno(), 128, 0).split()[1]) * PAGE_BYTES
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
-        start, before = time.perf_counter(), self.held() if self.attributes else 0
+    def fetching_batch(self) -> Iterator[None]:
+        start = time.perf_counter()
+        bytes_before = self.held_bytes() if self.attributes_memory else 0
         yield
-        self._waited += time.perf_counter() - start
-        if self.attributes:
-            self._grew["the data loader"] = self._grew.get("the data loader", 0) + self.held() - before
+        self._waited_seconds += time.perf_counter() - start
+        if self.attributes_memory:
+            self._add_growth("the data loader", bytes_before)
 
     @contextmanager
-    def by(self, name: str) -> Iterator[None]:
-        before = self.held()
+    def attributing_to(self, name: str) -> Iterator[None]:
+        bytes_before = self.held_bytes()
         yield
-        self._grew[name] = self._grew.get(name, 0) + self.held() - before
+        self._add_growth(name, bytes_before)
 
-    def begin(self) -> float:
-        """Note that a step begins, and the one before it is over. Return the time now."""
-        now = time.perf_counter()
-        if self._start is not None:
-            step = Step(now - self._start, self._waited, compiled_so_far(), self.held())
+    def _add_growth(self, name: str, bytes_before: int) -> None:
+        self._growth_bytes[name] = self._growth_bytes.get(name, 0) + self.held_bytes() - bytes_before
+
+    def begin_step(self) -> float:
+        """Note that the previous step is over and the next one begins. Return the time on the clock."""
+        time_now = time.perf_counter()
+        if self._step_start is not None:
+            step = Step(time_now - self._step_start, self._waited_seconds, count_compiled_frames(), self.held_bytes())
             for finding in self._signs.add(step):
-                why = why_compiled() if finding.subject == "recompiles" else None
-                self._say(finding if why is None else finding.changed(evidence=f"{finding.evidence}; torch says: {why}"))
+                reason = recompile_reason() if finding.subject == "recompiles" else None
+                if reason is not None:
+                    finding = finding.changed(evidence=f"{finding.evidence}; torch says: {reason}")
+                self._report(finding)
             self._look_for_leak()
-        self._start, self._waited = now, 0.0
-        return now
+        self._step_start = time_now
+        self._waited_seconds = 0.0
+        return time_now
 
     def _look_for_leak(self) -> None:
         if self._growth is None:
             self._growth = self._signs.growth()
-        elif self._left > 0:
-            self._left -= 1
-            if self._left == 0:
+        elif self._attributed_steps_left > 0:
+            self._attributed_steps_left -= 1
+            if self._attributed_steps_left == 0:
                 free = torch.cuda.mem_get_info()[0] if self._on_device else psutil.virtual_memory().available
-                grew = {name: size / ATTRIBUTED_STEPS for name, size in self._grew.items()}
-                self._say(leak(self._growth, grew=grew, free=free))
+                growth_per_step = {name: size / ATTRIBUTED_STEPS for name, size in self._growth_bytes.items()}
+                self._report(leak_finding(self._growth, grew=growth_per_step, free=free))
 
-    def _say(self, finding: Finding) -> None:
-        self._found.append(finding)
-        self._tell(finding)
-        with suppress(OSError):  # a full disk: it was told
-            leave_findings(self._output, self._rank, self._found)
+    def _report(self, finding: Finding) -> None:
+        self._findings.append(finding)
+        self._on_finding(finding)
+        with suppress(OSError):  # the disk may be full; the callback has the finding already
+            leave_findings(self._output, self._rank, self._findings)
 
 
-def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
+def warnings_before_start(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Yield warnings before the first step: what will probably go wrong, and what to do instead."""
-    found = examine_fp16(model) if plan.precision == "fp16" else None
-    if found is not None:
-        yield f"{found.what} ({found.cause}); upshift train ... --set precision=bf16, or --set precision=fp32"
+    finding = examine_fp16(model) if plan.precision == "fp16" else None
+    if finding is not None:
+        yield f"{finding.what} ({finding.cause}); upshift train ... --set precision=bf16, or --set precision=fp32"
 
 
 @contextmanager
-def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
+def reporting_death(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
     """Leave a report for `upshift doctor` if the run dies. Remove the report of an earlier run first."""
-    forget(output, rank)
+    delete_report(output, rank)
     try:
         yield
     except (Interrupted, RequestError):
         raise
     except BaseException as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        report = report_of(error, rank=rank, ranks=ranks, kind="died", step=step(), words=words, versions=library_versions())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        report = report_of(error, rank=rank, ranks=ranks, kind="died", step=step(), words=message, versions=library_versions())
         with suppress(OSError):  # the disk may be what failed
             report.write(output)
         raise
 
 
 @contextmanager
-def out_of_memory_in_words(output: Path, *, rank: int, ranks: int) -> Iterator[None]:
+def explaining_out_of_memory(output: Path, *, rank: int, ranks: int) -> Iterator[None]:
+    """Raise JobFailed, with what to do next, in place of the error that says that memory ran out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         refusal = find_out_of_memory(error)
         if refusal is None:
             raise
-        who = f"rank {rank} of {ranks} ran out of memory" if ranks > 1 else "out of memory"
+        problem = f"rank {rank} of {ranks} ran out of memory" if ranks > 1 else "out of memory"
         raise JobFailed(
-            f"{who} ({' '.join(str(refusal).split())[:160]}); {still_loadable(output)}; "
+            f"{problem} ({' '.join(str(refusal).split())[:160]}); {still_loadable(output)}; "
             "let `upshift plan` choose again for the memory that is free"
         ) from error

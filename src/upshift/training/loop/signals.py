@@ -1,4 +1,4 @@
-"""Turn SIGINT and SIGTERM into a request to stop after the current step. The next signal does what it did before."""
+"""Turn the first SIGINT or SIGTERM into a request to stop after the current step. A second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ NOTICE = b"\nstopping after this step; press Ctrl-C again to end at once\n"
 
 
 class StopRequest:
-    """A context that catches the signals. Outside the main thread it does nothing: only there does Python let handlers be
-    installed."""
+    """Catch the signals while open.
+
+    Outside the main thread it does nothing, because Python lets only the main thread install signal handlers.
+    """
 
     def __init__(self, *, notice: bool = True, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
-        self._notice, self._on_request = notice, on_request
+        self._notice = notice
+        self._on_request = on_request
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,5 +43,5 @@ class StopRequest:
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a handler not set by Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: the handler was not set by Python
         self._previous.clear()

@@ -1,6 +1,6 @@
-"""Track how far a run came: the contents of its checkpoints and of its file, beside weights and optimizer states.
+"""Keep track of a run: its file upshift_run.json, which resumed run may go on with it, and its progress.
 
-Keep upshift_run.json, beside the checkpoints: the run's request and how far it came. Decide what may resume.
+The file lies beside the checkpoints. It holds the run's request, and the tokens and evaluations so far.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
-from upshift.training.checkpoint.state import SavedState, sealed, unsealed
+from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.tokens import Sequences
-from upshift.training.distributed.mesh import Place
+from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
 from upshift.training.loop.metrics import StepMeter
-from upshift.training.loop.save import load
+from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
-from upshift.training.step import StepOutcome, Stepper
+from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
-SHARED_NAME = "upshift_shared"  # folder of the data that the ranks of a launcher read, until the run is finished
+SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-_WHAT_TO_DO = (
+_REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
-CHANGEABLE = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
+CHANGEABLE_ARGUMENTS = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # a resumed run may change these
 
 
 class Run(Value):
+    """The contents of the run file."""
+
     model: str  # the plan's hash of the model's config
     data: str  # fingerprint of the training sequences
     global_batch: int
@@ -46,30 +48,32 @@ class Run(Value):
     arguments: Arguments
     id: str  # the same in each of its checkpoints
     finished: bool = False
-    tokens: tuple[int, ...] = ()  # seen after each step
+    tokens: tuple[int, ...] = ()  # seen until the end of each step
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
 
     def write(self, directory: Path) -> None:
         with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
-            replace_text(directory / RUN_NAME, sealed(json.dumps(self.model_dump(mode="json"), indent=1)))
+            replace_text(directory / RUN_NAME, seal(json.dumps(self.model_dump(mode="json"), indent=1)))
 
     @classmethod
     def read(cls, directory: Path) -> Run:
-        """Read the file. Raise RequestError, with what to do, if it is not as it was written."""
+        """Read the file. Raise RequestError, with what to do next, if the file is missing or damaged."""
         path = directory / RUN_NAME
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise RequestError(f"{path} cannot be read ({error.strerror}); {_WHAT_TO_DO}") from None
-        document = unsealed(content)
+            raise RequestError(f"{path} cannot be read ({error.strerror}); {_REPAIR_ADVICE}") from None
+        document = unseal(content)
         if document is None:
-            raise RequestError(f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_WHAT_TO_DO}")
+            raise RequestError(
+                f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_REPAIR_ADVICE}"
+            )
         return cls.from_json(document, origin=str(path))
 
-    def cut(self, step: int) -> Run:
-        """Return the run as it was after ``step``: the file may be ahead of the checkpoint."""
-        kept = tuple(entry for entry in self.evaluations if entry[0] <= step)
-        return self.changed(tokens=self.tokens[:step], evaluations=kept, finished=False)
+    def as_of_step(self, step: int) -> Run:
+        """Return the run as it was after ``step``. The file may be ahead of the checkpoint."""
+        evaluations = tuple(evaluation for evaluation in self.evaluations if evaluation[0] <= step)
+        return self.changed(tokens=self.tokens[:step], evaluations=evaluations, finished=False)
 
 
 def new_run(job: Job, sequences: Sequences) -> Run:
@@ -86,48 +90,48 @@ def new_run(job: Job, sequences: Sequences) -> Run:
 def open_run(job: Job, sequences: Sequences) -> Job:
     """Write the file of a new run, or check that this job may resume the one in the output directory.
 
-    Return the job with the checkpoint that it goes on from: all processes take the same one.
+    Return the job with the checkpoint from which it resumes, so that all processes take the same one.
     """
-    directory, run = Path(job.output), new_run(job, sequences)
-    before = Run.read(directory) if (directory / RUN_NAME).exists() else None
+    directory = Path(job.output)
+    run = new_run(job, sequences)
+    previous_run = Run.read(directory) if (directory / RUN_NAME).exists() else None
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
-        if before is not None and before.finished:
+        if previous_run is not None and previous_run.finished:
             raise RequestError(
                 f"the run in {directory} is finished and has no checkpoint to resume from; "
                 "use --overwrite to train again, or another output directory"
             )
         run.write(directory)
         return job
-    if before is None:
-        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_WHAT_TO_DO}")
-    _check_same(before, run, directory)
+    if previous_run is None:
+        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_REPAIR_ADVICE}")
+    _check_same_run(previous_run, run, directory)
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
         raise RequestError(
             f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
         )
-    if state.run != before.id:
+    if state.run != previous_run.id:
         raise RequestError(f"{checkpoint} is of another run than {directory / RUN_NAME}; move it away, then --resume")
-    before.cut(state.step).changed(arguments=job.arguments).write(directory)
+    previous_run.as_of_step(state.step).changed(arguments=job.arguments).write(directory)
     return job.changed(checkpoint=str(checkpoint))
 
 
 def check_run_file(directory: Path) -> None:
-    """Raise RequestError, before anything slow, if the file of a run that is to go on is damaged."""
+    """Raise RequestError if the run file is damaged. Call it before anything slow."""
     if (directory / RUN_NAME).exists():
         Run.read(directory)
 
 
-def _check_same(before: Run, run: Run, directory: Path) -> None:
-    """Raise RequestError if the run differs from the one before.
-
-    Another plan may go on with a run. Other data, another model or other mathematics may not.
-    """
+def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
+    """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
     names = ("global_batch", "sequence_length", "model", "data")
-    pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
-    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE]
-    for name, old, new in pairs:
+    compared = [(name, getattr(previous_run, name), getattr(run, name)) for name in names]
+    for name, value in previous_run.arguments:
+        if name not in CHANGEABLE_ARGUMENTS:
+            compared.append((name, value, getattr(run.arguments, name)))
+    for name, old, new in compared:
         if old != new:
             raise RequestError(
                 f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
@@ -136,32 +140,37 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
 
 
 def fingerprint(sequences: Sequences) -> str:
+    """Return the number of sequences and a checksum of their contents."""
     checksum = 0
-    arrays = (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels)
-    for array in (array for array in arrays if array is not None):
-        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    for array in (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels):
+        if array is not None:
+            checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"
 
 
 class Progress:
-    """The progress of a run. ``tokens`` has the tokens seen before each step, and until now."""
+    """The progress of a run. ``tokens`` starts with 0 and has the tokens seen until the end of each step."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.output = job, Path(job.output)
+        self.job = job
+        self.output = Path(job.output)
         self.run = Run.read(self.output)
-        self.step, self.position, self.tokens = 0, Position(), [0]
+        self.step = 0
+        self.position = Position()
+        self.tokens = [0]
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
 
-    def add(self, batch: GlobalBatch, outcome: StepOutcome) -> None:
+    def add(self, batch: GlobalBatch, result: StepResult) -> None:
         self.step += 1
         self.position = batch.next_position
-        self.tokens.append(self.tokens[-1] + outcome.num_tokens)
-        self.losses.append(outcome.loss)
+        self.tokens.append(self.tokens[-1] + result.num_tokens)
+        self.losses.append(result.loss)
 
-    def go_on_from(self, checkpoint: Path, stepper: Stepper, place: Place) -> None:
-        state = load(checkpoint, stepper, place)
-        self.step, self.position = state.step, state.position
+    def resume_from(self, checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> None:
+        state = load_training_state(checkpoint, train_step, mesh)
+        self.step = state.step
+        self.position = state.position
         self.tokens = [0, *self.run.tokens]
         self.losses = list(state.loss_curve)
 
@@ -171,12 +180,13 @@ class Progress:
 
     @property
     def evaluation_is_due(self) -> bool:
-        every, named = self.job.arguments.eval_steps, self.step in self.job.evaluate_at_steps
-        crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
-        return named or crossed or (every > 0 and self.step % every == 0)
+        eval_steps = self.job.arguments.eval_steps
+        is_requested_step = self.step in self.job.evaluate_at_steps
+        has_crossed_target = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
+        return is_requested_step or has_crossed_target or (eval_steps > 0 and self.step % eval_steps == 0)
 
     def seconds_left(self, meter: StepMeter) -> float:
-        """Return the seconds until the first of the requested ends."""
+        """Return the estimated seconds until the first of the requested ends."""
         steps = float(self.job.arguments.max_steps - self.step)
         if self.job.stop_after_tokens:
             steps = min(steps, (self.job.stop_after_tokens - self.tokens[-1]) * self.step / self.tokens[-1])
@@ -194,22 +204,26 @@ class Progress:
         )  # fmt: skip
 
     def write_run(self, folder: Path, *, finished: bool = False) -> None:
-        """Write the run file. This happens before each checkpoint: the file may be ahead of the newest checkpoint, never
-        behind."""
-        changed = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
-        changed.write(folder)
+        """Write the run file.
 
-    def write_to(self, folder: Path, stepper: Stepper) -> None:
-        """Write all that another process needs to go on from here."""
+        It is written before each checkpoint, so it may be ahead of the newest checkpoint but never behind it.
+        """
+        run = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
+        run.write(folder)
+
+    def write_to(self, folder: Path, train_step: TrainStep) -> None:
+        """Write everything that another process needs to go on from here."""
         save_checkpoint(
-            folder, model=stepper.model, tokenizer=None, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
-            scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=self.state,
+            folder, model=train_step.model, tokenizer=None, optimizer=train_step.optimizer, state=self.state,
+            scheduler_state=train_step.schedule_state(),
+            scaler_state=train_step.scaler.state_dict() if train_step.scaler.is_enabled() else None,
         )  # fmt: skip
         self.write_run(folder)
 
-    def read_from(self, folder: Path, stepper: Stepper, place: Place) -> None:
+    def read_from(self, folder: Path, train_step: TrainStep, mesh: Mesh) -> None:
+        """Go on from the state in a folder that ``write_to`` wrote."""
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
         self.run = Run.read(folder)
         self.evaluations = list(self.run.evaluations)
-        self.go_on_from(checkpoint, stepper, place)
+        self.resume_from(checkpoint, train_step, mesh)

@@ -1,1 +1,1 @@
-"""Make the plan's optimizer: build it, combine it, round it, or run it in the backward pass or on the host."""
+"""Make the plan's optimizer, on shards, in the backward pass or on the host, with its rounding and its schedule."""

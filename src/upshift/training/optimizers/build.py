@@ -1,6 +1,6 @@
-"""Build the plan's optimizer.
+"""Build the plan's optimizer, and run it in the backward pass if the plan says so.
 
-Update each parameter in the backward pass as soon as its gradient is whole, and free the gradient at once.
+There each parameter is updated as soon as its gradient is complete, and the gradient is freed at once.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from upshift.planning.optimizers import ALIASES, check_library, optimizers, read
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.mup import split_by_rate
-from upshift.training.optimizers.cpu_offload import OnHost
+from upshift.training.optimizers.cpu_offload import HostOptimizer
 from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
-from upshift.training.optimizers.sharded import Division, OnParts
+from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 from upshift.training.optimizers.stochastic_adamw import StochasticAdamW
 
 Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    model: nn.Module, plan: Plan, arguments: Arguments, *, division: Division | None = None
+    model: nn.Module, plan: Plan, arguments: Arguments, *, sharding: UpdateSharding | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer as transformers.Trainer builds the one of that name. muon, which it lacks, takes AdamW's learning
-    rate.
+    """Build the optimizer as transformers.Trainer builds the one of that name. Raise MissingExtra if its library is missing.
 
-    Biases and norms (vectors) have no weight decay. ``division`` says how ranks divide the parameters; this optimizer updates
-    this rank's parts. Raise MissingExtra if the optimizer's library is not installed.
+    transformers has no muon; muon takes AdamW's learning rate. Biases and norms (vectors) have no weight decay. ``sharding``
+    says how ranks divide the parameters: the optimizer then updates this rank's shards.
     """
 
-    def build(groups: Groups) -> torch.optim.Optimizer:
+    def build_for_groups(groups: Groups) -> torch.optim.Optimizer:
         if plan.optim_offload:
-            return OnHost(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
+            return HostOptimizer(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
         return _builder(plan, arguments, device=plan.device)(groups)
 
     groups = parameter_groups(model, plan, arguments)
-    return build(groups) if division is None else OnParts(groups, build, division)
+    if sharding is None:
+        return build_for_groups(groups)
+    return ShardedOptimizer(groups, build_for_groups, sharding)
 
 
 def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Groups:
+    """Return the trained parameters in groups: matrices with weight decay, and vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": arguments.weight_decay},
@@ -67,29 +69,31 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
     options: dict[str, Any] = {**read_optim_args(plan.optim, plan.optim_args)}
     added = optimizers()[plan.optim].added
     if added is not None:
-        module, name = added.door
+        module, name = added.import_path
         return partial(getattr(import_module(module), name), lr=lr, **options)
     if rounds_stochastically(plan):
         return lambda groups: StochasticAdamW(groups, seed=arguments.seed, **adam)
-    of_torch: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    torch_builders: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
         "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, fused=True, **adam),
         "adamw_torch": lambda groups: torch.optim.AdamW(groups, foreach=True, **adam),
         "adafactor": lambda groups: _adafactor(groups, lr),
         "muon": lambda groups: MuonWithAdamW(groups, **adam),
         "sgd": lambda groups: torch.optim.SGD(groups, lr=lr, fused=True, **options),
-        "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=lr, fused=device == "cpu", **options),  # its kernel is CPU's
+        "adagrad": lambda groups: torch.optim.Adagrad(
+            groups, lr=lr, fused=device == "cpu", **options
+        ),  # its fused kernel runs on CPUs only
         "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=lr, foreach=False, **options),
     }
-    return of_torch.get(plan.optim) or _of_library(plan, adam, options)
+    return torch_builders.get(plan.optim) or _library_builder(plan, adam, options)
 
 
 def _adafactor(groups: Groups, lr: float) -> torch.optim.Optimizer:
-    from transformers import Adafactor  # imports peft and bitsandbytes (schedule.py)
+    from transformers import Adafactor  # late: it imports peft and bitsandbytes
 
     return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
 
 
-def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
+def _library_builder(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
     if ALIASES.get(plan.optim, plan.optim) == "adamw_bnb_8bit":
         check_library("bitsandbytes", purpose=f"optim={plan.optim}")
         if plan.device != "cuda":
@@ -102,23 +106,25 @@ def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Ca
     except ImportError:
         raise MissingExtra(library="torchao", extra="quant", purpose=f"optim={plan.optim}") from None
     low_bit = AdamW4bit if plan.optim == "adamw_torch_4bit" else AdamW8bit
-    given = {"block_size": LOW_BIT_BLOCK, "bf16_stochastic_round": plan.precision == "bf16-weights", **options}
-    return lambda groups: low_bit(groups, **given, **adam)
+    settings = {"block_size": LOW_BIT_BLOCK, "bf16_stochastic_round": plan.precision == "bf16-weights", **options}
+    return lambda groups: low_bit(groups, **settings, **adam)
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-    """Make ``backward()`` update every parameter of ``optimizer``, from now on and until the returned handles are removed.
+    """Make ``backward()`` update every parameter of ``optimizer`` until the returned handles are removed.
 
-    Groups and state stay those of one optimizer. A parameter must get its whole gradient in one backward pass.
+    Groups and state stay those of one optimizer. A parameter must get its complete gradient in one backward pass.
     """
     return [
-        parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))
+        parameter.register_post_accumulate_grad_hook(_update_hook(optimizer, number))
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
 
 
-def _updater(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:
+def _update_hook(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:
+    """Return a hook that updates one parameter of the group ``number``."""
+
     def update(parameter: Tensor) -> None:
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[number], "params": [parameter]}]

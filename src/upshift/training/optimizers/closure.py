@@ -1,4 +1,4 @@
-"""Evaluate the closure that an optimizer's step may be given, as every optimizer of torch does."""
+"""Evaluate the closure that may be passed to an optimizer's step, as every optimizer of torch does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Closure = Callable[[], Any]
 
 
 def evaluate_closure(closure: Closure | None) -> Any:
-    """Return the closure's loss, computed with gradients although the step runs without. Return None if there is no closure."""
+    """Return the closure's loss, or None without a closure. Gradients are on, although the step itself runs without them."""
     if closure is None:
         return None
     with torch.enable_grad():

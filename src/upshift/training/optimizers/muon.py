@@ -1,5 +1,7 @@
-"""Combine Muon for the layers' matrices and fused AdamW for everything else into one optimizer with one state and one list of
-groups."""
+"""Combine Muon and fused AdamW into one optimizer with one state and one list of groups.
+
+Muon updates the matrices of the layers. AdamW updates everything else.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
 def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each group as one for Muon, the matrices of the layers that are no embeddings, and one for AdamW."""
+    """Split each group in two: the matrices of the layers that are no embeddings, for Muon, and the rest, for AdamW."""
     layers = [layer for _, stack in find_stacks(model) for layer in stack]
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2 and p not in tables}
@@ -28,19 +30,22 @@ def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """An optimizer whose groups say by ``muon`` which of the two updates them.
+    """Update each group by Muon or AdamW, as its option ``muon`` says.
 
-    Updates of both are of the same size for a learning rate: Muon's are scaled by 0.2 * sqrt(largest side), so that AdamW's
-    learning rate and weight decay are kept. See Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2.
+    At the same learning rate both make updates of the same size: Muon's are scaled by 0.2 * sqrt(largest side), so AdamW's
+    learning rate and weight decay apply. See Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        adam, muon = self._groups(muon=False), self._groups(muon=True)
-        # Each writes its own options into the groups that it shares with this one.
-        self._parts: dict[bool, torch.optim.Optimizer] = {True: torch.optim.Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")}
+        adam = self._groups(muon=False)
+        muon = self._groups(muon=True)
+        # Each optimizer writes its own options into the groups, which are the same objects as those of this optimizer.
+        self._optimizers: dict[bool, torch.optim.Optimizer] = {
+            True: torch.optim.Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")
+        }
         if adam:
-            self._parts[False] = torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True)
+            self._optimizers[False] = torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True)
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["muon"] is muon]
@@ -48,7 +53,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
-        for muon, part in self._parts.items():
-            part.state, part.param_groups = self.state, self._groups(muon=muon)
-            part.step()
+        for muon, optimizer in self._optimizers.items():
+            optimizer.state = self.state
+            optimizer.param_groups = self._groups(muon=muon)
+            optimizer.step()
         return loss

@@ -1,8 +1,8 @@
-"""Run an optimizer on this rank's parts of parameters that ranks have divided among them, as plain tensors.
+"""Run an optimizer on this rank's shards of parameters, as plain tensors.
 
-An update that works element by element is the same on a part. Plain tensors spare each update the dispatch of DTensors, which
-also refuses lists of tensors that are divided in different ways. The optimizer state belongs to parts, and ``parts`` maps each
-to its parameter.
+An elementwise update of a shard is the same as of the whole parameter. Plain tensors avoid the dispatch of DTensors, which also
+rejects lists of tensors that are divided in different ways. The optimizer state belongs to the shards, and ``shards`` maps each
+shard to its parameter.
 """
 
 from __future__ import annotations
@@ -16,61 +16,69 @@ from torch import Tensor
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
-class Division(Protocol):
-    """A description of how parameters are divided."""
+class UpdateSharding(Protocol):
+    """Describe how ranks divide the parameters to update them."""
 
-    def part(self, parameter: Tensor) -> Tensor:
-        """Return the part of the parameter that this rank updates: the same memory, or an fp32 copy. It may be empty. Called
-        once."""
+    def shard(self, parameter: Tensor) -> Tensor:
+        """Return the shard of the parameter that this rank updates: the same memory, or an fp32 copy. It may be empty.
+
+        It is called once for each parameter.
+        """
 
     def rows(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Return which rows of this rank's tensor of the parameter the part has. None means all."""
+        """Return which rows of this rank's tensor the shard has, as (first, end), or None for all rows."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient of that part, summed over ranks."""
+        """Return the gradient of the shard, summed over ranks."""
 
-    def along(self, parameter: Tensor) -> Any:
-        """Return over which ranks the parameter is divided (parallel/gradients.py)."""
+    def sharded_along(self, parameter: Tensor) -> Any:
+        """Return the mesh dimensions along which ranks have different shards of the parameter."""
 
-    def publish(self, parts: dict[Tensor, Tensor]) -> None:
-        """Give updated parts, by their parameter, to all ranks that compute with the parameter."""
+    def publish(self, shards: dict[Tensor, Tensor]) -> None:
+        """Send the updated shards, by parameter, to all ranks that compute with the parameter."""
 
     def forget(self) -> None:
         """Forget all gradients."""
 
 
-class OnParts(torch.optim.Optimizer):
-    """An optimizer of parts. ``groups`` hold the parameters; ``build`` makes the optimizer of their parts."""
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Update shards. ``groups`` hold the parameters; ``build`` makes the optimizer of their shards."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], division: Division
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        sharding: UpdateSharding,
     ) -> None:
         super().__init__(groups, {})
-        self.division = division
-        self.parts: dict[Tensor, Tensor] = {}  # part -> its parameter
-        of_parts = [{**group, "params": [self._part(p) for p in group["params"]]} for group in self.param_groups]
-        self.inner = build(of_parts)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.sharding = sharding
+        self.shards: dict[Tensor, Tensor] = {}  # shard -> its parameter
+        shard_groups = [{**group, "params": [self._make_shard(p) for p in group["params"]]} for group in self.param_groups]
+        self.inner = build(shard_groups)
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
-    def _part(self, parameter: Tensor) -> Tensor:
-        part = self.division.part(parameter)
-        self.parts[part] = parameter
-        return part
+    def _make_shard(self, parameter: Tensor) -> Tensor:
+        shard = self.sharding.shard(parameter)
+        self.shards[shard] = parameter
+        return shard
 
     def take_gradients(self) -> None:
-        """Take the gradients of the parts, before they are unscaled, clipped and used."""
-        for part, parameter in self.parts.items():
-            part.grad = self.division.gradient(parameter)
+        """Set the gradients of the shards, before they are unscaled, clipped and used."""
+        for shard, parameter in self.shards.items():
+            shard.grad = self.sharding.gradient(parameter)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         loss = evaluate_closure(closure)
-        self.inner.state, self.inner.param_groups = self.state, self.param_groups
+        self.inner.state = self.state
+        self.inner.param_groups = self.param_groups
         self.inner.step()
-        self.division.publish({parameter: part for part, parameter in self.parts.items()})
+        self.sharding.publish({parameter: shard for shard, parameter in self.shards.items()})
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part, parameter in self.parts.items():
-            part.grad = parameter.grad = None
-        self.division.forget()
+        for shard, parameter in self.shards.items():
+            shard.grad = None
+            parameter.grad = None
+        self.sharding.forget()

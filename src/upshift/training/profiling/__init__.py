@@ -1,1 +1,1 @@
-"""Measure for `upshift profile` where the steps of a run went, beside the planner's costs for them."""
+"""Measure for `upshift profile` how a run's steps spend their time, beside the planner's prediction."""

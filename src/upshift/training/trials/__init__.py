@@ -1,1 +1,1 @@
-"""Try plans before a run: short trainings on the run's own data, each in a process of its own."""
+"""Try plans before a run: short trainings on the run's own data, each in a separate process."""

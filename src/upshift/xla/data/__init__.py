@@ -1,1 +1,1 @@
-"""Prepare data for programs of static shapes: TFRecord files, planned widths, batches."""
+"""Prepare data for programs with static shapes: TFRecord files, planned widths, batches."""

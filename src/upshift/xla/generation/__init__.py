@@ -1,1 +1,1 @@
-"""Generate text by programs that XLA compiles whole: prompts to tokens, with nothing of Python between two tokens."""
+"""Generate text with programs that XLA compiles as a whole, from prompts to tokens. No Python runs between two tokens."""

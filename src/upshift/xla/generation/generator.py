@@ -1,15 +1,14 @@
-"""Generate text of any Hugging Face model that generates, by programs that XLA compiles whole.
+"""Generate text with any Hugging Face model that generates, with programs that XLA compiles as a whole.
 
-Define ``upshift.xla.generate``: the one call. Programs that were compiled before are found again.
-
-Choose which prompts are generated together, and how wide. Shapes are few, as each compiles a program.
+Prompts of similar length are grouped and padded to few widths, because each shape is a program to compile. ``generate`` is
+``upshift.xla.generate``, which does everything in one call.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +19,7 @@ from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
 from upshift.value import Value
-from upshift.xla.generation.options import XlaGeneration, read_options
+from upshift.xla.generation.options import XlaGeneration, XlaGenerationOptions, read_options
 from upshift.xla.generation.passes import DecoderOnly, EncoderDecoder
 from upshift.xla.generation.program import Passes, generate_tokens
 from upshift.xla.generation.sampling import Sampling
@@ -28,43 +27,42 @@ from upshift.xla.lowering.program import lower
 from upshift.xla.model import XlaModel, build
 from upshift.xla.tensorflow import keep_programs
 
-NARROWEST = 32
-MANY = 8  # prompts at once
+MIN_WIDTH = 32
+MAX_ROWS = 8  # prompts that are generated together
+LARGEST_DRAW = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
 
 
 class Group(NamedTuple):
-    places: tuple[int, ...]  # of its prompts, among all
+    indices: tuple[int, ...]  # of its prompts, among all prompts
     width: int
 
 
-def width_of(length: int, *, multiple: int | None) -> int:
-    """Return a power of two from 32 on, so that any lengths need few programs, or the next multiple."""
+def padded_width(length: int, *, multiple: int | None) -> int:
+    """Return the next multiple, or without one the next power of two from 32 on, so that few programs are needed."""
     if multiple is not None:
         return -(-length // multiple) * multiple
-    return max(NARROWEST, 1 << (length - 1).bit_length())
+    return max(MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
-def groups(lengths: Sequence[int], *, rows: int, multiple: int | None = None) -> Iterator[Group]:
-    """Return groups of at most ``rows`` prompts of one width. A width of few prompts joins the next one that there
-    is, so that no program is compiled for less than a group."""
+def group_prompts(lengths: Sequence[int], *, rows: int, multiple: int | None = None) -> Iterator[Group]:
+    """Yield groups of at most ``rows`` prompts of one width.
+
+    Prompts that do not fill a group join the next wider ones, so that no program is compiled for a part of a group."""
     by_width: dict[int, list[int]] = {}
-    for place, length in enumerate(lengths):
-        by_width.setdefault(width_of(length, multiple=multiple), []).append(place)
-    waiting: list[int] = []
+    for index, length in enumerate(lengths):
+        by_width.setdefault(padded_width(length, multiple=multiple), []).append(index)
+    pending: list[int] = []
     widths = sorted(by_width)
     for width in widths:
-        waiting += by_width[width]
-        whole = len(waiting) // rows * rows if width != widths[-1] else len(waiting)
-        for start in range(0, whole, rows):
-            yield Group(tuple(waiting[start : min(start + rows, whole)]), width)
-        waiting = waiting[whole:]
-
-
-BELOW_ONE = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
+        pending += by_width[width]
+        num_grouped = len(pending) if width == widths[-1] else len(pending) // rows * rows
+        for start in range(0, num_grouped, rows):
+            yield Group(tuple(pending[start : min(start + rows, num_grouped)]), width)
+        pending = pending[num_grouped:]
 
 
 class CompiledShape(Value):
-    """The shape of one program. ``seconds`` is the time of its first call, with export, tracing and compilation."""
+    """Describe the shape of a compiled program. ``seconds``: its first call, with export, tracing and compilation."""
 
     rows: int
     width: int
@@ -73,10 +71,11 @@ class CompiledShape(Value):
 
 
 class XlaGenerator:
-    """``model``: as upshift.xla.model gives it. ``pad_to_multiple_of``: of prompts; None: to powers of two from 32 on.
+    """Generate text with a model from ``upshift.xla.build``, and reuse the compiled programs in later calls.
 
-    ``compiled``: the programs so far, and ``num_traces`` how often TensorFlow traced: the same number, or shapes changed that
-    should not have.
+    ``pad_to_multiple_of``: the width of prompts; None: a power of two from 32 on. ``compiled`` lists the programs so far.
+    ``num_traces`` counts how often TensorFlow traced. If it is larger than the number of programs, a shape changed that should
+    not change.
     """
 
     def __init__(self, model: XlaModel, *, pad_to_multiple_of: int | None = None) -> None:
@@ -91,44 +90,49 @@ class XlaGenerator:
     def num_traces(self) -> int:
         return sum(function.experimental_get_tracing_count() for function in self._functions.values())
 
-    def options(self, **given: Any) -> XlaGeneration:
-        return read_options(self.model.source, given, decodes_beside=not self._passes.left)
+    def options(self, **options: Unpack[XlaGenerationOptions]) -> XlaGeneration:
+        """Return the options, completed by the model's generation_config.json. Raise RequestError for a wrong option."""
+        return read_options(self.model.source, options, has_encoder=not self._passes.pads_left)
 
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """Return the token ids of each text behind its prompt of token ids, up to its end. ``options`` are
-        XlaGeneration's, by transformers' names."""
-        asked = self.options(**options)
-        found: dict[int, list[int]] = dict(self.generate_each(prompts, asked))
-        return [found[place] for place in range(len(prompts))]
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]) -> list[list[int]]:
+        """Return the new token ids of each prompt of token ids, up to the end of its text."""
+        request = self.options(**options)
+        tokens: dict[int, list[int]] = dict(self.generate_each(prompts, request))
+        return [tokens[index] for index in range(len(prompts))]
 
     def generate_each(
         self, prompts: Sequence[Sequence[int]], options: XlaGeneration, *, first: int = 0
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield places of prompts with their texts, as they are done. ``first`` is the place of the first of them
-        among all."""
+        """Yield the index of each prompt with its new tokens, group by group.
+
+        ``first``: the index of the first of these prompts among all, which the random draws depend on."""
         self._check(prompts, options)
-        rows = min(len(prompts), MANY)
-        for group in groups([len(prompt) for prompt in prompts], rows=rows, multiple=self._multiple):
-            full = (*group.places, *[group.places[-1]] * (rows - len(group.places)))  # one more of a row ends when it does
-            tokens = self._run([prompts[place] for place in full], [first + place for place in full], group.width, options)
-            for place, row in zip(group.places, tokens, strict=False):
-                yield place, _text(row.tolist(), options)
+        rows = min(len(prompts), MAX_ROWS)
+        for group in group_prompts([len(prompt) for prompt in prompts], rows=rows, multiple=self._multiple):
+            # A group is filled up with its last prompt, which adds no steps.
+            full = (*group.indices, *[group.indices[-1]] * (rows - len(group.indices)))
+            tokens = self._run([prompts[index] for index in full], [first + index for index in full], group.width, options)
+            for index, row in zip(group.indices, tokens, strict=False):
+                yield index, _cut_at_end(row.tolist(), options)
 
-    def warm_up(self, *, width: int, rows: int = 1, **options: Any) -> CompiledShape:
-        """Compile for prompts of up to ``width`` tokens before the first of them comes."""
-        asked = self.options(**options)
-        (group,) = groups([width], rows=1, multiple=self._multiple)
-        known = len(self.compiled)
-        self._run([[0]] * rows, list(range(rows)), group.width, asked)
-        return self.compiled[known] if len(self.compiled) > known else self._shape(rows, group.width, asked, 0.0)
+    def warm_up(self, *, width: int, rows: int = 1, **options: Unpack[XlaGenerationOptions]) -> CompiledShape:
+        """Compile the program for prompts of up to ``width`` tokens, before it is needed."""
+        request = self.options(**options)
+        (group,) = group_prompts([width], rows=1, multiple=self._multiple)
+        num_compiled = len(self.compiled)
+        self._run([[0]] * rows, list(range(rows)), group.width, request)
+        if len(self.compiled) > num_compiled:
+            return self.compiled[num_compiled]
+        return self._shape(rows, group.width, request, 0.0)
 
-    def _run(self, prompts: Sequence[Sequence[int]], places: Sequence[int], width: int, options: XlaGeneration) -> np.ndarray:
+    def _run(self, prompts: Sequence[Sequence[int]], indices: Sequence[int], width: int, options: XlaGeneration) -> np.ndarray:
         function = self._function(options.program())
-        ids, mask = _padded(prompts, width, left=self._passes.left)
-        inputs = (tf.constant(ids), tf.constant(mask), _sampling(options, places))
-        before, start = self.num_traces, time.perf_counter()
+        ids, mask = _pad_prompts(prompts, width, pads_left=self._passes.pads_left)
+        inputs = (tf.constant(ids), tf.constant(mask), _draw_sampling(options, indices))
+        traces_before = self.num_traces
+        start = time.perf_counter()
         tokens: np.ndarray = function(*inputs).numpy()
-        if self.num_traces > before:
+        if self.num_traces > traces_before:
             self.compiled.append(self._shape(len(ids), width, options, time.perf_counter() - start))
         return tokens
 
@@ -142,6 +146,7 @@ class XlaGenerator:
         return self._functions[program]
 
     def traced(self, program: XlaGeneration) -> Callable[..., Any]:
+        """Return the function that TensorFlow traces: from ids, mask and sampling inputs to tokens."""
         fill = program.eos_token_id[0] if program.eos_token_id else 0
 
         def run(ids: Any, mask: Any, sampling: Sampling) -> Any:
@@ -154,18 +159,22 @@ class XlaGenerator:
         for number, prompt in enumerate(prompts, start=1):
             if not len(prompt):
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
-            new = options.max_new_tokens
-            needed = len(prompt) + new if self._passes.left else max(len(prompt), new + 1)  # an encoder has its own positions
+            max_new_tokens = options.max_new_tokens
+            needed = max(len(prompt), max_new_tokens + 1)  # the encoder and the decoder count positions separately
+            if self._passes.pads_left:
+                needed = len(prompt) + max_new_tokens
             if self._longest is not None and needed > self._longest:
                 raise RequestError(
-                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the {self._longest:,} "
-                    f"positions of {self.model.source.reference!r}; shorten it, or ask for fewer tokens"
+                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={max_new_tokens:,} more than the "
+                    f"{self._longest:,} positions of {self.model.source.reference!r}; shorten it, or ask for fewer tokens"
                 )
 
 
 def passes_of(model: Any, source: ModelSource) -> Passes:
-    """Return the passes of a model. Raise RequestError for a model that generates no text, or another one with padding before its
-    prompt or token by token (models/isolation/check.py)."""
+    """Return the passes of a model.
+
+    Raise RequestError for a model that generates no text, or that computes another text if prompts are padded on the left or if
+    it generates token by token."""
     if not model.can_generate():
         raise RequestError(f"{type(model).__name__} generates no text; give a causal language model or an encoder-decoder")
     if not model.config.is_encoder_decoder:
@@ -174,7 +183,7 @@ def passes_of(model: Any, source: ModelSource) -> Passes:
             raise RequestError(
                 f"{type(model).__name__} cannot generate token by token: {isolation.by_token}; use transformers' generate()"
             )
-        if isolation.left_padding:  # every prompt is padded to the width of a program
+        if isolation.left_padding:  # every prompt is padded to the width of its program
             raise RequestError(
                 f"{type(model).__name__} cannot generate by XLA, which pads prompts: {isolation.left_padding}; "
                 "use upshift.Generator"
@@ -183,37 +192,39 @@ def passes_of(model: Any, source: ModelSource) -> Passes:
     return EncoderDecoder(model, lower, start_token(source))
 
 
-def _sampling(options: XlaGeneration, places: Sequence[int]) -> Sampling:
-    """Make the random draws on the host: they are the same on every device, however prompts are batched."""
-    draws = np.zeros((len(places), options.max_new_tokens), np.float32)
+def _draw_sampling(options: XlaGeneration, indices: Sequence[int]) -> Sampling:
+    """Draw the random numbers on the host, so that they are the same on every device and for every grouping of prompts."""
+    draws = np.zeros((len(indices), options.max_new_tokens), np.float32)
     if options.do_sample:
-        for row, place in enumerate(places):
-            draws[row] = np.random.default_rng((options.seed, place)).random(options.max_new_tokens)
+        for row, index in enumerate(indices):
+            draws[row] = np.random.default_rng((options.seed, index)).random(options.max_new_tokens)
     top_k = options.top_k or np.iinfo(np.int32).max
     return Sampling(
         tf.constant(options.temperature, tf.float32), tf.constant(top_k, tf.int32), tf.constant(options.top_p, tf.float32),
-        tf.constant(np.minimum(draws, np.float32(BELOW_ONE))),
+        tf.constant(np.minimum(draws, np.float32(LARGEST_DRAW))),
     )  # fmt: skip
 
 
-def _padded(prompts: Sequence[Sequence[int]], width: int, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
+def _pad_prompts(prompts: Sequence[Sequence[int]], width: int, *, pads_left: bool) -> tuple[np.ndarray, np.ndarray]:
     ids, mask = np.zeros((2, len(prompts), width), np.int64)
     for number, prompt in enumerate(prompts):
-        places = slice(width - len(prompt), width) if left else slice(len(prompt))
-        ids[number, places] = prompt
-        mask[number, places] = 1
+        positions = slice(width - len(prompt), width) if pads_left else slice(len(prompt))
+        ids[number, positions] = prompt
+        mask[number, positions] = 1
     return ids, mask
 
 
-def _text(tokens: list[int], options: XlaGeneration) -> list[int]:
-    end = next((place for place, token in enumerate(tokens) if token in options.eos_token_id), len(tokens) - 1)
+def _cut_at_end(tokens: list[int], options: XlaGeneration) -> list[int]:
+    end = next((position for position, token in enumerate(tokens) if token in options.eos_token_id), len(tokens) - 1)
     return tokens[: end + 1]
 
 
-def generate(model: str | XlaModel, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> list[Any]:
-    """Return texts behind prompts that are texts, or token ids behind token ids. ``options`` have transformers'
-    names, such as max_new_tokens, do_sample, temperature, top_k, top_p, num_beams, seed. For several calls keep an
-    XlaGenerator."""
+def generate(
+    model: str | XlaModel, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]
+) -> list[Any]:
+    """Return the new text of each prompt that is a text, or the new token ids of each prompt of token ids.
+
+    Options have transformers' names. For several calls keep an XlaGenerator. Raise RequestError for a wrong option."""
     if isinstance(prompts, str):
         raise RequestError("generate() takes a list of prompts and was given one text; use generate(model, [text])")
     keep_programs()
@@ -223,5 +234,5 @@ def generate(model: str | XlaModel, prompts: Sequence[str] | Sequence[Sequence[i
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(generator.model.source.directory)
-    found = generator.generate([tokenizer(prompt).input_ids for prompt in prompts], **options)
-    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+    generated = generator.generate([tokenizer(prompt).input_ids for prompt in prompts], **options)
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generated]

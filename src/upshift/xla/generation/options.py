@@ -1,10 +1,9 @@
-"""Define the options of one compiled program of generation, by transformers' own names, and which of them need
-another program."""
+"""Define the options of generation under XLA, by transformers' names, and which of them need another compiled program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 from pydantic import Field
 
@@ -13,18 +12,17 @@ from upshift.models.generation_config import merge_options
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
-INPUTS = ("temperature", "top_k", "top_p", "seed")  # of a program: a change of them compiles nothing
+INPUTS = ("temperature", "top_k", "top_p", "seed")  # inputs of a program: changing them compiles nothing
 
 
 class XlaGeneration(Value):
-    """The options of generation. The text of a prompt depends on ``seed`` and on the prompt's place alone, however
-    prompts are batched."""
+    """Hold the options of generation. Sampled texts depend on ``seed`` and the prompt's index, not on the grouping of prompts."""
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
     do_sample: bool = False
     temperature: float = Field(1.0, gt=0)
-    top_k: int = Field(50, ge=0)  # transformers' own default of sampling; 0: all
+    top_k: int = Field(50, ge=0)  # transformers' default; 0: all tokens
     top_p: float = Field(1.0, gt=0, le=1)
     num_beams: int = Field(1, gt=0)
     length_penalty: float = 1.0
@@ -36,19 +34,40 @@ class XlaGeneration(Value):
     seed: int = Field(0, ge=0)
 
     def program(self) -> XlaGeneration:
-        """Return a value that is the same for all options that one program serves."""
+        """Return these options with the inputs of the program at their defaults: equal for all options of one program."""
         plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in INPUTS}
         return self.changed(**plain)
 
 
-def read_options(source: ModelSource, given: Mapping[str, Any], *, decodes_beside: bool) -> XlaGeneration:
-    """Return the options. ``decodes_beside``: the model decodes beside an encoder. Raise RequestError for a name or a
-    value that is not possible, with what is possible."""
-    options = merge_options(XlaGeneration, source, given)
+class XlaGenerationOptions(TypedDict, total=False):
+    """Hold the fields of XlaGeneration as a user may give them. None stands for the model's own value."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | Sequence[int] | None
+    suppress_tokens: Sequence[int] | None
+    eos_token_id: int | Sequence[int] | None
+    seed: int | None
+
+
+def read_options(source: ModelSource, requested: Mapping[str, Any], *, has_encoder: bool) -> XlaGeneration:
+    """Return the requested options, completed by the model's generation_config.json.
+
+    Raise RequestError for a name or a value that is not possible."""
+    options = merge_options(XlaGeneration, source, requested)
     if options.num_beams > 1 and options.do_sample:
-        if given.get("do_sample") or given.get("num_beams"):
+        if requested.get("do_sample") or requested.get("num_beams"):
             raise RequestError("num_beams over 1 searches and do_sample draws; ask for one: num_beams=1 or do_sample=False")
         options = options.changed(num_beams=1)
-    if decodes_beside:
+    if has_encoder:
         return options
-    return options.changed(forced_bos_token_id=None)  # transformers forces the second token of a text, which a prompt has
+    # transformers forces the second token of a text, which the prompt of a decoder already has.
+    return options.changed(forced_bos_token_id=None)

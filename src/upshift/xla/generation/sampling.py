@@ -1,9 +1,7 @@
-"""Choose the next token of each row from its logits: transformers' processors and warpers, as arithmetic of fixed
-shapes.
+"""Choose the next token of each row from its logits, as transformers' logits processors do, on tensors of fixed shapes.
 
-Thresholds of top-k and top-p are found by halving the range of the scores' bits, not by sorting: 32 passes over the
-vocabulary whatever the options are. So temperature, top_k, top_p and the seed are inputs, and a change of them
-compiles nothing."""
+The thresholds of top-k and top-p are found by a binary search over the bits of the scores, not by sorting. It takes 32 passes
+over the vocabulary for all options. So temperature, top_k, top_p and the seed are inputs, and changing them compiles nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ NEVER = float("-inf")
 
 
 class Sampling(NamedTuple):
-    """The inputs of sampling. All are scalars but ``uniform`` [R, N]: a number in [0, 1) for each token to come."""
+    """Hold the inputs of sampling. All are scalars except ``uniform`` [R, N]: a number in [0, 1) for each new token."""
 
     temperature: Any
     top_k: Any
@@ -25,81 +23,81 @@ class Sampling(NamedTuple):
     uniform: Any
 
 
-def process(scores: Any, number: Any, options: XlaGeneration) -> Any:
-    """Return scores [R, V] of the token ``number`` (from 0 on) after transformers' processors, in its order."""
-    words = tf.range(scores.shape[-1])
+def process(scores: Any, position: Any, options: XlaGeneration) -> Any:
+    """Apply transformers' processors, in its order, to scores [R, V] of the new token at a position, counted from 0."""
+    vocabulary = tf.range(scores.shape[-1])
     if options.min_new_tokens and options.eos_token_id:
-        early = _among(words, options.eos_token_id) & (number < options.min_new_tokens)
+        early = _is_in(vocabulary, options.eos_token_id) & (position < options.min_new_tokens)
         scores = tf.where(early, NEVER, scores)
     if options.forced_bos_token_id is not None:
-        scores = _force(scores, words, (options.forced_bos_token_id,), number == 0)
+        scores = _force(scores, vocabulary, (options.forced_bos_token_id,), position == 0)
     if options.forced_eos_token_id is not None:
-        scores = _force(scores, words, options.forced_eos_token_id, number == options.max_new_tokens - 1)
+        scores = _force(scores, vocabulary, options.forced_eos_token_id, position == options.max_new_tokens - 1)
     if options.suppress_tokens:
-        scores = tf.where(_among(words, options.suppress_tokens), NEVER, scores)
+        scores = tf.where(_is_in(vocabulary, options.suppress_tokens), NEVER, scores)
     return scores
 
 
-def _among(words: Any, tokens: tuple[int, ...]) -> Any:
-    return tf.reduce_any(words[:, None] == tf.constant(tokens, words.dtype)[None], axis=1)
+def _is_in(vocabulary: Any, tokens: tuple[int, ...]) -> Any:
+    return tf.reduce_any(vocabulary[:, None] == tf.constant(tokens, vocabulary.dtype)[None], axis=1)
 
 
-def _force(scores: Any, words: Any, tokens: tuple[int, ...], when: Any) -> Any:
-    forced = tf.where(_among(words, tokens), 0.0, NEVER)
-    return tf.where(when, tf.broadcast_to(forced, tf.shape(scores)), scores)
+def _force(scores: Any, vocabulary: Any, tokens: tuple[int, ...], condition: Any) -> Any:
+    forced = tf.where(_is_in(vocabulary, tokens), 0.0, NEVER)
+    return tf.where(condition, tf.broadcast_to(forced, tf.shape(scores)), scores)
 
 
 def greedy(scores: Any) -> Any:
     return tf.argmax(scores, axis=-1, output_type=tf.int64)
 
 
-def sample(scores: Any, number: Any, sampling: Sampling) -> Any:
-    """Return tokens [R] from scores [R, V] fp32, each with the probability that temperature, then top-k, then top-p
-    leave it."""
+def sample(scores: Any, position: Any, sampling: Sampling) -> Any:
+    """Draw tokens [R] from fp32 scores [R, V], after temperature, then top-k, then top-p."""
     scores = scores / sampling.temperature
     scores = _top_k(scores, sampling.top_k)
-    chances = _top_p(tf.nn.softmax(scores), sampling.top_p)
-    below = tf.cumsum(chances, axis=-1)
-    # Rounding may lift the sum over words of no chance by a bit; none of them may be chosen.
-    reached = tf.where(chances > 0, below, 0.0)
-    uniform = tf.gather(sampling.uniform, number, axis=1)[:, None]
-    mark = uniform * tf.reduce_max(reached, axis=-1, keepdims=True)
-    return tf.argmax(tf.cast(reached > mark, tf.int32), axis=-1, output_type=tf.int64)
+    probabilities = _top_p(tf.nn.softmax(scores), sampling.top_p)
+    cumulative = tf.cumsum(probabilities, axis=-1)
+    # Rounding may raise the sum at tokens of probability 0. None of them may be chosen.
+    reached = tf.where(probabilities > 0, cumulative, 0.0)
+    uniform = tf.gather(sampling.uniform, position, axis=1)[:, None]
+    threshold = uniform * tf.reduce_max(reached, axis=-1, keepdims=True)
+    return tf.argmax(tf.cast(reached > threshold, tf.int32), axis=-1, output_type=tf.int64)
 
 
 def _top_k(scores: Any, top_k: Any) -> Any:
-    """Exclude all scores but the ``top_k`` largest, and those that are equal to the last of them."""
+    """Keep the ``top_k`` largest scores, and those equal to the smallest of them. Exclude the others."""
     keys = _ordered(scores)
-    least = _largest(lambda limit: tf.reduce_sum(tf.cast(keys >= limit, tf.int32), axis=-1, keepdims=True) >= top_k, keys)
+    least = _largest_true(lambda limit: tf.reduce_sum(tf.cast(keys >= limit, tf.int32), axis=-1, keepdims=True) >= top_k, keys)
     return tf.where(keys >= least, scores, NEVER)
 
 
-def _top_p(chances: Any, top_p: Any) -> Any:
-    """Keep a word if the words of more probability than it have less than ``top_p`` together."""
-    keys = _ordered(chances)
+def _top_p(probabilities: Any, top_p: Any) -> Any:
+    """Keep a token if all more probable tokens together have a probability below ``top_p``."""
+    keys = _ordered(probabilities)
 
     def enough_above(limit: Any) -> Any:
-        return tf.reduce_sum(tf.where(keys > limit, chances, 0.0), axis=-1, keepdims=True) >= top_p
+        return tf.reduce_sum(tf.where(keys > limit, probabilities, 0.0), axis=-1, keepdims=True) >= top_p
 
-    last_dropped = _largest(enough_above, keys)
-    return tf.where((keys > last_dropped) | (top_p >= 1.0), chances, 0.0)
+    last_dropped = _largest_true(enough_above, keys)
+    return tf.where((keys > last_dropped) | (top_p >= 1.0), probabilities, 0.0)
 
 
 def _ordered(values: Any) -> Any:
-    """Return int32 that compare as these fp32 do."""
+    """Return int32 numbers in the same order as these fp32 numbers."""
     bits = tf.bitcast(values, tf.int32)
     return tf.where(bits < 0, tf.bitwise.bitwise_xor(bits, tf.int32.max), bits)
 
 
-def _largest(holds: Any, keys: Any) -> Any:
-    """Return [R, 1]: the largest int32 for which ``holds`` is true. It must be true for the least, and for all below
-    one for which it is true."""
+def _largest_true(is_true: Any, keys: Any) -> Any:
+    """Return [R, 1]: the largest int32 for which ``is_true`` is true.
+
+    It must be true for the smallest int32, and for every number below one for which it is true."""
     first = tf.zeros_like(keys[:, :1])
-    start = tf.where(holds(first), first, tf.int32.min)  # the sign, then 31 bits from the highest on
+    start = tf.where(is_true(first), first, tf.int32.min)  # the sign first, then 31 bits from the highest one on
 
-    def halve(bit: Any, found: Any) -> Any:
-        tried = found + tf.bitwise.left_shift(tf.constant(1, tf.int32), bit)
-        return bit - 1, tf.where(holds(tried), tried, found)
+    def halve(bit: Any, largest: Any) -> Any:
+        tried = largest + tf.bitwise.left_shift(tf.constant(1, tf.int32), bit)
+        return bit - 1, tf.where(is_true(tried), tried, largest)
 
-    _, found = tf.while_loop(lambda bit, _: bit >= 0, halve, (tf.constant(30), start))
-    return found
+    _, largest = tf.while_loop(lambda bit, _: bit >= 0, halve, (tf.constant(30), start))
+    return largest

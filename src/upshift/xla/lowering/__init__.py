@@ -1,2 +1,1 @@
-"""Lower torch.export's core ATen to TensorFlow operations: one file for each family of operators, behind one
-registry."""
+"""Lower torch.export's core ATen operators to TensorFlow operations. Each family of operators has a module."""

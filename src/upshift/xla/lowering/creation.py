@@ -1,4 +1,4 @@
-"""Lower operators that create tensors: constants, ranges, random numbers, and dropout."""
+"""Lower operators that create tensors: constants, ranges, random numbers and dropout."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_dtype, as_wide, lowers, result, result_dtype
+from upshift.xla.lowering.registry import as_dtype, lowers, result_dtype, torch_result, widen_half
 
-SEED: ContextVar[tf.Tensor | None] = ContextVar("seed of the program that is being walked", default=None)
+SEED: ContextVar[tf.Tensor | None] = ContextVar("seed of the program that runs", default=None)
 
 
 @lowers("aten.full.default", "aten.full_like.default", "aten.fill.Scalar", "aten.new_full.default")
 def _full(node: Node, *arguments: Any, **_: Any) -> tf.Tensor:
-    return tf.fill(list(result(node).shape), as_dtype(arguments[-1], result_dtype(node)))
+    return tf.fill(list(torch_result(node).shape), as_dtype(arguments[-1], result_dtype(node)))
 
 
 @lowers("aten.empty.memory_format", "aten.empty_like.default", "aten.zeros.default", "aten.zeros_like.default")
 def _zeros(node: Node, *_: Any, **__: Any) -> tf.Tensor:
-    return tf.zeros(list(result(node).shape), result_dtype(node))
+    return tf.zeros(list(torch_result(node).shape), result_dtype(node))
 
 
 @lowers("aten.ones.default", "aten.ones_like.default")
 def _ones(node: Node, *_: Any, **__: Any) -> tf.Tensor:
-    return tf.ones(list(result(node).shape), result_dtype(node))
+    return tf.ones(list(torch_result(node).shape), result_dtype(node))
 
 
 @lowers("aten.scalar_tensor.default")
@@ -43,9 +43,14 @@ def _fill(node: Node, value: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
 @lowers("aten.arange.start_step")
 def _arange(node: Node, start: Any, end: Any, step: Any = 1, **_: Any) -> tf.Tensor:
     dtype = result_dtype(node)
-    counted = dtype if dtype.size > 2 else tf.float32 if dtype.is_floating else tf.int32  # tf.range knows no uint8 and float16
-    start, end, step = (int(one) if counted.is_integer else one for one in (start, end, step))  # 1.0 is a step of integers, too
-    return tf.cast(tf.range(start, end, step, dtype=counted), dtype)
+    range_dtype = dtype
+    if dtype.size <= 2:  # tf.range does not know uint8 and float16
+        range_dtype = tf.float32 if dtype.is_floating else tf.int32
+    if range_dtype.is_integer:  # torch may write 1.0 for an integer
+        start = int(start)
+        end = int(end)
+        step = int(step)
+    return tf.cast(tf.range(start, end, step, dtype=range_dtype), dtype)
 
 
 @lowers("aten.rand.default")
@@ -62,10 +67,11 @@ def _randn(node: Node, size: Sequence[int], **_: Any) -> tf.Tensor:
 def _native_dropout(node: Node, value: tf.Tensor, probability: float, train: bool | None) -> tuple[tf.Tensor, tf.Tensor]:
     if not train or probability == 0:
         return value, tf.ones(value.shape, tf.bool)
-    kept = uniform(node, value.shape) >= probability
-    wide = as_wide(value)
-    scaled = tf.cast(wide * tf.constant(1 / (1 - probability) if probability < 1 else 0.0, wide.dtype), value.dtype)
-    return tf.where(kept, scaled, tf.zeros_like(scaled)), kept
+    is_kept = uniform(node, value.shape) >= probability
+    wide = widen_half(value)
+    factor = 1 / (1 - probability) if probability < 1 else 0.0
+    scaled = tf.cast(wide * tf.constant(factor, wide.dtype), value.dtype)
+    return tf.where(is_kept, scaled, tf.zeros_like(scaled)), is_kept
 
 
 @lowers("aten.bernoulli.p", "aten.bernoulli.default")
@@ -75,12 +81,12 @@ def _bernoulli(node: Node, value: tf.Tensor, probability: float | None = None) -
 
 
 def uniform(node: Node, size: Sequence[int]) -> tf.Tensor:
+    """Return random numbers in [0, 1) of this shape."""
     return tf.random.stateless_uniform(list(size), _seed_of(node))
 
 
 def _seed_of(node: Node) -> tf.Tensor:
-    """Return the seed of this node alone: the same program with the same seed draws the same numbers, wherever it
-    runs."""
+    """Return a seed for this node: the same program with the same seed draws the same numbers on every device."""
     seed = SEED.get()
     if seed is None:
         raise NotImplementedError("it draws random numbers, and the program was called without a seed")

@@ -1,7 +1,8 @@
-"""Lower operators of one number for one of each argument: arithmetic, comparisons, activations, casts.
+"""Lower elementwise operators: arithmetic, comparisons, activations and casts.
 
-Functions of half precision, and its arithmetic with a number, are in float32 and rounded once, as in torch's kernels:
-0.044715 in bfloat16 is another number, and a GELU of five steps that each round is another GELU."""
+Functions of half precision, and arithmetic of half precision with a Python number, are computed in float32 and rounded once, as
+in torch's kernels. Otherwise results differ: 0.044715 is another number in bfloat16, and a GELU that rounds after each of its
+five steps is another function."""
 
 from __future__ import annotations
 
@@ -13,20 +14,22 @@ import tensorflow as tf
 import torch
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import DTYPES, LOWERINGS, as_dtype, as_wide, is_half, is_tensor, lowers, result_dtype
+from upshift.xla.lowering.registry import DTYPES, LOWERINGS, as_dtype, is_half, is_tensor, lowers, result_dtype, widen_half
 
 Unary = Callable[[tf.Tensor], tf.Tensor]
 Binary = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def _arithmetic(compute: Binary) -> Callable[..., tf.Tensor]:
-    """Return a lowering in the dtype of torch's result. Two tensors of it need no wider one: one operation rounds
-    once by itself."""
+    """Return a lowering that computes in the dtype of torch's result.
+
+    Half precision is computed in float32, unless both operands are tensors of the result's dtype: then a single operation
+    rounds only once anyway."""
 
     def lowering(node: Node, left: Any, right: Any, *, alpha: float = 1, **_: Any) -> tf.Tensor:
         dtype = result_dtype(node)
-        alone = alpha == 1 and all(is_tensor(one) and one.dtype == dtype for one in (left, right))
-        computed = tf.float32 if is_half(dtype) and not alone else dtype
+        rounds_by_itself = alpha == 1 and _has_dtype(left, dtype) and _has_dtype(right, dtype)
+        computed = dtype if rounds_by_itself or not is_half(dtype) else tf.float32
         scaled = as_dtype(right, computed)
         if alpha != 1:
             scaled = scaled * tf.constant(alpha, computed)
@@ -35,8 +38,13 @@ def _arithmetic(compute: Binary) -> Callable[..., tf.Tensor]:
     return lowering
 
 
-def _compared(compute: Binary) -> Callable[..., tf.Tensor]:
-    """Return a lowering in the dtype that torch would compute left + right in."""
+def _has_dtype(value: Any, dtype: tf.DType) -> bool:
+    """Return whether the value is a tensor of this dtype."""
+    return is_tensor(value) and value.dtype == dtype
+
+
+def _comparison(compute: Binary) -> Callable[..., tf.Tensor]:
+    """Return a lowering that compares in the dtype of torch's left + right."""
 
     def lowering(node: Node, left: Any, right: Any) -> tf.Tensor:
         values: list[Any] = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in node.args[:2]]
@@ -46,25 +54,26 @@ def _compared(compute: Binary) -> Callable[..., tf.Tensor]:
     return lowering
 
 
-def _on_bits(of_bool: Binary, of_int: Binary) -> Binary:
+def _by_dtype(of_bool: Binary, of_int: Binary) -> Binary:
+    """Return a function that calls ``of_bool`` for booleans and ``of_int`` for integers."""
     return lambda left, right: (of_bool if left.dtype == tf.bool else of_int)(left, right)
 
 
-def _multiplied(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+def _multiply(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return tf.logical_and(left, right) if left.dtype == tf.bool else tf.multiply(left, right)
 
 
-def _added(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return tf.logical_or(left, right) if left.dtype == tf.bool else tf.add(left, right)
 
 
 ARITHMETIC: dict[str, Binary] = {
-    "add": _added, "sub": tf.subtract, "mul": _multiplied, "div": tf.divide, "pow": tf.pow, "minimum": tf.minimum,
+    "add": _add, "sub": tf.subtract, "mul": _multiply, "div": tf.divide, "pow": tf.pow, "minimum": tf.minimum,
     "maximum": tf.maximum, "remainder": tf.math.floormod, "fmod": tf.math.mod, "floor_divide": tf.math.floordiv,
     "atan2": tf.math.atan2,
-    "bitwise_and": _on_bits(tf.logical_and, tf.bitwise.bitwise_and),
-    "bitwise_or": _on_bits(tf.logical_or, tf.bitwise.bitwise_or),
-    "bitwise_xor": _on_bits(tf.math.logical_xor, tf.bitwise.bitwise_xor),
+    "bitwise_and": _by_dtype(tf.logical_and, tf.bitwise.bitwise_and),
+    "bitwise_or": _by_dtype(tf.logical_or, tf.bitwise.bitwise_or),
+    "bitwise_xor": _by_dtype(tf.math.logical_xor, tf.bitwise.bitwise_xor),
     "bitwise_left_shift": tf.bitwise.left_shift, "bitwise_right_shift": tf.bitwise.right_shift,
     "logical_and": tf.logical_and, "logical_or": tf.logical_or, "logical_xor": tf.math.logical_xor,
     "__lshift__": tf.bitwise.left_shift, "__rshift__": tf.bitwise.right_shift,
@@ -92,11 +101,13 @@ EXACT: dict[str, Unary] = {
 
 
 def _unary(compute: Unary) -> Callable[..., tf.Tensor]:
+    """Return a lowering that computes in the dtype of torch's result."""
     return lambda node, value, **_: compute(tf.cast(value, result_dtype(node)))
 
 
-def _rounded(compute: Unary) -> Unary:
-    return lambda value: tf.cast(compute(as_wide(value)), value.dtype)
+def _in_float32(compute: Unary) -> Unary:
+    """Return the function computed in float32 for half precision, and rounded once."""
+    return lambda value: tf.cast(compute(widen_half(value)), value.dtype)
 
 
 for _name, _compute in ARITHMETIC.items():
@@ -105,9 +116,11 @@ for _name, _compute in ARITHMETIC.items():
 LOWERINGS["aten.pow.Scalar"] = _arithmetic(tf.pow)
 for _name, _compute in COMPARISONS.items():
     for _overload in ("Tensor", "Scalar"):
-        LOWERINGS[f"aten.{_name}.{_overload}"] = _compared(_compute)
-for _name, _one in (EXACT | {name: _rounded(one) for name, one in FUNCTIONS.items()}).items():
-    LOWERINGS[f"aten.{_name}.default"] = _unary(_one)
+        LOWERINGS[f"aten.{_name}.{_overload}"] = _comparison(_compute)
+for _name, _function in EXACT.items():
+    LOWERINGS[f"aten.{_name}.default"] = _unary(_function)
+for _name, _function in FUNCTIONS.items():
+    LOWERINGS[f"aten.{_name}.default"] = _unary(_in_float32(_function))
 
 
 @lowers("aten.rsub.Scalar", "aten.rsub.Tensor")
@@ -120,7 +133,8 @@ def _rsub(node: Node, left: Any, right: Any, alpha: float = 1) -> tf.Tensor:
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 def _rounded_div(node: Node, left: Any, right: Any, *, rounding_mode: str | None = None) -> tf.Tensor:
     dtype = result_dtype(node)
-    left, right = as_dtype(left, dtype), as_dtype(right, dtype)
+    left = as_dtype(left, dtype)
+    right = as_dtype(right, dtype)
     if rounding_mode is None:
         return tf.divide(left, right)
     if rounding_mode == "floor":
@@ -147,37 +161,37 @@ for _name in LOGICAL:
 
 @lowers("aten.gelu.default")
 def _gelu(node: Node, value: tf.Tensor, *, approximate: str = "none") -> tf.Tensor:
-    return tf.cast(tf.nn.gelu(as_wide(value), approximate=approximate == "tanh"), value.dtype)
+    return tf.cast(tf.nn.gelu(widen_half(value), approximate=approximate == "tanh"), value.dtype)
 
 
 @lowers("aten.elu.default")
 def _elu(node: Node, value: tf.Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> tf.Tensor:
-    wide = as_wide(value)
+    wide = widen_half(value)
     negative = tf.math.expm1(tf.minimum(wide, tf.zeros_like(wide)) * input_scale) * alpha
     return tf.cast(tf.where(wide > 0, wide, negative) * tf.constant(scale, wide.dtype), value.dtype)
 
 
 @lowers("aten.leaky_relu.default")
 def _leaky_relu(node: Node, value: tf.Tensor, negative_slope: float = 0.01) -> tf.Tensor:
-    return tf.cast(tf.nn.leaky_relu(as_wide(value), negative_slope), value.dtype)
+    return tf.cast(tf.nn.leaky_relu(widen_half(value), negative_slope), value.dtype)
 
 
 @lowers("aten.hardtanh.default")
-def _hardtanh(node: Node, value: tf.Tensor, least: float = -1.0, most: float = 1.0) -> tf.Tensor:
-    return _clamp(node, value, least, most)
+def _hardtanh(node: Node, value: tf.Tensor, minimum: float = -1.0, maximum: float = 1.0) -> tf.Tensor:
+    return _clamp(node, value, minimum, maximum)
 
 
 @lowers("aten.clamp.default", "aten.clamp.Tensor")
-def _clamp(node: Node, value: tf.Tensor, least: Any = None, most: Any = None) -> tf.Tensor:
+def _clamp(node: Node, value: tf.Tensor, minimum: Any = None, maximum: Any = None) -> tf.Tensor:
     dtype = result_dtype(node)
     value = tf.cast(value, dtype)
-    if least is not None:
-        value = tf.maximum(value, as_dtype(least, dtype))
-    return value if most is None else tf.minimum(value, as_dtype(most, dtype))
+    if minimum is not None:
+        value = tf.maximum(value, as_dtype(minimum, dtype))
+    return value if maximum is None else tf.minimum(value, as_dtype(maximum, dtype))
 
 
 @lowers("aten.where.self")
-def _where(node: Node, condition: tf.Tensor, left: Any, right: Any) -> tf.Tensor:
+def _select(node: Node, condition: tf.Tensor, left: Any, right: Any) -> tf.Tensor:
     dtype = result_dtype(node)
     return tf.where(condition, as_dtype(left, dtype), as_dtype(right, dtype))
 

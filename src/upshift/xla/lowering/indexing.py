@@ -1,5 +1,4 @@
-"""Lower lookups, gathers and scatters of numbers by their places. Out of range is not checked, as on every
-accelerator."""
+"""Lower look-ups, gathers and scatters by index. Indices out of range are not checked, as on every accelerator."""
 
 from __future__ import annotations
 
@@ -10,133 +9,135 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_dtype, inverse, lowers, moved, positive
+from upshift.xla.lowering.registry import as_dtype, inverse_order, lowers, permute, positive_dim, swap_with_last
 
 
 @lowers("aten.embedding.default")
-def _embedding(node: Node, table: tf.Tensor, places: tf.Tensor, *_: Any, **__: Any) -> tf.Tensor:
-    return tf.gather(table, places)
+def _embedding(node: Node, table: tf.Tensor, indices: tf.Tensor, *_: Any, **__: Any) -> tf.Tensor:
+    return tf.gather(table, indices)
 
 
 @lowers("aten.index_select.default")
-def _index_select(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor) -> tf.Tensor:
-    return tf.gather(value, tf.reshape(places, [-1]), axis=dim)
+def _index_select(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor) -> tf.Tensor:
+    return tf.gather(value, tf.reshape(indices, [-1]), axis=dim)
 
 
 @lowers("aten.gather.default")
-def _gather(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, **_: Any) -> tf.Tensor:
+def _gather(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor, **_: Any) -> tf.Tensor:
     rank = len(value.shape)
     if rank == 0:
         return value
-    order = _last(rank, dim)
-    turned = moved(places, order)
-    kept = moved(value, order)[tuple(slice(0, size) for size in turned.shape[:-1])]  # places may have fewer rows
-    return moved(tf.gather(kept, turned, axis=-1, batch_dims=rank - 1), order)
+    order = swap_with_last(rank, dim)
+    turned = permute(indices, order)
+    rows = permute(value, order)[
+        tuple(slice(0, size) for size in turned.shape[:-1])
+    ]  # indices may have fewer rows than the value
+    return permute(tf.gather(rows, turned, axis=-1, batch_dims=rank - 1), order)
 
 
-def _last(rank: int, dim: int) -> list[int]:
-    order = list(range(rank))
-    dim = positive(dim, rank)
-    order[dim], order[-1] = order[-1], order[dim]
-    return order
-
-
-def _coordinates(value: tf.Tensor, places: Sequence[tf.Tensor | None]) -> tuple[tf.Tensor, list[int]]:
+def _coordinates(value: tf.Tensor, indices: Sequence[tf.Tensor | None]) -> tuple[tf.Tensor, list[int]]:
     """Return the coordinates of every number that ``places`` name, over the dimensions that they index, and these
     dimensions."""
-    dims = [dim for dim, one in enumerate(places) if one is not None]
-    found = []
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    coordinates = []
     for dim in dims:
-        one = tf.cast(places[dim], tf.int64)
-        found.append(tf.where(one < 0, one + int(value.shape[dim]), one))
-    shape = found[0].shape
-    for one in found[1:]:
-        shape = tf.broadcast_static_shape(shape, one.shape)
-    return tf.stack([tf.broadcast_to(one, shape) for one in found], -1), dims
+        index = tf.cast(indices[dim], tf.int64)
+        coordinates.append(tf.where(index < 0, index + int(value.shape[dim]), index))
+    shape = coordinates[0].shape
+    for index in coordinates[1:]:
+        shape = tf.broadcast_static_shape(shape, index.shape)
+    return tf.stack([tf.broadcast_to(index, shape) for index in coordinates], -1), dims
 
 
 def _indexed_first(dims: list[int], rank: int) -> list[int]:
+    """Return the order of dimensions with the indexed ones first."""
     return [*dims, *(dim for dim in range(rank) if dim not in dims)]
 
 
 def _result_order(dims: list[int], rank: int, width: int) -> list[int]:
-    """Return where torch puts the indexed dimensions: in their place if they stand together, in front if they do not."""
-    rest = rank - len(dims)
-    before = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
-    return [*range(width, width + before), *range(width), *range(width + before, width + rest)]
+    """Return the order of the result's dimensions, given that the ``width`` indexed ones come first.
+
+    torch leaves the indexed dimensions where they are if they are adjacent, and otherwise puts them in front."""
+    remaining = rank - len(dims)
+    leading = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    return [*range(width, width + leading), *range(width), *range(width + leading, width + remaining)]
 
 
-def _without_masks(value: tf.Tensor, places: Sequence[tf.Tensor | None]) -> None:
-    if any(one is not None and one.dtype == tf.bool for one in places):
+def _reject_masks(indices: Sequence[tf.Tensor | None]) -> None:
+    """Raise NotImplementedError for a boolean index."""
+    if any(index is not None and index.dtype == tf.bool for index in indices):
         raise NotImplementedError("a boolean index makes a shape that depends on data")
 
 
 @lowers("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def _index(node: Node, value: tf.Tensor, places: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    _without_masks(value, places)
+def _index(node: Node, value: tf.Tensor, indices: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    _reject_masks(indices)
     rank = len(value.shape)
-    coordinates, dims = _coordinates(value, places)
-    found = tf.gather_nd(moved(value, _indexed_first(dims, rank)), coordinates)
-    return moved(found, _result_order(dims, rank, len(coordinates.shape) - 1))
+    coordinates, dims = _coordinates(value, indices)
+    gathered = tf.gather_nd(permute(value, _indexed_first(dims, rank)), coordinates)
+    return permute(gathered, _result_order(dims, rank, len(coordinates.shape) - 1))
 
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default")
 def _index_put(
-    node: Node, value: tf.Tensor, places: Sequence[tf.Tensor | None], source: tf.Tensor, accumulate: bool = False
+    node: Node, value: tf.Tensor, indices: Sequence[tf.Tensor | None], source: tf.Tensor, accumulate: bool = False
 ) -> tf.Tensor:  # fmt: skip
-    if len(places) == 1 and places[0] is not None and places[0].dtype == tf.bool:
-        mask = tf.reshape(places[0], [*places[0].shape, *[1] * (len(value.shape) - len(places[0].shape))])
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == tf.bool:
+        mask = tf.reshape(indices[0], [*indices[0].shape, *[1] * (len(value.shape) - len(indices[0].shape))])
         if len(source.shape) == 0:
             return tf.where(mask, tf.cast(source, value.dtype), value)
-    _without_masks(value, places)
+    _reject_masks(indices)
     rank = len(value.shape)
-    coordinates, dims = _coordinates(value, places)
-    order, width = _indexed_first(dims, rank), len(coordinates.shape) - 1
-    turned = moved(value, order)
-    at_result = _result_order(dims, rank, width)
+    coordinates, dims = _coordinates(value, indices)
+    order = _indexed_first(dims, rank)
+    width = len(coordinates.shape) - 1
+    turned = permute(value, order)
+    result_order = _result_order(dims, rank, width)
     shape = [*coordinates.shape[:-1], *turned.shape[len(dims) :]]
-    updates = moved(tf.broadcast_to(tf.cast(source, value.dtype), [shape[dim] for dim in at_result]), inverse(at_result))
+    broadcast = tf.broadcast_to(tf.cast(source, value.dtype), [shape[dim] for dim in result_order])
+    updates = permute(broadcast, inverse_order(result_order))
     scatter = tf.tensor_scatter_nd_add if accumulate else tf.tensor_scatter_nd_update
-    return moved(scatter(turned, coordinates, updates), inverse(order))
+    return permute(scatter(turned, coordinates, updates), inverse_order(order))
 
 
 @lowers("aten.index_copy.default")
-def _index_copy(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """Copy values to places. One place, as a step of generation writes, is one slice that XLA updates where it is."""
-    dim = positive(dim, len(value.shape))
-    if places.shape != (1,):
+def _index_copy(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    """Copy values to indices of a dimension. A single index, as in a step of generation, is a slice that XLA updates in place."""
+    dim = positive_dim(dim, len(value.shape))
+    if indices.shape != (1,):
         order = _indexed_first([dim], len(value.shape))
-        written = tf.tensor_scatter_nd_update(moved(value, order), tf.cast(places, tf.int64)[:, None], moved(source, order))
-        return moved(written, inverse(order))
+        written = tf.tensor_scatter_nd_update(permute(value, order), tf.cast(indices, tf.int64)[:, None], permute(source, order))
+        return permute(written, inverse_order(order))
     start = [tf.constant(0, tf.int64)] * len(value.shape)
-    start[dim] = tf.cast(places[0], tf.int64)
+    start[dim] = tf.cast(indices[0], tf.int64)
     return xla.dynamic_update_slice(value, source, tf.stack(start))
 
 
 @lowers("aten.scatter.src")
-def _scatter(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    cut = source[tuple(slice(0, size) for size in places.shape)]
-    return tf.tensor_scatter_nd_update(value, _full_coordinates(dim, places), tf.cast(cut, value.dtype))
+def _scatter(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    cut = source[tuple(slice(0, size) for size in indices.shape)]
+    return tf.tensor_scatter_nd_update(value, _full_coordinates(dim, indices), tf.cast(cut, value.dtype))
 
 
 @lowers("aten.scatter.value")
-def _scatter_value(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, number: Any) -> tf.Tensor:
-    updates = tf.fill(places.shape, as_dtype(number, value.dtype))
-    return tf.tensor_scatter_nd_update(value, _full_coordinates(dim, places), updates)
+def _scatter_value(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor, number: Any) -> tf.Tensor:
+    updates = tf.fill(indices.shape, as_dtype(number, value.dtype))
+    return tf.tensor_scatter_nd_update(value, _full_coordinates(dim, indices), updates)
 
 
 @lowers("aten.scatter_add.default")
-def _scatter_add(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    cut = source[tuple(slice(0, size) for size in places.shape)]
-    return tf.tensor_scatter_nd_add(value, _full_coordinates(dim, places), cut)
+def _scatter_add(node: Node, value: tf.Tensor, dim: int, indices: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    cut = source[tuple(slice(0, size) for size in indices.shape)]
+    return tf.tensor_scatter_nd_add(value, _full_coordinates(dim, indices), cut)
 
 
-def _full_coordinates(dim: int, places: tf.Tensor) -> tf.Tensor:
-    shape = [int(size) for size in places.shape]
-    found = []
-    for place, size in enumerate(shape):
+def _full_coordinates(dim: int, indices: tf.Tensor) -> tf.Tensor:
+    """Return the coordinates, over all dimensions, of the numbers that ``indices`` select along ``dim``."""
+    shape = [int(size) for size in indices.shape]
+    coordinates = []
+    for axis, size in enumerate(shape):
         along = [1] * len(shape)
-        along[place] = size
-        found.append(tf.broadcast_to(tf.reshape(tf.range(size, dtype=tf.int64), along), shape))
-    found[positive(dim, len(shape))] = tf.cast(places, tf.int64)
-    return tf.stack(found, -1)
+        along[axis] = size
+        coordinates.append(tf.broadcast_to(tf.reshape(tf.range(size, dtype=tf.int64), along), shape))
+    coordinates[positive_dim(dim, len(shape))] = tf.cast(indices, tf.int64)
+    return tf.stack(coordinates, -1)

@@ -1,5 +1,4 @@
-"""Lower matrix products, and Fourier transforms. Sums are in float32 on TPUs and CPUs whatever the dtype, which is
-torch's own practice."""
+"""Lower matrix products and Fourier transforms. TPUs and CPUs add up in float32 for every dtype, as torch does."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_wide, is_half, lowers, moved, positive
+from upshift.xla.lowering.registry import is_half, lowers, permute, positive_dim, swap_with_last, widen_half
 
 
 @lowers("aten.mm.default", "aten.bmm.default", "aten.matmul.default")
@@ -18,26 +17,26 @@ def _product(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 
 @lowers("aten.addmm.default", "aten.baddbmm.default")
-def _added_product(
+def _product_with_bias(
     node: Node, bias: tf.Tensor, left: tf.Tensor, right: tf.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> tf.Tensor:  # fmt: skip
-    """Add a bias to a product. Half precision is rounded once, behind the bias."""
+    """Add a bias to a product. Half precision is rounded once, after the bias."""
     product = _wide_product(left, right) if is_half(left.dtype) else tf.matmul(left, right)
     if alpha != 1:
         product = product * tf.constant(alpha, product.dtype)
     if beta != 0:
-        wide = as_wide(bias)
+        wide = widen_half(bias)
         product += wide if beta == 1 else wide * tf.constant(beta, wide.dtype)
     return tf.cast(product, left.dtype)
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _wide_product(left: tf.Tensor, right: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
-    """Multiply half precision in float32. TensorFlow's own gradients of it would be products in float32, too."""
+    """Multiply half precision into a float32 result. Its gradients are products in half precision, unlike TensorFlow's own."""
 
-    def gradient(of_product: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Nothing is lost: what comes from a rounded result was half precision.
-        half = tf.cast(of_product, left.dtype)
+    def gradient(output_gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # Nothing is lost: the gradient of a rounded result was in half precision.
+        half = tf.cast(output_gradient, left.dtype)
         return tf.matmul(half, right, transpose_b=True), tf.matmul(left, half, transpose_a=True)
 
     return tf.matmul(left, right, output_type=tf.float32), gradient
@@ -45,7 +44,7 @@ def _wide_product(left: tf.Tensor, right: tf.Tensor) -> tuple[tf.Tensor, Callabl
 
 @lowers("aten.dot.default")
 def _dot(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.reduce_sum(as_wide(left) * as_wide(right)), left.dtype)
+    return tf.cast(tf.reduce_sum(widen_half(left) * widen_half(right)), left.dtype)
 
 
 @lowers("aten.mv.default")
@@ -55,18 +54,19 @@ def _mv(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 @lowers("aten._cdist_forward.default", "aten.cdist.default")
 def _cdist(node: Node, left: tf.Tensor, right: tf.Tensor, power: float = 2.0, *_: object) -> tf.Tensor:
-    difference = tf.abs(as_wide(left)[..., :, None, :] - as_wide(right)[..., None, :, :])
+    difference = tf.abs(widen_half(left)[..., :, None, :] - widen_half(right)[..., None, :, :])
     return tf.cast(tf.pow(tf.reduce_sum(tf.pow(difference, power), -1), 1 / power), left.dtype)
 
 
 @lowers("aten._fft_c2c.default")
 def _fft(node: Node, value: tf.Tensor, dims: Sequence[int], normalization: int, forward: bool) -> tf.Tensor:
-    """Transform over ``dims``. ``normalization``: torch divides by nothing, the root of the size, or the size."""
-    rank, size = len(value.shape), 1
-    for dim in (positive(dim, rank) for dim in dims):
-        order = list(range(rank))
-        order[dim], order[-1] = order[-1], order[dim]
+    """Transform over ``dims``. ``normalization``: 0, 1 and 2 divide by 1, by the root of the size, and by the size."""
+    transform = tf.signal.fft if forward else tf.signal.ifft
+    rank = len(value.shape)
+    size = 1
+    for dim in (positive_dim(dim, rank) for dim in dims):
+        order = swap_with_last(rank, dim)
         size *= int(value.shape[dim])
-        value = moved((tf.signal.fft if forward else tf.signal.ifft)(moved(value, order)), order)
+        value = permute(transform(permute(value, order)), order)
     scale = (1.0 if forward else float(size)) / (1.0, math.sqrt(size), float(size))[normalization]
     return value if scale == 1 else value * tf.constant(scale, value.dtype)

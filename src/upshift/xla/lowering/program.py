@@ -1,7 +1,7 @@
-"""A lowered program: the exported graph walked with tensors of TensorFlow. What it computes with is given to each call, so that
-several programs (prefill and step, say) share one set of weights, and weights may be symbols while a program is only compiled.
+"""Run an exported graph with TensorFlow's operations.
 
-Decides before anything is traced whether every operator of the graph is lowered.
+Each call takes the weights as an argument. So several programs, such as prefill and step, share one set of weights, and weights
+may be symbolic if a program is only compiled. Operators that are not lowered are reported before anything is traced.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from upshift.xla.lowering.creation import SEED
 from upshift.xla.lowering.registry import DTYPES, LOWERINGS
 
 FAMILIES = (
-    "convolution", "creation", "elementwise", "indexing", "normalization", "products", "reductions", "resizing", "shaping",
+    "convolution", "creation", "elementwise", "indexing", "matmul", "normalization", "reductions", "shape",
 )  # fmt: skip
 for _family in FAMILIES:
     import_module(f"upshift.xla.lowering.{_family}")
 
-CHECKS = (  # of torch at run time; what they check is known when a program of static shapes is exported
+CHECKS = (  # torch's run-time checks; a program of static shapes was checked when it was exported
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
     "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
 )  # fmt: skip
-NOT_OURS = ("dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "generator", "implicit")
+IGNORED_ARGUMENTS = ("dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "generator", "implicit")
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 class UnloweredOp(RequestError):
-    """The graph has operators that are not lowered. ``missing`` maps ATen operators to the module that first uses
-    each."""
+    """Report operators of the graph that are not lowered. ``missing`` maps each one to the module that uses it first."""
 
     def __init__(self, missing: Mapping[str, str]) -> None:
         self.missing = dict(missing)
-        told = ", ".join(f"{name} (in {where})" for name, where in missing.items())
-        super().__init__(f"not lowered to TensorFlow: {told}; train or run this model without --backend xla")
+        listing = ", ".join(f"{name} (in {module})" for name, module in missing.items())
+        super().__init__(f"not lowered to TensorFlow: {listing}; train or run this model without --backend xla")
 
 
 class Program:
+    """Hold a lowered graph. ``inputs`` names its inputs, and ``weights`` its weights, by their Hugging Face names."""
+
     def __init__(self, exported: ExportedProgram, *, strip: str) -> None:
         _check_lowered(exported.graph.nodes)
-        self._nodes, self._outputs = list(exported.graph.nodes), exported.graph_signature.output_specs
-        self._weights: dict[str, str] = {}  # placeholder -> name in Hugging Face's state_dict
+        self._nodes = list(exported.graph.nodes)
+        self._outputs = exported.graph_signature.output_specs
+        self._weights: dict[str, str] = {}  # placeholder -> name in the model's state_dict
         self._constants: dict[str, torch.Tensor] = {}
         self.inputs: tuple[str, ...] = ()
         state = exported.state_dict
         first_name: dict[int, str] = {}
         for spec in exported.graph_signature.input_specs:
-            name, target = spec.arg.name, spec.target
+            name = spec.arg.name
+            target = spec.target
             if spec.kind is InputKind.USER_INPUT:
                 self.inputs += (name,)
             elif spec.kind in WEIGHTS and target in state:
@@ -68,31 +71,36 @@ class Program:
         return tuple(dict.fromkeys(self._weights.values()))
 
     def __call__(self, inputs: Sequence[Any], weights: Mapping[str, Any], *, seed: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """In the order of ``self.inputs``; the results in the order in which the module gives them. Weights are read here, in the
-        dtype that the module has them in. ``seed``: two integers, for programs that draw random numbers."""
-        assert len(inputs) == len(self.inputs), f"{len(inputs)} inputs for {self.inputs}"
-        before = SEED.set(seed)
-        try:
-            return self._walk(inputs, weights)
-        finally:
-            SEED.reset(before)
+        """Run the program and return its results, in the order of the module's outputs.
 
-    def _walk(self, inputs: Sequence[Any], weights: Mapping[str, Any]) -> list[tf.Tensor]:
-        given = dict(zip(self.inputs, inputs, strict=True))
+        Args:
+            inputs: the values in the order of ``self.inputs``.
+            weights: tensors by their Hugging Face names. They are cast to the dtype that the module has them in.
+            seed: two integers, for programs that draw random numbers.
+        """
+        assert len(inputs) == len(self.inputs), f"{len(inputs)} inputs for {self.inputs}"
+        seed_token = SEED.set(seed)
+        try:
+            return self._run_graph(inputs, weights)
+        finally:
+            SEED.reset(seed_token)
+
+    def _run_graph(self, inputs: Sequence[Any], weights: Mapping[str, Any]) -> list[tf.Tensor]:
+        inputs_by_name = dict(zip(self.inputs, inputs, strict=True))
         values: dict[str, Any] = {}
         for node in self._nodes:
             if node.op == "placeholder":
-                values[node.name] = self._placeholder(node, given, weights)
+                values[node.name] = self._placeholder(node, inputs_by_name, weights)
             elif node.op == "call_function":
-                values[node.name] = _lowered(node, values)
+                values[node.name] = _lower_node(node, values)
             elif node.op == "output":
-                found = _resolved(node.args[0], values)
-        of_user = zip(self._outputs, found, strict=True)
-        return [value for spec, value in of_user if spec.kind is OutputKind.USER_OUTPUT]
+                results = _resolve(node.args[0], values)
+        specified = zip(self._outputs, results, strict=True)
+        return [value for spec, value in specified if spec.kind is OutputKind.USER_OUTPUT]
 
-    def _placeholder(self, node: Node, given: Mapping[str, Any], weights: Mapping[str, Any]) -> Any:
-        if node.name in given:
-            value = given[node.name]
+    def _placeholder(self, node: Node, inputs_by_name: Mapping[str, Any], weights: Mapping[str, Any]) -> Any:
+        if node.name in inputs_by_name:
+            value = inputs_by_name[node.name]
             return tf.convert_to_tensor(value) if value is not None else None
         if node.name in self._weights:
             return tf.cast(tf.convert_to_tensor(weights[self._weights[node.name]]), DTYPES[node.meta["val"].dtype])
@@ -100,14 +108,16 @@ class Program:
 
 
 def lower(exported: ExportedProgram, *, strip: str = "model.") -> Program:
-    """Lower an exported module. ``strip`` is the prefix of weights' names if the model is a part of the exported
-    module. Raise UnloweredOp."""
+    """Lower an exported module. Raise UnloweredOp if an operator is not lowered.
+
+    ``strip``: the prefix to remove from the names of weights, if the model is a submodule of the exported module."""
     return Program(exported, strip=strip)
 
 
 def as_constant(tensor: torch.Tensor) -> tf.Tensor:
+    """Return a torch tensor as a constant of TensorFlow."""
     numbers = tensor.detach()
-    if numbers.dtype == torch.bfloat16:  # numpy has none
+    if numbers.dtype == torch.bfloat16:  # numpy has no bfloat16
         return tf.cast(tf.constant(numbers.float().numpy()), tf.bfloat16)
     return tf.constant(numbers.numpy())
 
@@ -131,21 +141,21 @@ def module_of(node: Node) -> str:
     return f"{path or 'the model'}: {str(kind).rpartition('.')[2]}"
 
 
-def _lowered(node: Node, values: Mapping[str, Any]) -> Any:
+def _lower_node(node: Node, values: Mapping[str, Any]) -> Any:
     name = str(node.target)
     if name in CHECKS:
         return None
-    arguments = [_resolved(argument, values) for argument in node.args]
-    named = {key: _resolved(value, values) for key, value in node.kwargs.items() if key not in NOT_OURS}
+    arguments = [_resolve(argument, values) for argument in node.args]
+    named = {key: _resolve(value, values) for key, value in node.kwargs.items() if key not in IGNORED_ARGUMENTS}
     try:
         return LOWERINGS[name](node, *arguments, **named)
     except NotImplementedError as error:
         raise UnloweredOp({name: f"{module_of(node)}; {error}"}) from None
 
 
-def _resolved(argument: Any, values: Mapping[str, Any]) -> Any:
+def _resolve(argument: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(argument, Node):
         return values[argument.name]
     if isinstance(argument, list | tuple):
-        return [_resolved(one, values) for one in argument]
+        return [_resolve(item, values) for item in argument]
     return argument

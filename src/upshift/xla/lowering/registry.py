@@ -1,7 +1,7 @@
-"""Register the TensorFlow operations that stand for each ATen operator, and define what every family of them needs.
+"""Register a lowering for each ATen operator, and define the helpers that all lowerings share.
 
-A lowering takes the node of the graph (its ``meta["val"]`` has torch's own result: shape and dtype), then the operator's
-arguments with tensors of TensorFlow in the place of torch's. Shapes are static: programs are exported for one shape each.
+A lowering takes the node of the graph, then the operator's arguments with TensorFlow's tensors in place of torch's. The node's
+``meta["val"]`` has the shape and the dtype of torch's own result. Shapes are static: a program is exported for one shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {
 
 
 def lowers(*names: str) -> Callable[[Lowering], Lowering]:
-    """Register a lowering. ``names`` are as str(node.target) writes them, such as aten.add.Tensor."""
+    """Return a decorator that registers a lowering for operators, named as in str(node.target): aten.add.Tensor."""
 
     def register(lowering: Lowering) -> Lowering:
         for name in names:
@@ -35,15 +35,15 @@ def lowers(*names: str) -> Callable[[Lowering], Lowering]:
     return register
 
 
-def result(node: Node, index: int | None = None) -> torch.Tensor:
-    """Return what torch computed for the node, without data. ``index`` picks one of several results."""
+def torch_result(node: Node, index: int | None = None) -> torch.Tensor:
+    """Return torch's result for the node, a tensor without data. ``index`` selects one of several results."""
     value = node.meta["val"]
-    found: torch.Tensor = value if index is None else value[index]
-    return found
+    tensor: torch.Tensor = value if index is None else value[index]
+    return tensor
 
 
 def result_dtype(node: Node, index: int | None = None) -> tf.DType:
-    return DTYPES[result(node, index).dtype]
+    return DTYPES[torch_result(node, index).dtype]
 
 
 def is_tensor(value: Any) -> bool:
@@ -51,14 +51,14 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return a tensor or a number in this dtype. torch writes -100.0 for integers, too."""
+    """Return a tensor or a number as a tensor of this dtype. torch may write an integer as -100.0."""
     if is_tensor(value):
         return tf.cast(value, dtype)
     return tf.constant(int(value) if dtype.is_integer else value, dtype)
 
 
-def as_wide(value: tf.Tensor) -> tf.Tensor:
-    """Return half precision as float32: torch's kernels compute in it, and round to half once, at their end."""
+def widen_half(value: tf.Tensor) -> tf.Tensor:
+    """Return half precision as float32. torch's kernels compute in float32, too, and round once at the end."""
     return tf.cast(value, tf.float32) if is_half(value.dtype) else value
 
 
@@ -66,23 +66,35 @@ def is_half(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating and dtype.size < 4)
 
 
-def positive(dim: int, rank: int) -> int:
+def positive_dim(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def dims_of(dims: int | Sequence[int] | None, rank: int) -> list[int]:
-    """Return the dimensions, or all of them if none is named, as torch reads an empty list."""
-    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+def positive_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
+    """Return the dimensions counted from 0. None and an empty list mean all dimensions, as in torch."""
+    if isinstance(dims, int):
+        return [positive_dim(dims, rank)]
+    if dims is None or len(dims) == 0:
         return list(range(rank))
-    return [positive(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)]
+    return [positive_dim(dim, rank) for dim in dims]
 
 
-def moved(value: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
+def permute(value: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
+    """Return the value with its dimensions in this order."""
     return value if list(order) == list(range(len(order))) else tf.transpose(value, order)
 
 
-def inverse(order: Sequence[int]) -> list[int]:
-    places = [0] * len(order)
-    for place, dim in enumerate(order):
-        places[dim] = place
-    return places
+def swap_with_last(rank: int, dim: int) -> list[int]:
+    """Return the order that exchanges a dimension with the last one. It is its own inverse."""
+    order = list(range(rank))
+    dim = positive_dim(dim, rank)
+    order[dim], order[-1] = order[-1], order[dim]
+    return order
+
+
+def inverse_order(order: Sequence[int]) -> list[int]:
+    """Return the order that undoes ``order``."""
+    inverse = [0] * len(order)
+    for position, dim in enumerate(order):
+        inverse[dim] = position
+    return inverse

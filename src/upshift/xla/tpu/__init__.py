@@ -1,1 +1,1 @@
-"""Compile programs for Cloud TPUs by Google's own compiler on a machine that has none."""
+"""Compile programs for Cloud TPUs with Google's own compiler, on a machine without a TPU."""

@@ -1,9 +1,9 @@
-"""The process that compiles: libtpu's compiler, through jax, on the HLO of a TensorFlow function. No TPU, no network.
+"""Compile the HLO of a TensorFlow function with libtpu's compiler, through jax. No TPU and no network are needed.
 
     python -m upshift.xla.tpu.compiler_process REQUEST.json ANSWER.json
 
-A program over several chips is divided by XLA's own partitioner, as its arguments say: what is not divided is on every chip, and
-sums over chips become all-reduces.
+XLA's own partitioner divides a program among several chips, as its arguments say. Every chip has a copy of each argument that is
+not divided, and sums over chips become all-reduces.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from upshift.internals.jax_names import BINDINGS, COMPILER, IR, MLIR, XLA_CLIENT
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
 
 EXCHANGE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-TWO_CORES_AS_ONE = "megacore"  # how programs see a chip of v4, by default
+TWO_CORES_AS_ONE = "megacore"  # by default a program sees the two cores of a v4 chip as one
 
 
 def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
-    """Compile a program. ``dump`` is an empty folder for the compiler's own text of the program."""
+    """Compile a program. ``dump``: an empty folder for the text of the program that the compiler writes."""
     import numpy as np
     from jax.experimental import topologies
 
@@ -36,25 +36,23 @@ def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
     )
     options.executable_build_options.use_spmd_partitioning = request.chips > 1
     options.executable_build_options.use_shardy_partitioner = False
-    # Not read back from the executable: jax's XLA refuses what a newer compiler writes (a scatter on v6e's sparse cores).
+    # The text is not read from the executable, because jax's XLA rejects programs of a newer compiler (sparse cores of v6e).
     options.executable_build_options.debug_options.xla_dump_to = str(dump)
     options.executable_build_options.debug_options.xla_dump_hlo_as_text = True
     with MLIR.get().make_ir_context(), ir.Location.unknown():
-        module = _read(Path(request.program).read_bytes())
+        module = _read_stablehlo(Path(request.program).read_bytes())
         text = str(module)
         _annotate(module, request)
         start = time.perf_counter()
         try:
             compiled = devices[0].client.compile(module, XLA_CLIENT.get().DeviceList(devices), options)
-        except Exception as error:  # XlaRuntimeError, of no stable place: what the compiler says is the answer
+        except Exception as error:  # XlaRuntimeError has no stable import path; its message is the answer
             return CompileAnswer(problem=str(error), compile_seconds=time.perf_counter() - start)
     return _answer(compiled, time.perf_counter() - start, text, dump)
 
 
-def _read(hlo: bytes) -> Any:
-    """Read TensorFlow's HLO as StableHLO, without mhlo.copy, which changes nothing and which the compiler does not
-    know."""
-
+def _read_stablehlo(hlo: bytes) -> Any:
+    """Read TensorFlow's HLO as StableHLO. Remove mhlo.copy, which changes nothing and which the compiler does not know."""
     ir = IR.get()
     module = ir.Module.parse(BINDINGS.get().mlir.hlo_to_stablehlo(hlo))
     copies = []
@@ -72,43 +70,46 @@ def _read(hlo: bytes) -> Any:
 
 
 def _annotate(module: Any, request: CompileRequest) -> None:
-    """Mark which results are written over arguments, and how arguments lie on the chips."""
-
+    """Mark which results overwrite arguments, and how arguments are divided among the chips."""
     ir = IR.get()
     number = ir.IntegerType.get_signless(32)
-    everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
+    replicated = ir.StringAttr.get("{replicated}")
+    is_divided = request.chips > 1
     attributes: list[Any] = []
-    (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
+    (main,) = (function for function in module.body.operations if function.attributes["sym_name"].value == "main")
     for argument in request.arguments:
-        said: dict[str, Any] = {}
+        argument_attributes: dict[str, Any] = {}
         if argument.becomes is not None:
-            said["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument.becomes)
-        if over:
-            place = len(attributes)
-            said["mhlo.sharding"] = _by_rows(main, place, request.chips) if argument.divided else everywhere
-        attributes.append(ir.DictAttr.get(said))
+            argument_attributes["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument.becomes)
+        if is_divided:
+            position = len(attributes)
+            argument_attributes["mhlo.sharding"] = (
+                _split_by_rows(main, position, request.chips) if argument.divided else replicated
+            )
+        attributes.append(ir.DictAttr.get(argument_attributes))
     if len(main.type.inputs) != len(attributes) or len(main.type.results) != request.num_results:
         raise RuntimeError(f"the program has {len(main.type.inputs)} arguments, of {len(attributes)} that it was made with")
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
-    if over:
-        results = [ir.DictAttr.get({"mhlo.sharding": everywhere})] * request.num_results
+    if is_divided:
+        results = [ir.DictAttr.get({"mhlo.sharding": replicated})] * request.num_results
         main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
-    named = {
+    module_attributes = {
         "sym_name": ir.StringAttr.get("upshift"), "mhlo.num_replicas": ir.IntegerAttr.get(number, 1),
         "mhlo.num_partitions": ir.IntegerAttr.get(number, request.chips),
     }  # fmt: skip
-    for name, value in named.items():
+    for name, value in module_attributes.items():
         module.operation.attributes[name] = value
 
 
-def _by_rows(main: Any, place: int, chips: int) -> Any:
-
-    shape = ",".join([str(chips), *["1"] * (main.type.inputs[place].rank - 1)])
+def _split_by_rows(main: Any, position: int, chips: int) -> Any:
+    """Return the sharding that divides the first dimension of an argument of ``main``."""
+    shape = ",".join([str(chips), *["1"] * (main.type.inputs[position].rank - 1)])
     return IR.get().StringAttr.get(f"{{devices=[{shape}]<=[{chips}]}}")
 
 
 def _answer(compiled: Any, seconds: float, text: str, dump: Path) -> CompileAnswer:
-    memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
+    memory = compiled.get_compiled_memory_stats()
+    cost = compiled.cost_analysis()
     (optimized,) = dump.glob("*.after_optimizations.txt")
     exchanges = len(EXCHANGE.findall(optimized.read_text(encoding="utf-8")))
     return CompileAnswer(
@@ -126,9 +127,9 @@ def _answer(compiled: Any, seconds: float, text: str, dump: Path) -> CompileAnsw
 
 
 def main() -> None:
-    request, answer = map(Path, sys.argv[1:3])
-    found = compile_program(CompileRequest.from_file(request), answer.parent / "dump")
-    write_whole(answer, found.to_json().encode())
+    request_path, answer_path = map(Path, sys.argv[1:3])
+    answer = compile_program(CompileRequest.from_file(request_path), answer_path.parent / "dump")
+    write_whole(answer_path, answer.to_json().encode())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Define the request and the answer of the process that compiles. Imports nothing that the compiler's process does
-not need."""
+"""Define the request and the answer of the compiler's process. This module imports only what that process needs."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ Part = Literal["weights", "optimizer", "data"]
 
 
 class Argument(Value):
-    """An argument of the program. ``becomes`` is the result that is written over it. ``divided``: over the chips, by
-    its first dimension."""
+    """Describe an argument of the program.
+
+    ``becomes``: the index of the result that overwrites it. ``divided``: its first dimension is divided among the chips."""
 
     name: str
     part: Part
@@ -31,7 +31,7 @@ class CompileRequest(Value):
 
 
 class CompileAnswer(Value):
-    """The compiler's answer for one chip. ``problem`` holds the compiler's own words if it refuses."""
+    """Hold the compiler's answer. Bytes and FLOPs are of one chip. ``problem`` is the compiler's message if it fails."""
 
     problem: str | None = None
     compile_seconds: float = 0.0

@@ -1,1 +1,1 @@
-"""Train under XLA: one compiled step for each planned shape, on one device or several, saved and resumed exactly."""
+"""Train under XLA, with one compiled step for each planned shape, on one device or several. Runs are resumed exactly."""

@@ -1,7 +1,7 @@
-"""Checkpoints of a run under XLA: weights and optimizer as safetensors, where it stands as JSON. No pickle, no TensorFlow format.
+"""Write and restore checkpoints of a run under XLA: weights and optimizer as safetensors, the state of the run as JSON.
 
-A checkpoint is written beside its place and renamed, so that each checkpoint-<step> is whole; its state file, with the
-checksums of the others, is written last.
+A checkpoint is written into a temporary folder that is then renamed, so each checkpoint-<step> is complete. Its state file, with
+the checksums of the other files, is written last.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint.state import checksums_of, sealed, unsealed
-from upshift.value import Value, first_problem
+from upshift.training.checkpoint.state import checksums_of, seal, unseal
+from upshift.value import Value
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"checkpoint-(\d+)")
-STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimizer.safetensors"
+STATE = "upshift_state.json"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
-class Standing(Value):
-    """The state of a run apart from tensors: with the same one, and the same data, it goes on the same way."""
+class RunState(Value):
+    """Hold the state of a run except its tensors. With the same state and the same data a run continues in the same way."""
 
     step: int  # optimizer steps done
     losses: tuple[float, ...]
@@ -43,18 +44,18 @@ class Standing(Value):
 
 
 def write_checkpoint(
-    output: Path, standing: Standing, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
+    output: Path, state: RunState, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
 ) -> Path:  # fmt: skip
-    """Write a checkpoint and remove all but the ``keep`` newest. Raise JobFailed where the disk does not take it."""
-    final = output / f"checkpoint-{standing.step}"
+    """Write a checkpoint and remove all but the ``keep`` newest. Raise JobFailed if it cannot be written."""
+    final = output / f"checkpoint-{state.step}"
     temporary = final.with_name(f"{final.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
             save_file({key: variable.numpy() for key, variable in variables.items()}, temporary / name)
-        whole = standing.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
-        (temporary / STATE).write_text(sealed(whole.to_json(indent=1)), encoding="utf-8")
+        with_checksums = state.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
+        (temporary / STATE).write_text(seal(with_checksums.to_json(indent=1)), encoding="utf-8")
         for file in [*temporary.iterdir(), temporary]:
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
@@ -63,29 +64,30 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise JobFailed(f"{final.name} could not be written to {output}: {error}; earlier ones are still whole") from error
-    for old in _found(output)[keep:]:
-        shutil.rmtree(old)
+    for outdated in _checkpoints(output)[keep:]:
+        shutil.rmtree(outdated)
     return final
 
 
-def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
-    """Return the newest checkpoint that is whole, every byte of it compared with what was saved. Warn of each newer
-    one that is not."""
-    for path in _found(output):
-        standing = _standing(path)
-        if standing is not None:
-            return path, standing
+def newest_checkpoint(output: Path) -> tuple[Path, RunState] | None:
+    """Return the newest checkpoint whose files have their checksums. Log a warning for each newer one that is damaged."""
+    for path in _checkpoints(output):
+        state = _read_state(path)
+        if state is not None:
+            return path, state
         logger.warning("skipped a damaged checkpoint: %s is not as it was written", path)
     return None
 
 
 def restore(path: Path, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable]) -> None:
-    """Restore the tensors bit for bit. Raise RequestError if the model or the optimizer is another one."""
+    """Restore the tensors bit for bit. Raise RequestError if they are of another model or optimizer."""
     for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
         with safe_open(path / name, framework="numpy") as stored:
             if set(stored.keys()) != set(variables):
-                other = min(set(stored.keys()) ^ set(variables))
-                raise RequestError(f"{path / name} and this run differ in {other}; resume with that run's model and optimizer")
+                name_of_difference = min(set(stored.keys()) ^ set(variables))
+                raise RequestError(
+                    f"{path / name} and this run differ in {name_of_difference}; resume with that run's model and optimizer"
+                )
             for key, variable in variables.items():
                 value = stored.get_tensor(key)
                 if tuple(value.shape) != tuple(variable.shape):
@@ -93,7 +95,7 @@ def restore(path: Path, weights: Mapping[str, tf.Variable], optimizer: Mapping[s
                 variable.assign(value)
 
 
-def _found(output: Path) -> list[Path]:
+def _checkpoints(output: Path) -> list[Path]:
     """Return the checkpoints, newest first."""
     if not output.is_dir():
         return []
@@ -101,24 +103,17 @@ def _found(output: Path) -> list[Path]:
     return sorted(paths, key=lambda path: -int(path.name.rpartition("-")[2]))
 
 
-def _standing(path: Path) -> Standing | None:
-    """Return the state, or None if the checkpoint is not whole."""
+def _read_state(path: Path) -> RunState | None:
+    """Return the state of a checkpoint, or None if a file is missing or damaged."""
     try:
-        document = unsealed((path / STATE).read_bytes())
+        document = unseal((path / STATE).read_bytes())
         if document is None:
             return None
-        standing = Standing.model_validate(json.loads(document))
-        whole = standing.checksums == checksums_of(path, (WEIGHTS, OPTIMIZER))
+        state = RunState.model_validate(json.loads(document))
+        is_whole = state.checksums == checksums_of(path, (WEIGHTS, OPTIMIZER))
     except (OSError, ValueError):
         return None
-    return standing if whole and path.name == f"checkpoint-{standing.step}" else None
-
-
-def arguments_of(standing: Standing, kind: type[Value]) -> Any:
-    try:
-        return kind.model_validate(standing.arguments)
-    except ValidationError as error:
-        raise RequestError(f"the checkpoint's arguments are not of this version: {first_problem(kind, error)}") from None
+    return state if is_whole and path.name == f"checkpoint-{state.step}" else None
 
 
 def _sync(path: Path) -> None:

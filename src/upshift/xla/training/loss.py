@@ -1,7 +1,7 @@
-"""The model's own loss as a program: exported with labels, for one shape of a micro-batch.
+"""Export the model's own loss as a program, for one shape of a micro-batch with labels.
 
-What counts is a sum over labels, so that a global batch's loss does not depend on how it is divided: the model gives the mean of
-a micro-batch, which is weighted by its number of labels.
+The model returns the mean loss of a micro-batch. It is multiplied by the number of labels, so that the loss of a global batch
+does not depend on how the batch is divided.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CAUSAL_LOSS
+from upshift.xla.data.batches import IGNORED
 from upshift.xla.lowering.program import Program, lower
 from upshift.xla.skeleton import export
 
-IGNORED = -100
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # of the model's arguments: shape and dtype of numpy
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # by argument of the model: shape, and numpy's name of the dtype
 
 
 class _Loss(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.extra = {"use_cache": False} if takes_use_cache else {}
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(**inputs, **self.extra).loss
@@ -40,8 +41,9 @@ def shapes_of(batch: Mapping[str, Any]) -> Shapes:
 
 
 def loss_program(model: PreTrainedModel, shapes: Shapes, *, training: bool) -> Program:
-    """Return the loss as a program. ``training``: with dropout. Raise RequestError if the model has no loss, no
-    static graph, or an operator that is not lowered."""
+    """Return the loss as a program. ``training``: with dropout.
+
+    Raise RequestError without labels, for a model without a static graph, and for an operator that is not lowered."""
     if "labels" not in shapes:
         raise RequestError(f"the batches have {', '.join(shapes)} and no labels; training needs labels")
     example = {name: torch.ones(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
@@ -56,16 +58,16 @@ def loss_program(model: PreTrainedModel, shapes: Shapes, *, training: bool) -> P
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Return whether the model predicts each label from the token before it: then the first label of a row never
-    counts. Models do that compute their loss by transformers' ForCausalLMLoss. loss_type alone says it of T5 too, and
-    not of GPT-2."""
+    """Return whether the model predicts each label from the token before it, so that the first label of a row never counts.
+
+    Such models compute their loss with transformers' ForCausalLMLoss. The config's loss_type does not tell: it names that loss
+    for T5, too, and not for GPT-2."""
     computes_by_it = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
     return computes_by_it and model.loss_function is CAUSAL_LOSS.get()
 
 
 def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
-    """Count the labels that the mean was taken over. These are rows if labels are numbers to regress or classes of a
-    row."""
+    """Count the labels that the model's mean is over. It is the number of rows if each row has one class or one number."""
     if not labels.dtype.is_integer or len(labels.shape) < 2:
         return tf.constant(float(labels.shape[0]))
     counted = labels[:, 1:] if shifted else labels
@@ -75,12 +77,11 @@ def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
 def loss_sum(
     program: Program, inputs: Mapping[str, Any], weights: Mapping[str, tf.Variable], seed: tf.Tensor, *, shifted: bool
 ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
-    """Return the sum of the labels' losses, and their number. A micro-batch without labels has the sum 0 and
-    gradients of 0."""
+    """Return the sum of the labels' losses, and the number of labels. Without labels the sum and its gradients are 0."""
     labels = inputs["labels"]
-    number = count_labels(labels, shifted=shifted)
+    num_labels = count_labels(labels, shifted=shifted)
     if labels.dtype.is_integer:
-        labels = tf.where(number > 0, labels, tf.zeros_like(labels))  # a mean over no label is not a number
-    given = {**inputs, "labels": labels}
-    (mean,) = program([given[name] for name in program.inputs], weights, seed=seed)
-    return mean * number, number
+        labels = tf.where(num_labels > 0, labels, tf.zeros_like(labels))  # the mean over no label would be NaN
+    values = {**inputs, "labels": labels}
+    (mean,) = program([values[name] for name in program.inputs], weights, seed=seed)
+    return mean * num_labels, num_labels

@@ -1,7 +1,6 @@
-"""Choose the devices of a run: a TPU if one answers, else the hosts of TF_CONFIG, else all devices of this host, else
-one.
+"""Choose the devices of a run: a TPU if one answers, else the hosts of TF_CONFIG, else all devices of this host, else one.
 
-Each choice carries its reason, which is shown."""
+Each choice has a reason, which is shown to the user."""
 
 from __future__ import annotations
 
@@ -12,13 +11,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import upshift.xla.model  # noqa: F401  # what is loaded after workers have met made them wait for each other for ever (2.21)
+import upshift.xla.model  # noqa: F401  # workers of TensorFlow 2.21 hang if modules are loaded after the workers have met
 from upshift.errors import RequestError
 from upshift.settings import read_tensorflow_cluster, read_tpu_name
 
 
 @dataclass(frozen=True)
 class Devices:
+    """Hold the devices of a run, and the reason for choosing them."""
+
     strategy: Any | None  # of tf.distribute; None: one device
     reason: str
     on_tpu: bool = False
@@ -29,19 +30,19 @@ class Devices:
 
     @property
     def is_chief(self) -> bool:
-        """Return whether this is the one process that writes."""
+        """Return whether this process writes the files of the run."""
         return self.strategy is None or bool(self.strategy.extended.should_save_summary)
 
 
-def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
-    """Divide the rows of the global batch, in order, among the replicas. With several hosts, each has the whole and
-    takes its own."""
-    strategy, number = devices.strategy, devices.num_replicas
+def divide_rows(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
+    """Divide the rows of the global batch, in order, among the replicas. Each host has the whole batch and takes its own rows."""
+    strategy = devices.strategy
+    num_replicas = devices.num_replicas
     if strategy is None:
         return {name: tf.constant(value) for name, value in batch.items()}
 
-    def part(value: np.ndarray) -> Any:
-        rows = len(value) // number
+    def split(value: np.ndarray) -> Any:
+        rows = len(value) // num_replicas
 
         def of_replica(context: Any) -> tf.Tensor:
             first = int(context.replica_id_in_sync_group) * rows
@@ -49,12 +50,12 @@ def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]
 
         return strategy.experimental_distribute_values_from_function(of_replica)
 
-    return {name: part(value) for name, value in batch.items()}
+    return {name: split(value) for name, value in batch.items()}
 
 
 def choose_devices() -> Devices:
-    """Return the devices. Raise RequestError if a TPU is named and does not answer."""
-    tpu = _tpu()
+    """Return the devices of a run. Raise RequestError if the environment names a TPU that does not answer."""
+    tpu = _find_tpu()
     if tpu is not None:
         return tpu
     workers = read_tensorflow_cluster().get("cluster", {}).get("worker", [])
@@ -71,8 +72,10 @@ def choose_devices() -> Devices:
     raise RequestError("TensorFlow sees no device at all; install tensorflow-cpu again")
 
 
-def _tpu() -> Devices | None:
-    """Without TensorFlow's resolver where none is named: it starts the runtime, and then it is too late for workers to meet."""
+def _find_tpu() -> Devices | None:
+    """Return the TPU that is in this machine or that TPU_NAME names, or None.
+
+    TensorFlow's resolver is called only if there is a name: it starts the runtime, and then workers can no longer meet."""
     is_here = any(tf.config.list_physical_devices(kind) for kind in ("TPU_SYSTEM", "TPU"))
     name = "local" if is_here else read_tpu_name()
     if name is None:

@@ -1,6 +1,6 @@
-"""Collect the vendors whose products are one file: ``CHIPS``, and ``FAMILIES`` where a short name is no product.
+"""Collect the products of vendors with one module each. New modules in this folder are found automatically.
 
-A new file in this folder is found without being registered.
+A module has ``CHIPS``, and ``FAMILIES`` for short names that mean one of several products.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from upshift.hardware.catalog.row import GpuFacts
 
 
 def chips() -> dict[str, GpuFacts]:
+    """Return the rows of all vendors."""
     return {key: facts for vendor in _vendors() for key, facts in vars(vendor)["CHIPS"].items()}
 
 
@@ -22,4 +23,4 @@ def families() -> dict[str, tuple[str, ...]]:
 
 
 def _vendors() -> Iterator[object]:
-    return (import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__))
+    return (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))

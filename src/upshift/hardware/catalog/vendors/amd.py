@@ -1,8 +1,8 @@
 """List AMD's data centre accelerators under ROCm.
 
-Rates are dense and of the matrix cores. `memory_bytes` is what rocm-smi reports. An MI250 shows as two devices, its graphics
-compute dies (GCDs): the row is one of them. MI300X multiplies in TF32 too (653.7 TFLOP/s, its data sheet), but PyTorch does so
-only with HIPBLASLT_ALLOW_TF32 set, so fp32_medium stays unknown.
+Rates are dense rates of the matrix cores. `memory_bytes` is the total that rocm-smi reports. An MI250 appears as two devices, its
+graphics compute dies (GCDs), and the row describes one of them. MI300X also multiplies in TF32 (653.7 TFLOP/s, data sheet), but
+PyTorch uses it only if HIPBLASLT_ALLOW_TF32 is set, so fp32_medium stays unknown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from upshift.units import GIGA
 
 MI250 = "AMD Instinct MI250 data sheet (2021), halved: one of its two dies; memory: ROCm documentation, MI250 (2025)"
 MI300X = "AMD Instinct MI300X data sheet (2023)"
-# Beyond its twin, a GCD has up to three links of 50 GB/s to uneven numbers of others: no one rate (ROCm documentation).
+# To dies of other packages a GCD has up to three links of 50 GB/s, unevenly, so there is no single rate (ROCm documentation).
 MI250_PACKAGE = Fabric(
     name="Infinity Fabric", topology="switch", link_bytes_per_second=50 * GIGA, links=4, largest=2,
     source="ROCm documentation, MI250 microarchitecture (2025), and AMD at Hot Chips 34 (2022): 4 links inside the package",

@@ -1,6 +1,6 @@
-"""List Intel's Gaudi accelerators (OAM). Intel prints the matrix engine's rates for BF16 and FP8 only.
+"""List Intel's Gaudi accelerators (OAM). Intel publishes the matrix engine's rates for BF16 and FP8 only.
 
-Each has 24 Ethernet ports: three to each of seven peers in a server of eight, three out of it.
+Each accelerator has 24 Ethernet ports: three to each of seven peers in a server of eight, and three that leave the server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PORTS = "Intel Gaudi documentation, network configuration (2025)"
 def _row(
     key: str, name: str, source: str, tera: Tera, *, gib: int, gb_s: float, watts: float, pcie: int, port_gbit: int, system: str
 ) -> tuple[str, GpuFacts]:
-    """Return a key and its row. `gib` and `gb_s` are of the memory."""
+    """Return a key and its row. `gib` and `gb_s`: of the memory."""
     gpu = Gpu(
         name=name,
         backend="hpu",

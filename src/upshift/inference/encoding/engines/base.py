@@ -1,4 +1,4 @@
-"""Define the protocol of every encoding engine: batches in, arrays out."""
+"""Define the protocol of every encoding engine: batches of token ids in, arrays out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from upshift.inference.encoding.model_config import Recipe
+from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.registry import EngineSetup
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.weights import stored_for
@@ -18,39 +18,45 @@ from upshift.models.source import ModelSource
 
 
 class Engine(Protocol):
+    """An engine that encodes."""
+
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Yield each batch with token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32,
-        in any order."""
+        """Yield each batch with its token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32.
+
+        The batches come in any order."""
         ...
 
 
-class Build(NamedTuple):
-    """The parts that an engine is built from. ``folder`` is the engine's own and is kept between runs. ``examples``
-    are batches to calibrate on."""
+class EncoderBuild(NamedTuple):
+    """The parts that an encoding engine is built from.
+
+    ``folder`` holds the engine's own files between runs. ``examples`` are batches to calibrate on."""
 
     source: ModelSource
-    recipe: Recipe
+    config: EncodingConfig
     setup: EngineSetup
     folder: Path
     examples: list[Batch]
 
 
-def in_order(
-    batches: Iterable[Batch], start: Callable[[Batch], Callable[[], np.ndarray]], *, at_once: int
+def run_in_order(
+    batches: Iterable[Batch], start_batch: Callable[[Batch], Callable[[], np.ndarray]], *, concurrent: int
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its output, in order. ``start`` begins a batch and returns the function that waits for
-    its output. ``at_once`` batches run at the same time."""
-    running: deque[tuple[Batch, Callable[[], np.ndarray]]] = deque()
+    """Yield each batch with its output, in the order of the batches.
+
+    ``start_batch`` starts a batch, and returns the function that waits for its output. ``concurrent`` batches run at the
+    same time."""
+    pending: deque[tuple[Batch, Callable[[], np.ndarray]]] = deque()
     for batch in batches:
-        if len(running) == at_once:
-            before, wait = running.popleft()
-            yield before, wait()
-        running.append((batch, start(batch)))
-    for before, wait in running:
-        yield before, wait()
+        if len(pending) == concurrent:
+            oldest, wait = pending.popleft()
+            yield oldest, wait()
+        pending.append((batch, start_batch(batch)))
+    for oldest, wait in pending:
+        yield oldest, wait()
 
 
-def load_forward(source: ModelSource, recipe: Recipe) -> Any:
+def load_forward(source: ModelSource, config: EncodingConfig) -> Any:
     """Return the model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of
     tokens."""
     import torch
@@ -58,41 +64,41 @@ def load_forward(source: ModelSource, recipe: Recipe) -> Any:
     from upshift.loading.load import load_source
 
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
-    run = partial(_states_of_one, recipe) if recipe.output == "embeddings" else None
-    model = load_source(source, dtype=dtype, model_class=model_class(source, recipe), run=run)
-    return _forward(model, recipe)
+    forward_once = partial(_encode_two_tokens, config) if config.output == "embeddings" else None
+    model = load_source(source, dtype=dtype, model_class=model_class(source, config), run=forward_once)
+    return _forward_module(model, config)
 
 
-def check_encodes(source: ModelSource, recipe: Recipe) -> None:
-    """Raise RequestError where the files lack weights that the answer depends on. Their headers are read, nothing else."""
+def check_encodes(source: ModelSource, config: EncodingConfig) -> None:
+    """Raise RequestError if the files lack weights that the results depend on. Only the headers of the files are read."""
     import torch
 
     from upshift.loading.fill import check_files
     from upshift.loading.load import build_empty
 
-    if stored_for(source) is not None:  # in a form that its engine alone knows
+    if stored_for(source) is not None:  # a format that only one engine reads
         return
-    embeds = recipe.output == "embeddings"
-    model = build_empty(model_class(source, recipe), source.hf_config, torch.float32).eval()
-    check_files(source, model, run=partial(_states_of_one, recipe) if embeds else None, all_used=not embeds)
+    embeds = config.output == "embeddings"
+    model = build_empty(model_class(source, config), source.hf_config, torch.float32).eval()
+    check_files(source, model, run=partial(_encode_two_tokens, config) if embeds else None, all_used=not embeds)
 
 
-def model_class(source: ModelSource, recipe: Recipe) -> Any:
-    """Return the class that the config names, or for token states the model inside it."""
+def model_class(source: ModelSource, encoding_config: EncodingConfig) -> Any:
+    """Return the class that the model's config names, or for embeddings the encoder inside it."""
     from upshift.models.build import encoder_class, find_architecture
 
-    config = source.hf_config
-    if recipe.output == "embeddings":
-        return encoder_class(config, source.reference)
-    return find_architecture(config, source.reference).model_class
+    model_config = source.hf_config
+    if encoding_config.output == "embeddings":
+        return encoder_class(model_config, source.reference)
+    return find_architecture(model_config, source.reference).model_class
 
 
-def _forward(model: Any, recipe: Recipe) -> Any:
+def _forward_module(model: Any, config: EncodingConfig) -> Any:
     import torch
 
     from upshift.models.build import encoder_of
 
-    if recipe.output == "embeddings":
+    if config.output == "embeddings":
         model = encoder_of(model)
 
     class Forward(torch.nn.Module):
@@ -107,35 +113,37 @@ def _forward(model: Any, recipe: Recipe) -> Any:
     return Forward().eval()
 
 
-def _states_of_one(recipe: Recipe, model: Any) -> Any:
+def _encode_two_tokens(config: EncodingConfig, model: Any) -> Any:
     """Return the token states of a text of two tokens."""
     import torch
 
     device = next(model.parameters()).device
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
-    return _forward(model, recipe)(ids, None)  # a mask's values are looked at, and on the meta device it has none
+    return _forward_module(model, config)(ids, None)  # without a mask: its values would be read, and the meta device has none
 
 
 class Batch(NamedTuple):
-    """A batch of texts, padded on the right. ``places`` holds the positions of its texts in the input."""
+    """A batch of texts, padded on the right. ``indices`` holds the positions of its texts in the input."""
 
     ids: np.ndarray  # [B, S] int64
     mask: np.ndarray  # [B, S] int64
-    places: list[int]
+    indices: list[int]
 
 
-def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Return the places of the texts of each batch, longest first. A padded batch has at most ``token_budget``
-    tokens, or is one text."""
+def batch_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the indices of the texts of each batch, the longest texts first.
+
+    A batch has at most ``max_tokens`` tokens with padding, or is a single text."""
     batches: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
-            batches[-1].append(place)
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(index)
         else:
-            batches.append([place])
+            batches.append([index])
     return batches
 
 
-def padded(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
-    for places in batches:
-        yield Batch(*padded_rows([tokens[place] for place in places], pad=pad), places)
+def pad_batches(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
+    """Yield each batch of texts, padded to its longest text. ``batches`` holds the indices of the texts."""
+    for indices in batches:
+        yield Batch(*padded_rows([tokens[index] for index in indices], pad=pad), indices)

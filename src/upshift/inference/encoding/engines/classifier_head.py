@@ -1,4 +1,4 @@
-"""Compute a classifier's head by transformers' own modules, from token states that an engine has computed."""
+"""Compute a classifier's head with transformers' own modules, from the token states of another engine."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from upshift.inference.encoding.engines.base import Batch, Build, load_forward
-from upshift.inference.torch_settings import computing
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward
+from upshift.inference.torch_settings import inference_settings
 
 
-class Head:
-    """The classifier with its encoder taken out."""
+class ClassifierHead:
+    """A classifier without its encoder."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: EncoderBuild) -> None:
         self.setup = build.setup
-        self.forward = load_forward(build.source, build.recipe)
+        self.forward = load_forward(build.source, build.config)
         model = self.forward.model
-        self.given = _Given(getattr(model.base_model, "pooler", None))
-        setattr(model, model.base_model_prefix, self.given)
+        self.encoder = _GivenStates(getattr(model.base_model, "pooler", None))
+        setattr(model, model.base_model_prefix, self.encoder)
 
     def __call__(self, batch: Batch, states: np.ndarray) -> np.ndarray:
         """Return class scores [B, C], or logits of tokens [B, S, L], from states [B, S, H]."""
-        self.given.states = torch.from_numpy(states)
-        with computing(self.setup):
-            found: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).numpy()
-        return found
+        self.encoder.states = torch.from_numpy(states)
+        with inference_settings(self.setup):
+            output: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).numpy()
+        return output
 
 
-class _Given(torch.nn.Module):
-    """A stand-in for the encoder. It gives the states that were computed elsewhere, and pools them as the encoder
-    does."""
+class _GivenStates(torch.nn.Module):
+    """A module in place of the encoder. It returns given token states, and pools them as the encoder does."""
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compute nothing, to measure what batching, padding and pooling alone take."""
+"""Compute nothing, to measure the time of batching, padding and pooling alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.encoding.engines.base import Batch, Build
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild
 
 
-class NothingEngine:
-    def __init__(self, build: Build) -> None:
-        config: Any = build.source.hf_config
-        self.scores_texts = build.recipe.output == "class scores"
-        self.width: int = config.hidden_size if build.recipe.output == "embeddings" else config.num_labels
+class NullEngine:
+    """An engine whose outputs are zeros."""
+
+    def __init__(self, build: EncoderBuild) -> None:
+        model_config: Any = build.source.hf_config
+        output = build.config.output
+        self.has_class_scores = output == "class scores"
+        self.width: int = model_config.hidden_size if output == "embeddings" else model_config.num_labels
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
-            rows = batch.ids.shape[:1] if self.scores_texts else batch.ids.shape
-            yield batch, np.zeros((*rows, self.width), dtype=np.float32)
+            shape = batch.ids.shape[:1] if self.has_class_scores else batch.ids.shape
+            yield batch, np.zeros((*shape, self.width), dtype=np.float32)

@@ -1,15 +1,12 @@
-"""Run oneDNN's fused products under PyTorch: the model is exported once, its weights are in oneDNN's own order, and
-several batches run at once.
+"""Run encoders with oneDNN's fused kernels under PyTorch on a CPU.
 
-A batch of a few hundred tokens stays in one core's caches. So each core computes a batch of its own, by one thread,
-and no core waits for another inside of a layer.
+The model is exported once, and its graph is rewritten to compute the same numbers with fewer and faster kernels. Weights are
+stored in the order that oneDNN's kernels read. Matrix products of the same input become one product. An activation or a residual
+sum is computed while the product is still in registers. In bf16, attention over short rows becomes two batched products, which
+take half the time of PyTorch's flash kernel. The rest of the graph stays as it is.
 
-Rewrite a model's exported graph for oneDNN on a CPU: the same numbers by fewer and quicker kernels.
-
-Weights are put once into the order that oneDNN's kernels read. Products of one input become one. An activation or a
-residual sum is computed while a product is still in registers. In bf16, attention over short rows is two batched
-products, which take half of what PyTorch's flash kernel takes there. The rest of the graph stays as it is.
-"""
+Several batches run at once. A batch of a few hundred tokens stays in one core's caches, so each core computes a batch of its
+own with one thread, and no core waits for another inside a layer."""
 
 from __future__ import annotations
 
@@ -24,36 +21,38 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from upshift.errors import RequestError
-from upshift.inference.encoding.engines.base import Batch, Build, in_order, load_forward
-from upshift.inference.torch_settings import DTYPES, UNLIKE, computing
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward, run_in_order
+from upshift.inference.torch_settings import COMPILE_SHAPE, DTYPES, inference_settings
 from upshift.internals.torch_names import ERASED, EXPORT_ERROR, LINEAR_POINTWISE, METADATA_CHECK, REORDER_WEIGHT
 
-aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
-NO_WORK = (aten.dropout.default, aten.detach.default)  # of a model that does not train
+aten = torch.ops.aten
+mkldnn = torch.ops.mkldnn
+IDENTITIES = (aten.dropout.default, aten.detach.default)  # they change nothing in a model that does not train
 ACTIVATIONS = {aten.gelu.default: "gelu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.silu.default: "swish"}
-VECTOR = 32  # numbers of bf16 in a register of AVX-512
-SHORT = 512  # tokens of a row: longer ones' scores would not stay in a core's caches
+REGISTER_NUMBERS = 32  # of bf16 in a register of AVX-512
+MAX_SHORT_ROW = 512  # tokens; the scores of longer rows do not fit into a core's caches
 
 
 def for_onednn(module: GraphModule, *, batch_tokens: int) -> GraphModule:
-    """Rewrite ``module`` (of ``torch.export``, on the CPU) in place. ``batch_tokens`` is the number of tokens of the
-    usual input."""
+    """Rewrite ``module``, exported by ``torch.export`` for the CPU, in place. Return it.
+
+    ``batch_tokens`` is the usual number of tokens of a batch."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is METADATA_CHECK.get():
             graph.erase_node(node)
-        elif node.target in NO_WORK:
+        elif node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    for node in _products(graph):
+    for node in _find_products(graph):
         if not ERASED.of(node):
-            _join(module, node)
-    packed = _Packed(module, batch_tokens)
-    for node in _products(graph):
-        _fuse(packed, node)
+            _join_products(module, node)
+    weights = _PackedWeights(module, batch_tokens)
+    for node in _find_products(graph):
+        _fuse(weights, node)
     biases: dict[Node, Node] = {}
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        _attend(node, biases)
+        _replace_attention(node, biases)
     graph.eliminate_dead_code()
     _drop_unused(module)
     graph.lint()
@@ -61,84 +60,91 @@ def for_onednn(module: GraphModule, *, batch_tokens: int) -> GraphModule:
     return module
 
 
-def _products(graph: Graph) -> list[Node]:
+def _find_products(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=aten.linear.default))
 
 
-def _join(module: GraphModule, first: Node) -> None:
-    """Replace products of one input, such as queries, keys and values, by one product of all their weights, and parts
-    of its output. ``first`` is the first of them in the graph's order."""
-    source: Any = first.args[0]  # torch's type of an argument is a union of all that a graph may hold
+def _join_products(module: GraphModule, first: Node) -> None:
+    """Replace the products of one input, such as queries, keys and values, by one product with all their weights, whose
+    output is split. ``first`` is the first of these products in the graph's order."""
+    source: Any = first.args[0]  # torch types arguments as a union of everything in a graph
     products = [user for user in source.users if user.target is aten.linear.default and user.args[0] is source]
-    given: list[list[Any]] = [[one for one in product.args[1:] if one is not None] for product in products]
-    if len(products) == 1 or len({*map(len, given)}) > 1:
+    arguments: list[list[Any]] = [[node for node in product.args[1:] if node is not None] for product in products]
+    if len(products) == 1 or len({*map(len, arguments)}) > 1:
         return
     weights: list[Any] = [product.args[1] for product in products]
     sizes = [_tensor(module, weight).shape[0] for weight in weights]
     graph = module.graph
     with graph.inserting_before(first):
-        nodes = [_joined(module, ones) for ones in zip(*given, strict=True)]
-        whole = graph.call_function(aten.linear.default, (source, *nodes))
-        whole.meta = first.meta  # of another width
-        parts = graph.call_function(aten.split_with_sizes.default, (whole, sizes, -1))
-        for place, product in enumerate(products):
-            part = graph.call_function(operator.getitem, (parts, place))
-            part.meta = product.meta
-            product.replace_all_uses_with(part)
+        joined_arguments = [_join_weights(module, nodes_to_join) for nodes_to_join in zip(*arguments, strict=True)]
+        joined = graph.call_function(aten.linear.default, (source, *joined_arguments))
+        joined.meta = first.meta  # its width differs
+        outputs = graph.call_function(aten.split_with_sizes.default, (joined, sizes, -1))
+        for index, product in enumerate(products):
+            output = graph.call_function(operator.getitem, (outputs, index))
+            output.meta = product.meta
+            product.replace_all_uses_with(output)
     for product in products:
         graph.erase_node(product)
 
 
-def _joined(module: GraphModule, weights: tuple[Node, ...]) -> Node:
-    """Join weights once, however many layers share them."""
+def _join_weights(module: GraphModule, weights: tuple[Node, ...]) -> Node:
+    """Return a node of the joined weights. Weights that several layers share are joined once."""
     name = "_".join(("joined", *(str(weight.target).replace(".", "_") for weight in weights)))
     if not hasattr(module, name):
         module.register_buffer(name, torch.cat([_tensor(module, weight) for weight in weights]))
     return module.graph.get_attr(name)
 
 
-class _Packed:
-    """Weights in oneDNN's order. Each is packed once, however many layers share it."""
+class _PackedWeights:
+    """Weights in oneDNN's order. Weights that several layers share are packed once."""
 
     def __init__(self, module: GraphModule, batch_tokens: int) -> None:
-        self.module, self.batch_tokens = module, batch_tokens
+        self.module = module
+        self.batch_tokens = batch_tokens
         self._names: dict[str, str] = {}
 
-    def product(self, product: Node, residual: Node | None, activation: str, form: str) -> Node:
-        """Insert one kernel for the product and what follows it, at the current place of the graph."""
+    def insert_kernel(self, product: Node, residual: Node | None, activation: str, algorithm: str) -> Node:
+        """Insert one kernel for the product with a residual sum or an activation, at the current position of the graph."""
         arguments: tuple[Any, ...] = product.args
         source, weight, *bias = arguments
-        graph, given = self.module.graph, bias[0] if bias else None
-        packed = graph.get_attr(self._packed(weight))
+        graph = self.module.graph
+        bias_node = bias[0] if bias else None
+        packed_weight = graph.get_attr(self._pack(weight))
         if residual is not None:
-            return graph.call_function(LINEAR_POINTWISE.get().binary, (source, residual, packed, given, "add"))
-        return graph.call_function(LINEAR_POINTWISE.get().default, (source, packed, given, activation, [], form))
+            return graph.call_function(LINEAR_POINTWISE.get().binary, (source, residual, packed_weight, bias_node, "add"))
+        return graph.call_function(LINEAR_POINTWISE.get().default, (source, packed_weight, bias_node, activation, [], algorithm))
 
-    def _packed(self, weight: Node) -> str:
+    def _pack(self, weight: Node) -> str:
         stored_name = str(weight.target)
         if stored_name not in self._names:
             self._names[stored_name] = f"onednn_{len(self._names)}"
             stored = _tensor(self.module, weight).contiguous()
             try:
                 tensor = REORDER_WEIGHT.get()(stored, self.batch_tokens)
-            except RuntimeError as error:  # bf16 without the instructions for it
+            except RuntimeError as error:  # the CPU has no instructions for bf16
                 raise RequestError(f"engine onednn cannot compute in {stored.dtype} on this CPU: {error}; use fp32") from None
             self.module.register_buffer(self._names[stored_name], tensor)
         return self._names[stored_name]
 
 
-def _fuse(packed: _Packed, product: Node) -> None:
-    """Replace ``product``, with the activation or the sum that alone takes its output, by one kernel."""
-    graph, last, activation, form = packed.module.graph, product, "none", ""
+def _fuse(weights: _PackedWeights, product: Node) -> None:
+    """Replace a product, and the activation or sum that alone reads its output, by one kernel."""
+    graph = weights.module.graph
+    last = product
+    activation = "none"
+    algorithm = ""
     residual: Any = None
     follower = next(iter(product.users)) if len(product.users) == 1 else None
     if follower is not None and follower.target in ACTIVATIONS:
-        last, activation = follower, ACTIVATIONS[follower.target]
-        form = str(follower.kwargs.get("approximate", "none")) if activation == "gelu" else ""
-    elif follower is not None and _adds_alike(follower):
-        last, residual = follower, next(one for one in follower.args if one is not product)
+        last = follower
+        activation = ACTIVATIONS[follower.target]
+        algorithm = str(follower.kwargs.get("approximate", "none")) if activation == "gelu" else ""
+    elif follower is not None and _adds_equal_shapes(follower):
+        last = follower
+        residual = next(term for term in follower.args if term is not product)
     with graph.inserting_before(last):
-        fused = packed.product(product, residual, activation, form)
+        fused = weights.insert_kernel(product, residual, activation, algorithm)
     fused.meta = last.meta
     last.replace_all_uses_with(fused)
     graph.erase_node(last)
@@ -146,40 +152,41 @@ def _fuse(packed: _Packed, product: Node) -> None:
         graph.erase_node(product)
 
 
-def _adds_alike(node: Node) -> bool:
-    """Return whether the node adds two different tensors of one shape and dtype."""
-    terms = [one for one in node.args if isinstance(one, Node)]
+def _adds_equal_shapes(node: Node) -> bool:
+    """Return whether the node adds two different tensors of the same shape and dtype."""
+    terms = [term for term in node.args if isinstance(term, Node)]
     if node.target is not aten.add.Tensor or node.kwargs or len(terms) != len(node.args):
         return False
-    left, right = (one.meta["val"] for one in terms)
+    left, right = (term.meta["val"] for term in terms)
     return terms[0] is not terms[1] and left.shape == right.shape and left.dtype == right.dtype
 
 
-def _attend(node: Node, biases: dict[Node, Node]) -> None:
-    """Replace attention in bf16 with a mask and as many heads of keys as of queries. Other attention stays PyTorch's
-    own."""
+def _replace_attention(node: Node, biases: dict[Node, Node]) -> None:
+    """Replace attention in bf16 that has a mask and as many key heads as query heads. Other attention stays as it is."""
     arguments: list[Any] = [*node.args, *[None] * max(0, 4 - len(node.args))]
-    query, key, _, mask, *more = arguments
-    plain = not any(more) and not {*node.kwargs} - {"scale", "attn_mask"}
+    query, key, _, mask, *other_arguments = arguments
+    is_plain = not any(other_arguments) and not {*node.kwargs} - {"scale", "attn_mask"}
     mask = node.kwargs.get("attn_mask", mask)
-    heads = query.meta["val"].shape[1] == key.meta["val"].shape[1] and query.meta["val"].dim() == 4
-    if not (plain and heads and isinstance(mask, Node) and query.meta["val"].dtype is torch.bfloat16):
+    has_same_heads = query.meta["val"].shape[1] == key.meta["val"].shape[1] and query.meta["val"].dim() == 4
+    if not (is_plain and has_same_heads and isinstance(mask, Node) and query.meta["val"].dtype is torch.bfloat16):
         return
     graph = node.graph
     with graph.inserting_before(node):
         if mask not in biases:
             biases[mask] = graph.call_function(_score_bias, (mask, query))
-        own = graph.call_function(_attention, (*node.args[:3], mask, biases[mask], node.kwargs.get("scale")))
-    own.meta = node.meta
-    node.replace_all_uses_with(own)
+        replacement = graph.call_function(_attention, (*node.args[:3], mask, biases[mask], node.kwargs.get("scale")))
+    replacement.meta = node.meta
+    node.replace_all_uses_with(replacement)
     graph.erase_node(node)
 
 
 def _score_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """Return the bias of scores, [B * H, S, S]. ``mask`` can be broadcast to [B, H, S, S]. It is False where nothing
-    is seen, or holds numbers that are added to scores."""
+    """Return the bias of attention scores, [B * H, S, S], or None for long rows.
+
+    ``mask`` can be broadcast to [B, H, S, S]. It is boolean, False for hidden positions, or holds numbers to add to the
+    scores."""
     rows, heads, length, _ = query.shape
-    if length > SHORT:
+    if length > MAX_SHORT_ROW:
         return None
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
@@ -190,75 +197,78 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention [B, H, S, D] of queries, keys and values [B, H, S, D]. ``bias`` is from ``_score_bias``. With
-    None PyTorch's own kernel computes."""
+    """Return attention [B, H, S, D] of queries, keys and values [B, H, S, D].
+
+    ``bias`` comes from ``_score_bias``. If it is None, PyTorch's own kernel computes."""
     if bias is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     rows, heads, length, width = query.shape
-    queries, keys, values = (one.reshape(rows * heads, length, -1) for one in (query, key, value))
+    queries, keys, values = (states.reshape(rows * heads, length, -1) for states in (query, key, value))
     scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=width**-0.5 if scale is None else scale)
     return torch.bmm(_softmax(scores), values).view(rows, heads, length, -1)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of bf16 scores. PyTorch's kernel goes through rows that are shorter than a register one by
-    one, in twice the time of this."""
-    if scores.shape[-1] >= VECTOR:
+    """Return the softmax of bf16 scores.
+
+    For rows that are shorter than a register, PyTorch's kernel computes number by number, and takes twice as long."""
+    if scores.shape[-1] >= REGISTER_NUMBERS:
         return scores.softmax(-1)
-    found = scores.float()
-    found = found.sub_(found.amax(-1, keepdim=True)).exp_()
-    return found.div_(found.sum(-1, keepdim=True)).to(scores.dtype)
+    values = scores.float()
+    values = values.sub_(values.amax(-1, keepdim=True)).exp_()
+    return values.div_(values.sum(-1, keepdim=True)).to(scores.dtype)
 
 
 def _tensor(module: GraphModule, node: Node) -> torch.Tensor:
     owner: Any = module
-    found: torch.Tensor = reduce(getattr, str(node.target).split("."), owner)
-    return found.detach()
+    tensor: torch.Tensor = reduce(getattr, str(node.target).split("."), owner)
+    return tensor.detach()
 
 
 def _drop_unused(module: GraphModule) -> None:
-    """Delete the weights that the graph does not read any more, which would be held twice."""
+    """Delete the weights that the graph no longer reads. Their packed copies replace them."""
     used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name, _ in [*module.named_parameters(), *module.named_buffers()]:
         if name not in used:
-            owner, _, last = name.rpartition(".")
-            delattr(module.get_submodule(owner), last)
+            module_name, _, attribute = name.rpartition(".")
+            delattr(module.get_submodule(module_name), attribute)
 
 
 ENGINE = {"name": "onednn", "task": "encode", "class": "OneDnnEngine", "libraries": ("torch",), "precisions": ("fp32", "bf16")}
 
 
 class OneDnnEngine:
-    def __init__(self, build: Build) -> None:
+    """An encoder whose graph runs with oneDNN's fused kernels."""
+
+    def __init__(self, build: EncoderBuild) -> None:
         self.setup = build.setup
         if not torch.backends.mkldnn.is_available():
             raise RequestError("this build of torch has no oneDNN; use --engine torch")
-        self.forward = for_onednn(_exported(build), batch_tokens=build.setup.batch)
+        self.forward = for_onednn(_export(build), batch_tokens=build.setup.batch)
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        at_once = self.setup.threads if self.setup.hint == "throughput" else 1
-        threads = self.setup.threads // at_once
+        concurrent = self.setup.threads if self.setup.hint == "throughput" else 1
+        threads = self.setup.threads // concurrent
         with (
-            computing(self.setup.changed(threads=threads)),
-            ThreadPoolExecutor(at_once, initializer=partial(torch.set_num_threads, threads)) as pool,
+            inference_settings(self.setup.changed(threads=threads)),
+            ThreadPoolExecutor(concurrent, initializer=partial(torch.set_num_threads, threads)) as pool,
         ):
 
-            def start(batch: Batch) -> Callable[[], np.ndarray]:
+            def start_batch(batch: Batch) -> Callable[[], np.ndarray]:
                 return pool.submit(self._output, batch).result
 
-            yield from in_order(batches, start, at_once=2 * at_once)  # the next one is there when a core is free
+            yield from run_in_order(batches, start_batch, concurrent=2 * concurrent)  # a free core finds the next batch ready
 
     def _output(self, batch: Batch) -> np.ndarray:
         with torch.inference_mode():
-            found: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).float().numpy()
-        return found
+            output: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).float().numpy()
+        return output
 
 
-def _exported(build: Build) -> torch.fx.GraphModule:
-    """Return the model exported for any number of rows and tokens. Raise RequestError if the model's code does not
-    allow that."""
-    forward = load_forward(build.source, build.recipe).to(DTYPES[build.setup.precision])
-    ids = torch.zeros(UNLIKE, dtype=torch.int64)
+def _export(build: EncoderBuild) -> torch.fx.GraphModule:
+    """Return the model exported for any number of rows and tokens. Raise RequestError if its code does not allow that."""
+    forward = load_forward(build.source, build.config).to(DTYPES[build.setup.precision])
+    ids = torch.zeros(COMPILE_SHAPE, dtype=torch.int64)
     mask = torch.ones_like(ids)
     mask[1:, -1] = 0
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}

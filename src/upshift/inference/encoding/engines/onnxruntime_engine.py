@@ -1,5 +1,5 @@
-"""Run ONNX Runtime on the CPU. The model is exported once, in fp32 or with int8 weights and activations that are
-quantized as they come."""
+"""Run ONNX Runtime on the CPU. The model is exported once, in fp32, or with int8 weights and activations that are
+quantized at run time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from upshift.atomic_file import make_once
-from upshift.inference.encoding.engines.base import Batch, Build, load_forward
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward
 
 
 class OnnxRuntimeEngine:
-    def __init__(self, build: Build) -> None:
+    """ONNX Runtime on the CPU."""
+
+    def __init__(self, build: EncoderBuild) -> None:
         import onnxruntime
 
         path = build.folder / f"{build.setup.precision}.onnx"
@@ -25,27 +27,28 @@ class OnnxRuntimeEngine:
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
-            (found,) = self.session.run(None, {"ids": batch.ids, "mask": batch.mask})
-            yield batch, found
+            (output,) = self.session.run(None, {"ids": batch.ids, "mask": batch.mask})
+            yield batch, output
 
 
-def _export(build: Build, path: Path) -> None:
+def _export(build: EncoderBuild, path: Path) -> None:
+    """Write the model of the setup's precision to ``path``, and the fp32 model beside it."""
     import torch
 
     example = max(build.examples, key=lambda batch: batch.ids.size)
     tensors = (torch.from_numpy(example.ids), torch.from_numpy(example.mask))
     dynamic = {0: torch.export.Dim("batch", min=1, max=2**16), 1: torch.export.Dim("tokens", min=1, max=2**16)}
-    plain = path.with_name("fp32.onnx")
-    if not plain.is_file():
+    fp32_path = path.with_name("fp32.onnx")
+    if not fp32_path.is_file():
         temporary = path.with_name("writing.onnx")
         torch.onnx.export(
-            load_forward(build.source, build.recipe), tensors, temporary, input_names=["ids", "mask"], output_names=["found"],
+            load_forward(build.source, build.config), tensors, temporary, input_names=["ids", "mask"], output_names=["found"],
             dynamic_shapes=(dynamic, dynamic), dynamo=True, external_data=False, verbose=False,
         )  # fmt: skip
-        temporary.replace(plain)
+        temporary.replace(fp32_path)
     if build.setup.precision == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         temporary = path.with_name("writing-int8.onnx")
-        quantize_dynamic(plain, temporary, weight_type=QuantType.QInt8, per_channel=True)
+        quantize_dynamic(fp32_path, temporary, weight_type=QuantType.QInt8, per_channel=True)
         temporary.replace(path)

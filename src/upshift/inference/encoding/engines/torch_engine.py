@@ -1,8 +1,4 @@
-"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine.
-
-Run transformers and PyTorch with compiled layers: one compilation for all layers that are alike, and for all
-lengths.
-"""
+"""Run transformers in PyTorch: kernel by kernel, as the reference of every other engine, or with compiled layers."""
 
 from __future__ import annotations
 
@@ -11,30 +7,34 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from upshift.inference.encoding.engines.base import Batch, Build, load_forward
-from upshift.inference.torch_settings import DTYPES, UNLIKE, computing, layers_to_compile
+from upshift.inference.encoding.engines.base import Batch, EncoderBuild, load_forward
+from upshift.inference.torch_settings import COMPILE_SHAPE, DTYPES, inference_settings, layers_to_compile
 
 
 class TorchEngine:
-    def __init__(self, build: Build) -> None:
+    """transformers in PyTorch, kernel by kernel."""
+
+    def __init__(self, build: EncoderBuild) -> None:
         self.setup = build.setup
-        self.forward = load_forward(build.source, build.recipe).to(build.setup.device, DTYPES.get(build.setup.precision))
+        self.forward = load_forward(build.source, build.config).to(build.setup.device, DTYPES.get(build.setup.precision))
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
-            with computing(self.setup):
+            with inference_settings(self.setup):
                 ids, mask = (torch.from_numpy(array).to(self.setup.device) for array in (batch.ids, batch.mask))
-                found = self.forward(ids, mask)
-            yield batch, found.float().cpu().numpy()
+                output = self.forward(ids, mask)
+            yield batch, output.float().cpu().numpy()
 
 
 class TorchCompiledEngine(TorchEngine):
-    def __init__(self, build: Build) -> None:
+    """transformers in PyTorch with compiled layers. Equal layers and all lengths share one compilation."""
+
+    def __init__(self, build: EncoderBuild) -> None:
         super().__init__(build)
         for layer in layers_to_compile(self.forward.model):
             layer.compile(dynamic=True)
-        several, length = UNLIKE
-        for rows in (1, several):  # torch compiles one row apart, and rows without any padding, when it meets them
+        many_rows, length = COMPILE_SHAPE
+        for rows in (1, many_rows):  # torch compiles again for a single row, and for rows without padding
             ids = np.zeros((rows, length), dtype=np.int64)
             mask = np.ones_like(ids)
             mask[1:, -1] = 0

@@ -1,4 +1,4 @@
-"""Define the protocol of every generation engine: tokens in, the logits of the next ones out. The engine keeps keys
+"""Define the protocol of every generation engine: tokens in, the logits of the next tokens out. The engine keeps keys
 and values."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.registry import EngineSetup
-from upshift.loading.placement.apply import Where
+from upshift.loading.placement.apply import PlacementOptions
 from upshift.models.source import ModelSource
 
 
 class Prefix(NamedTuple):
-    """The beginning of prompts: an engine's keys and values, in its own form, of at least ``length`` tokens."""
+    """The beginning of prompts. ``states`` holds keys and values of at least ``length`` tokens, in the engine's own form."""
 
     length: int
     states: Any
@@ -25,51 +25,54 @@ NO_ROWS = np.zeros((0, 0), dtype=np.int64)
 
 
 class Decoder(Protocol):
-    """An engine that generates. Rows are sequences that are being generated, in the order of their admission."""
+    """An engine that generates. Its rows are the sequences that are being generated, in the order of their admission."""
 
-    weight_bytes: int  # read for every step
-    joins: bool  # rows can be admitted beside others, and go on from a prefix
-    extends: bool  # several tokens of a row in one pass, and back
-    mixes: bool  # prompts, also parts of them, and the next tokens of other rows in one pass
+    weight_bytes: int  # read in every step
+    joins: bool  # rows can be admitted beside others, and can start from a prefix
+    extends: bool  # a row can take several tokens in one pass, and can drop its last tokens
+    mixes: bool  # one pass can compute prompts, or parts of them, and the next tokens of other rows
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         """Compute a prefix apart from the rows, in an engine that joins."""
         ...
 
-    def of_row(self, row: int) -> Prefix:
-        """Return a row's keys and values so far, in an engine that joins. The token that ``step`` would be given is
-        not among them."""
+    def prefix_of_row(self, row: int) -> Prefix:
+        """Return a row's keys and values so far, in an engine that joins. They do not include the token that the next
+        ``step`` takes."""
         ...
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        """Add N rows with these token ids behind the present rows. Return their logits [N, V] fp32. All prompts begin
-        with the prefix, which is shorter than any of them."""
+        """Add N rows with these token ids after the present rows. Return their logits [N, V] fp32.
+
+        All prompts begin with the prefix, and all are longer than it."""
         ...
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        """Return logits [R, V] fp32 from tokens [R], the next of each row."""
+        """Return logits [R, V] fp32 from tokens [R], the next token of each row."""
         ...
 
     def join(self, prefix: Prefix | None = None) -> None:
-        """Add a row behind the present rows, in an engine that mixes. Only its prefix is computed so far."""
+        """Add a row after the present rows, in an engine that mixes. Only its prefix is computed so far."""
         ...
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
-        """Add one or more next tokens to each row, in an engine that mixes. Return the logits behind each row's last
-        token [R, V] fp32."""
+        """Add one or more next tokens to each row, in an engine that mixes.
+
+        Return the logits after each row's last token, [R, V] fp32."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> np.ndarray:
-        """Add the next tokens of the only row, in an engine that extends. Return the logits behind each of them [S,
-        V] fp32."""
+        """Add the next S tokens to the only row, in an engine that extends.
+
+        Return the logits after each of them, [S, V] fp32."""
         ...
 
     def cut(self, tokens: int) -> None:
-        """Remove the last ``tokens`` tokens from the row, in an engine that extends."""
+        """Remove the last ``tokens`` tokens from the only row, in an engine that extends."""
         ...
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order. No rows: the decoder is as new."""
+        """Keep only these rows, in this order. Without any row, the decoder is as new."""
         ...
 
 
@@ -98,17 +101,19 @@ class NoExtension(NoMixing):
 
 
 class DecoderBuild(NamedTuple):
-    """The parts that a decoder is built from. ``folder`` is its own and is kept between runs. ``where`` is for a
-    decoder that runs partly from the disk."""
+    """The parts that a decoder is built from.
+
+    ``folder`` holds the engine's own files between runs. ``where`` places the weights of a decoder that runs partly from
+    the disk."""
 
     source: ModelSource
     setup: EngineSetup
     folder: Path
-    where: Where | None = None
+    where: PlacementOptions | None = None
 
 
 class Padding:
-    """The mask of every row's places in the cache, [R, T] of 0 and 1, padded on the left."""
+    """The mask of the rows' positions in the cache, [R, T] of 0 and 1, padded on the left."""
 
     def __init__(self) -> None:
         self.mask = NO_ROWS
@@ -118,26 +123,30 @@ class Padding:
         return len(self.mask)
 
     def admit(self, mask: np.ndarray) -> tuple[int, int, int]:
-        """Return how many places of the present rows fall away, because all are padding. Then return by how many the
-        present and the new rows are padded to one length."""
+        """Add rows with this mask.
+
+        Return the number of positions that all present rows drop because all are padding, then the number of padded
+        positions to add to the present rows, and to the new rows."""
         dropped = int(self.mask.any(0).argmax()) if self.mask.size else 0
-        before = self.mask[:, dropped:]
-        longest = max(before.shape[1], mask.shape[1])
-        self.mask = np.concatenate([_padded(before, longest), _padded(mask, longest)])
-        return dropped, longest - before.shape[1], longest - mask.shape[1]
+        present = self.mask[:, dropped:]
+        length = max(present.shape[1], mask.shape[1])
+        self.mask = np.concatenate([_pad_left(present, length), _pad_left(mask, length)])
+        return dropped, length - present.shape[1], length - mask.shape[1]
 
     def step(self) -> np.ndarray:
-        """Add a place to each row. Return its position, [R, 1]."""
+        """Add a position to each row. Return the index of its token in the row, [R, 1]."""
         self.mask = np.concatenate([self.mask, np.ones((self.rows, 1), dtype=np.int64)], axis=1)
-        found: np.ndarray = self.mask.sum(1, keepdims=True) - 1
-        return found
+        positions: np.ndarray = self.mask.sum(1, keepdims=True) - 1
+        return positions
 
-    def cut(self, places: int) -> None:
-        self.mask = self.mask[:, : self.mask.shape[1] - places]
+    def cut(self, tokens: int) -> None:
+        """Remove the last ``tokens`` positions."""
+        self.mask = self.mask[:, : self.mask.shape[1] - tokens]
 
     def keep(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
         self.mask = self.mask[rows] if rows else NO_ROWS
 
 
-def _padded(mask: np.ndarray, longest: int) -> np.ndarray:
-    return np.pad(mask, ((0, 0), (longest - mask.shape[1], 0)))
+def _pad_left(mask: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(mask, ((0, 0), (length - mask.shape[1], 0)))

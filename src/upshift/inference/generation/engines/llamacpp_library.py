@@ -5,24 +5,27 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-ERROR = 3  # GGML_LOG_LEVEL_ERROR
+ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
 
 
 class LlamaCpp:
+    """llama.cpp's library, its functions, and its last error."""
+
     def __init__(self) -> None:
         import llama_cpp
 
         self.api: Any = llama_cpp
-        self.said = "it does not say why"  # the last error
-        self._listener = llama_cpp.llama_log_callback(self._listen)  # the library holds no reference
-        llama_cpp.llama_log_set(self._listener, None)
+        self.last_error = "it does not say why"
+        self._log_callback = llama_cpp.llama_log_callback(self._receive_log)  # the library holds no reference
+        llama_cpp.llama_log_set(self._log_callback, None)
         llama_cpp.llama_backend_init()
 
-    def _listen(self, level: int, text: bytes, _: Any) -> None:
-        if level == ERROR:
-            self.said = text.decode(errors="replace").strip()
+    def _receive_log(self, level: int, text: bytes, _: Any) -> None:
+        if level == ERROR_LEVEL:
+            self.last_error = text.decode(errors="replace").strip()
 
 
 @cache
-def llamacpp() -> LlamaCpp:
+def load_llamacpp() -> LlamaCpp:
+    """Return the library, loaded once per process."""
     return LlamaCpp()

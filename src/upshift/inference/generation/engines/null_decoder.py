@@ -1,4 +1,4 @@
-"""Compute nothing, to measure what padding, choosing tokens and keeping rows alone take."""
+"""Compute nothing, to measure the time of padding, choosing tokens and keeping rows alone."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 import numpy as np
 
 from upshift.inference.generation.engines.base import DecoderBuild, NoExtension, Padding, Prefix
-from upshift.inference.generation.prefix import remainder
+from upshift.inference.generation.prefix import remaining_tokens
 
 
-class NothingDecoder(NoExtension):
+class NullDecoder(NoExtension):
+    """A decoder whose logits are zeros."""
+
     joins = True
     weight_bytes = 0
 
     def __init__(self, build: DecoderBuild) -> None:
         config: Any = build.source.hf_config
-        self.width: int = config.get_text_config(decoder=True).vocab_size
+        self.vocabulary: int = config.get_text_config(decoder=True).vocab_size
         self.padding = Padding()
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         return Prefix(len(tokens), None)
 
-    def of_row(self, row: int) -> Prefix:
+    def prefix_of_row(self, row: int) -> Prefix:
         return Prefix(int(self.padding.mask[row].sum()), None)
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        self.padding.admit(remainder(prompts, prefix.length if prefix else 0).mask)
+        self.padding.admit(remaining_tokens(prompts, prefix.length if prefix else 0).mask)
         return self._logits(len(prompts))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
@@ -38,4 +40,4 @@ class NothingDecoder(NoExtension):
         self.padding.keep(rows)
 
     def _logits(self, rows: int) -> np.ndarray:
-        return np.zeros((rows, self.width), dtype=np.float32)
+        return np.zeros((rows, self.vocabulary), dtype=np.float32)

@@ -1,9 +1,7 @@
-"""Run OpenVINO on the CPU. Keys and values are in pages where OpenVINO knows the model's attention, and in the
-model's own states elsewhere.
+"""Run causal language models in OpenVINO on the CPU.
 
-Run OpenVINO on the CPU where the compiled model itself keeps keys and values, in the form of a cache that each
-step moves.
-"""
+Keys and values are in pages if OpenVINO knows the model's attention (openvino_paged.py). Otherwise the compiled model keeps them
+as states, which are copied when rows are added or removed."""
 
 from __future__ import annotations
 
@@ -15,54 +13,137 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.engines.base import Decoder, DecoderBuild, NoExtension, Padding, Prefix
-from upshift.inference.generation.engines.openvino_paged import OpenVinoPages, paged
+from upshift.inference.generation.engines.openvino_paged import OpenVinoPagedDecoder, convert_to_paged
 from upshift.inference.generation.model import attends_to_all
-from upshift.inference.generation.prefix import Remainder, remainder
-from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make
+from upshift.inference.generation.prefix import Remainder, remaining_tokens
+from upshift.inference.openvino_runtime import core, fp16_weights, int8_weights, make_model_file
 from upshift.inference.registry import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
 
+NO_ROUNDING = "0"
+GROUPS_OF_128 = "128"
 
-class OpenVinoStates(NoExtension):
+
+class PrecisionSettings(NamedTuple):
+    """A precision in OpenVINO's terms. On a CPU without instructions for bf16, f32 replaces bf16."""
+
+    weights: str  # name of the model file
+    products: str  # precision of matrix products
+    cache: str  # precision of keys and values
+    activation_groups: str = NO_ROUNDING  # activations beside rounded weights: as they are, or in 8 bits by groups
+
+
+PRECISIONS: dict[Precision, PrecisionSettings] = {
+    "fp32": PrecisionSettings("fp32", "f32", "f32"),
+    "bf16": PrecisionSettings("fp32", "bf16", "bf16"),
+    "fp16-weights": PrecisionSettings("fp16", "f32", "f32"),
+    "mixed-weights": PrecisionSettings("mixed", "f32", "f32"),
+    "mixed": PrecisionSettings("mixed", "f32", "f32", GROUPS_OF_128),
+    "int8-weights": PrecisionSettings("int8", "bf16", "bf16"),
+    "int8": PrecisionSettings("int8", "f32", "u8", GROUPS_OF_128),
+    "int4-weights": PrecisionSettings("int4", "bf16", "bf16"),
+    "int4": PrecisionSettings("int4", "f32", "u8", GROUPS_OF_128),
+    "stored": PrecisionSettings("", "f32", "f32"),
+}
+
+
+def build_decoder(build: DecoderBuild) -> Decoder:
+    """Build the decoder with pages, or with states if the model's attention is not one that OpenVINO converts to pages."""
+    path = _model_file(build)
+    paged_model = convert_to_paged(core().read_model(path)) if attends_to_all(build.source) else None
+    if paged_model is None:
+        return OpenVinoStatefulDecoder(compile_file(path, build.setup), weight_bytes(path))
+    compiled = core().compile_model(paged_model, "CPU", compile_settings(build.setup))
+    return OpenVinoPagedDecoder(compiled, weight_bytes(path))
+
+
+def _model_file(build: DecoderBuild) -> Path:
+    from upshift.inference.generation.engines.openvino_export import export
+
+    if build.setup.precision == "stored":
+        assert build.source.directory is not None
+        return build.source.directory / OPENVINO_FILE
+    return make_precision_file(build.folder, partial(export, build.source), build.setup)
+
+
+def make_precision_file(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
+    """Return the model file of the setup's precision in ``folder``. Write it if it does not exist.
+
+    ``export`` returns the model in fp32."""
+    from upshift.inference.generation.engines.openvino_export import int4_weights, mixed_weights
+
+    name = PRECISIONS[setup.precision].weights
+    path = folder / f"{name}.xml"
+    quantizers = {"fp16": fp16_weights, "mixed": mixed_weights, "int8": int8_weights, "int4": int4_weights}
+    make_model_file(path, export, quantizers.get(name))
+    return path
+
+
+def compile_file(path: Path, setup: EngineSetup) -> Any:
+    return core().compile_model(path, "CPU", compile_settings(setup))
+
+
+def weight_bytes(path: Path) -> int:
+    return path.with_suffix(".bin").stat().st_size
+
+
+def compile_settings(setup: EngineSetup) -> dict[str, str]:
+    """Return OpenVINO's properties for compiling a model under this setup."""
+    precision = PRECISIONS[setup.precision]
+    supports_bf16 = "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    products, cache = ("f32" if name == "bf16" and not supports_bf16 else name for name in (precision.products, precision.cache))
+    return {
+        "INFERENCE_PRECISION_HINT": products,
+        "KV_CACHE_PRECISION": cache,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": precision.activation_groups,
+        "PERFORMANCE_HINT": setup.hint.upper(),
+        "INFERENCE_NUM_THREADS": str(setup.threads),
+    }
+
+
+class OpenVinoStatefulDecoder(NoExtension):
+    """A model that keeps keys and values as its states, a cache with padding that each step copies."""
+
     joins = True
 
     def __init__(self, compiled: Any, weight_bytes: int) -> None:
         self.weight_bytes = weight_bytes
-        self.names = {name for port in compiled.inputs for name in port.names}
-        self._compiled, self._request = compiled, compiled.create_infer_request()
+        self.input_names = {name for port in compiled.inputs for name in port.names}
         self.padding = Padding()
-        self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
+        self._compiled = compiled
+        self._request = compiled.create_infer_request()
+        self._order = np.zeros(0, dtype=np.int32)  # rows of the states that the next step continues
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         request = self._compiled.create_infer_request()
-        self._compute(request, remainder([tokens], 0))
-        return _prefix(request, 0, len(tokens))
+        self._compute_prompts(request, remaining_tokens([tokens], 0))
+        return _prefix_of(request, 0, len(tokens))
 
-    def of_row(self, row: int) -> Prefix:
-        return _prefix(self._request, int(self._order[row]), int(self.padding.mask[row].sum()))
+    def prefix_of_row(self, row: int) -> Prefix:
+        return _prefix_of(self._request, int(self._order[row]), int(self.padding.mask[row].sum()))
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        several = self.padding.rows > 0
-        request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
-        left = remainder(prompts, prefix.length if prefix else 0)
+        has_rows = self.padding.rows > 0
+        request = self._compiled.create_infer_request()  # a request with states of fewer rows gives NaN with 8 bits
+        remainder = remaining_tokens(prompts, prefix.length if prefix else 0)
         if prefix is not None:
             for state in request.query_state():
-                state.state = _tensor(left.place(prefix.states[state.name]))
-        logits = self._compute(request, left)
-        dropped, before, behind = self.padding.admit(left.mask)
-        if several:
-            new = {state.name: state.state.data for state in request.query_state()}
+                state.state = _to_tensor(remainder.pad_states(prefix.states[state.name]))
+        logits = self._compute_prompts(request, remainder)
+        dropped, present_padding, new_padding = self.padding.admit(remainder.mask)
+        if has_rows:
+            new_states = {state.name: state.state.data for state in request.query_state()}
             for state in self._request.query_state():
-                old = (state.state.data, self._order, dropped, before)
-                state.state = _tensor(_joined(*old, new[state.name], behind))
+                present = PresentStates(state.state.data, self._order, dropped, present_padding)
+                state.state = _to_tensor(_join_states(present, new_states[state.name], new_padding))
         else:
             self._request = request
         self._order = np.arange(self.padding.rows, dtype=np.int32)
         return logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        places = self.padding.step()
-        logits = self._run(self._request, tokens[:, None], self.padding.mask, places, self._order)
+        positions = self.padding.step()
+        logits = self._run(self._request, tokens[:, None], self.padding.mask, positions, self._order)
         self._order = np.arange(self.padding.rows, dtype=np.int32)
         return logits
 
@@ -70,110 +151,51 @@ class OpenVinoStates(NoExtension):
         self.padding.keep(rows)
         self._order = self._order[rows]
 
-    def _compute(self, request: Any, left: Remainder) -> np.ndarray:
-        same = np.arange(len(left.ids), dtype=np.int32)
-        for part in left.parts():
-            logits = self._run(request, part.ids, part.mask, part.positions, same)
+    def _compute_prompts(self, request: Any, remainder: Remainder) -> np.ndarray:
+        """Compute prompts in chunks. Return the logits after their last tokens, [N, V]."""
+        order = np.arange(len(remainder.ids), dtype=np.int32)
+        for chunk in remainder.chunks():
+            logits = self._run(request, chunk.ids, chunk.mask, chunk.positions, order)
         return logits
 
-    def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}
-        request.infer({name: value for name, value in given.items() if name in self.names}, share_inputs=True)
-        found: np.ndarray = request.get_tensor("logits").data[:, -1].copy()
-        return found
+    def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, order: np.ndarray) -> np.ndarray:
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "beam_idx": order}
+        request.infer({name: value for name, value in inputs.items() if name in self.input_names}, share_inputs=True)
+        logits: np.ndarray = request.get_tensor("logits").data[:, -1].copy()
+        return logits
 
 
-def _prefix(request: Any, row: int, length: int) -> Prefix:
-    """``states``: keys and values [1, heads, T, width] by their states' names."""
+def _prefix_of(request: Any, row: int, length: int) -> Prefix:
+    """Return the last ``length`` tokens of a row as a prefix.
+
+    Its ``states`` are keys and values [1, heads, T, width] by the names of the model's states."""
     states = {state.name: state.state.data[row : row + 1, :, -length:].copy() for state in request.query_state()}
     return Prefix(length, states)
 
 
-def _joined(old: np.ndarray, order: np.ndarray, dropped: int, before: int, new: np.ndarray, behind: int) -> np.ndarray:
-    """Return [R, heads, T, width]: rows of the old in this order, without the dropped places, then the new, each with
-    so many more places on the left. Each number is copied once: a copy of all takes as long as a step."""
-    kept = len(order)
-    found = np.zeros((kept + len(new), *new.shape[1:2], behind + new.shape[2], *new.shape[3:]), dtype=new.dtype)
-    for place, row in enumerate(order):
-        found[place, :, before:] = old[row, :, dropped:]
-    found[kept:, :, behind:] = new
-    return found
+class PresentStates(NamedTuple):
+    """The keys or values of the present rows, [R, heads, T, width], and how they change when rows are added."""
+
+    states: np.ndarray
+    order: np.ndarray  # rows to keep
+    dropped: int  # positions to drop on the left
+    padding: int  # positions to add on the left
 
 
-def _tensor(values: np.ndarray) -> Any:
+def _join_states(present: PresentStates, new: np.ndarray, new_padding: int) -> np.ndarray:
+    """Return the keys or values of present and new rows, [R, heads, T, width].
+
+    Each number is copied only once, because a copy of all states takes as long as a step."""
+    num_present = len(present.order)
+    length = new_padding + new.shape[2]
+    joined = np.zeros((num_present + len(new), *new.shape[1:2], length, *new.shape[3:]), dtype=new.dtype)
+    for index, row in enumerate(present.order):
+        joined[index, :, present.padding :] = present.states[row, :, present.dropped :]
+    joined[num_present:, :, new_padding:] = new
+    return joined
+
+
+def _to_tensor(values: np.ndarray) -> Any:
     import openvino
 
     return openvino.Tensor(np.ascontiguousarray(values))
-
-
-WHOLE, ROUNDED = "0", "128"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
-
-
-class Kind(NamedTuple):
-    weights: str  # the file's name
-    products: str  # where the CPU has no instructions for bf16: f32
-    cache: str  # keys and values
-    groups: str = WHOLE
-
-
-KINDS: dict[Precision, Kind] = {
-    "fp32": Kind("fp32", "f32", "f32"),
-    "bf16": Kind("fp32", "bf16", "bf16"),
-    "fp16-weights": Kind("fp16", "f32", "f32"),
-    "mixed-weights": Kind("mixed", "f32", "f32"),
-    "mixed": Kind("mixed", "f32", "f32", ROUNDED),
-    "int8-weights": Kind("int8", "bf16", "bf16"),
-    "int8": Kind("int8", "f32", "u8", ROUNDED),
-    "int4-weights": Kind("int4", "bf16", "bf16"),
-    "int4": Kind("int4", "f32", "u8", ROUNDED),
-    "stored": Kind("", "f32", "f32"),
-}
-
-
-def decoder(build: DecoderBuild) -> Decoder:
-    path = _file(build)
-    model = paged(core().read_model(path)) if attends_to_all(build.source) else None
-    if model is None:
-        return OpenVinoStates(compile_file(path, build.setup), weight_bytes(path))
-    return OpenVinoPages(core().compile_model(model, "CPU", settings_of(build.setup)), weight_bytes(path))
-
-
-def _file(build: DecoderBuild) -> Path:
-    from upshift.inference.generation.engines.openvino_export import export
-
-    if build.setup.precision == "stored":
-        assert build.source.directory is not None
-        return build.source.directory / OPENVINO_FILE
-    return made(build.folder, partial(export, build.source), build.setup)
-
-
-def made(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
-    """Return the model of this precision. Make it if ``folder`` has none."""
-    from upshift.inference.generation.engines.openvino_export import int4_weights, mixed_weights
-
-    kind = KINDS[setup.precision]
-    path = folder / f"{kind.weights}.xml"
-    rounded = {"fp16": fp16_weights, "mixed": mixed_weights, "int8": int8_weights, "int4": int4_weights}
-    make(path, export, rounded.get(kind.weights))
-    return path
-
-
-def compile_file(path: Path, setup: EngineSetup) -> Any:
-    return core().compile_model(path, "CPU", settings_of(setup))
-
-
-def weight_bytes(path: Path) -> int:
-    return path.with_suffix(".bin").stat().st_size
-
-
-def settings_of(setup: EngineSetup) -> dict[str, str]:
-    kind = KINDS[setup.precision]
-    able = "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    products, cache = ("f32" if name == "bf16" and not able else name for name in (kind.products, kind.cache))
-    return {
-        "INFERENCE_PRECISION_HINT": products,
-        "KV_CACHE_PRECISION": cache,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
-        "PERFORMANCE_HINT": setup.hint.upper(),
-        "INFERENCE_NUM_THREADS": str(setup.threads),
-    }

@@ -1,16 +1,9 @@
-"""Run transformers and PyTorch on a GPU. A step is replayed as one CUDA graph: its kernels are queued once, not in
-every step.
+"""Run transformers in PyTorch on a GPU with steps that are replayed as one CUDA graph, in 16 or 32 bits or with weights
+rounded by torchao.
 
-Keys and values have their places before they are needed, and what a step reads lies where it lay when the graph was
-captured. Prompts run kernel by kernel: their products are large, and hide what queueing takes.
-
-transformers and PyTorch on a GPU with weights rounded by torchao as the model is loaded, a step replayed as one CUDA graph.
-
-Matrices of all linear layers, the head included, are rounded; what they are multiplied with is bf16.
-int8-weights: scaled by output; PyTorch has no kernel that reads them, so each is made bf16 first, which saves memory, not time
-int4-weights: groups of 128, in the tiles of PyTorch's own kernel (tinygemm)
-fp8:          weights scaled by output and activations by token, for the 8-bit products of compute capability 8.9 and above
-"""
+The kernels of a captured step are queued once, not in every step. Keys and values have reserved memory, and a step reads them at
+the addresses where they were when the graph was captured. Prompts run kernel by kernel: their matrix products are large, and
+hide the time to queue kernels."""
 
 from __future__ import annotations
 
@@ -26,99 +19,109 @@ from upshift.inference.generation.engines.base import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.inference.generation.model import load_model
 from upshift.inference.registry import Precision
-from upshift.inference.torch_settings import computing
+from upshift.inference.torch_settings import inference_settings
 
-LEAST_PLACES = 256
-WARM_UPS = 3  # steps before one is captured: libraries choose their kernels and take their workspaces in them
+MIN_CAPACITY = 256  # positions
+WARMUP_STEPS = 3  # before a capture: libraries choose their kernels and reserve their workspaces in them
 
 
 class TorchGraphsDecoder(TorchDecoder):
+    """A causal language model of transformers whose steps are CUDA graphs."""
+
     extends = False
 
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
-        self._rows = _power_of_two(build.setup.batch)
-        self._room: Room | None = None
+        self._max_rows = _next_power_of_two(build.setup.batch)
+        self._static_cache: StaticKvCache | None = None
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         positions = self.padding.step()
         mask = self.padding.mask
         rows, length = mask.shape
-        if self._room is None or length > self._room.places or rows > self._room.rows:
-            self._rows = max(self._rows, _power_of_two(rows))
-            self._room = None  # its memory goes before there is more
-            self._room = Room(self.cache, self._rows, max(_power_of_two(length), LEAST_PLACES))
-        self._room.take(self.cache, mask)
-        given = self._room.given(_power_of_two(rows))
-        given.write(tokens[:, None], positions, length - 1)
-        with computing(self.setup):
-            logits = given.run(lambda: self._replayed(given))
-        self._room.give(self.cache, rows, length)
-        return self._told(logits[:rows])
+        if self._static_cache is None or length > self._static_cache.capacity or rows > self._static_cache.rows:
+            self._max_rows = max(self._max_rows, _next_power_of_two(rows))
+            self._static_cache = None  # free its memory before a larger one is reserved
+            capacity = max(_next_power_of_two(length), MIN_CAPACITY)
+            self._static_cache = StaticKvCache(self.cache, self._max_rows, capacity)
+        self._static_cache.load(self.cache, mask)
+        step = self._static_cache.step_for(_next_power_of_two(rows))
+        step.write_inputs(tokens[:, None], positions, length - 1)
+        with inference_settings(self.setup):
+            logits = step.run(lambda: self._graph_logits(step))
+        self._static_cache.store(self.cache, rows, length)
+        return self._to_numpy(logits[:rows])
 
-    def _replayed(self, given: Given) -> torch.Tensor:
-        return self._logits(given.ids, given.mask, given.positions, given.cache)[:, -1]
+    def _graph_logits(self, step: GraphStep) -> torch.Tensor:
+        return self._logits(step.ids, step.mask, step.positions, step.cache)[:, -1]
 
 
-class Room:
-    """Places of all layers' keys and values, [rows, heads, places, width]. A step is captured for each power of two
-    of rows."""
+class StaticKvCache:
+    """Reserved memory for all layers' keys and values, [rows, heads, capacity, width]. A step is captured for each number of
+    rows that is a power of two."""
 
-    def __init__(self, cache: Any, rows: int, places: int) -> None:
-        self.rows, self.places = rows, places
+    def __init__(self, cache: Any, rows: int, capacity: int) -> None:
+        self.rows = rows
+        self.capacity = capacity
         self.layers = [
-            tuple(states.new_zeros((rows, states.shape[1], places, states.shape[3])) for states in (layer.keys, layer.values))
+            tuple(states.new_zeros((rows, states.shape[1], capacity, states.shape[3])) for states in (layer.keys, layer.values))
             for layer in cache.layers
         ]
-        self.mask = torch.zeros((rows, places), dtype=torch.long, device=cache.layers[0].keys.device)
-        self._given: dict[int, Given] = {}
-        self._told: list[torch.Tensor] = []  # keys of each layer as the cache was told of them
+        self.mask = torch.zeros((rows, capacity), dtype=torch.long, device=cache.layers[0].keys.device)
+        self._steps: dict[int, GraphStep] = {}  # by rows
+        self._stored_keys: list[torch.Tensor] = []  # of each layer, as ``store`` has set them in the decoder's cache
 
-    def take(self, cache: Any, mask: np.ndarray) -> None:
-        """Copy the cache if rows came or went since the last step, and mark which of its places are padding."""
+    def load(self, cache: Any, mask: np.ndarray) -> None:
+        """Copy the decoder's cache if rows were added or removed since the last step, and mark the padding."""
         rows, length = mask.shape
-        if self._told and all(layer.keys is told for layer, told in zip(cache.layers, self._told, strict=True)):
+        if self._stored_keys and all(
+            layer.keys is stored for layer, stored in zip(cache.layers, self._stored_keys, strict=True)
+        ):  # fmt: skip
             self.mask[:, length - 1] = 1
             return
-        for layer, wholes in zip(cache.layers, self.layers, strict=True):
-            for states, whole in zip((layer.keys, layer.values), wholes, strict=True):
-                whole[:rows, :, : length - 1] = states
+        for layer, static_states in zip(cache.layers, self.layers, strict=True):
+            for states, static in zip((layer.keys, layer.values), static_states, strict=True):
+                static[:rows, :, : length - 1] = states
         self.mask.zero_()
         self.mask[:rows, :length] = torch.from_numpy(mask).to(self.mask.device)
-        self.mask[rows:, length - 1] = 1  # of no row: attention to nothing is not a number
+        self.mask[rows:, length - 1] = 1  # unused rows need one position: attention to nothing gives NaN
 
-    def give(self, cache: Any, rows: int, length: int) -> None:
+    def store(self, cache: Any, rows: int, length: int) -> None:
+        """Set the decoder's cache to views of this memory."""
         for layer, (keys, values) in zip(cache.layers, self.layers, strict=True):
-            layer.keys, layer.values = keys[:rows, :, :length], values[:rows, :, :length]
-        self._told = [layer.keys for layer in cache.layers]
+            layer.keys = keys[:rows, :, :length]
+            layer.values = values[:rows, :, :length]
+        self._stored_keys = [layer.keys for layer in cache.layers]
 
-    def given(self, rows: int) -> Given:
-        if rows not in self._given:
-            self._given[rows] = Given(self, rows)
-        return self._given[rows]
+    def step_for(self, rows: int) -> GraphStep:
+        if rows not in self._steps:
+            self._steps[rows] = GraphStep(self, rows)
+        return self._steps[rows]
 
 
-class Given:
-    """The inputs of a step of so many rows, always at the same addresses, and the step as it was captured."""
+class GraphStep:
+    """A captured step of ``rows`` rows, with its inputs at fixed addresses."""
 
-    def __init__(self, room: Room, rows: int) -> None:
-        device = room.mask.device
+    def __init__(self, static_cache: StaticKvCache, rows: int) -> None:
+        device = static_cache.mask.device
         self.ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
-        self.mask = room.mask[:rows]
-        self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.cache = Cache(layers=[Placed(keys[:rows], values[:rows], self.place) for keys, values in room.layers])
+        self.mask = static_cache.mask[:rows]
+        self.cache_position = torch.zeros(1, dtype=torch.long, device=device)
+        layers: list[Any] = [MovingLayer(keys[:rows], values[:rows], self.cache_position) for keys, values in static_cache.layers]
+        self.cache = Cache(layers=layers)
         self._graph: Any = None
         self._logits: torch.Tensor | None = None
 
-    def write(self, tokens: np.ndarray, positions: np.ndarray, place: int) -> None:
+    def write_inputs(self, tokens: np.ndarray, positions: np.ndarray, cache_position: int) -> None:
+        """Write the inputs of the next step: tokens and positions [R, 1], and where its keys and values go."""
         rows = len(tokens)
         self.ids[:rows] = torch.from_numpy(tokens).to(self.ids.device)
         self.positions[:rows] = torch.from_numpy(positions).to(self.ids.device)
-        self.place.fill_(place)
+        self.cache_position.fill_(cache_position)
 
     def run(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return logits [rows, V]. A CPU has no graphs: it runs kernel by kernel."""
+        """Return logits [rows, V]. A CPU has no graphs, so it runs ``step`` itself."""
         if self.ids.device.type != "cuda":
             return step()
         if self._graph is None:
@@ -128,48 +131,64 @@ class Given:
         return self._logits
 
     def _capture(self, step: Callable[[], torch.Tensor]) -> None:
-        """Capture the step as torch.cuda.CUDAGraph's notes say, after a few runs on a stream of their own. These runs
-        write the same place."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UPS):
+        """Capture the step as the notes of torch.cuda.CUDAGraph describe it, after some runs on another stream.
+
+        All these runs write the same position of the cache."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
                 step()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._logits = step()
 
 
-class Placed(StaticLayer):
-    """A layer of transformers' cache whose next place is a tensor, so that it can move under a captured step. The
-    layer looks back to the first place. Masks limit that, for sliding windows, too."""
+class MovingLayer(StaticLayer):
+    """A layer of transformers' cache whose next position is a tensor, so that a captured step can move it.
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
+    The layer keeps all positions. Masks limit how far it looks back, also for sliding windows."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
         super().__init__(max_cache_len=keys.shape[2])
-        self.keys, self.values, self._place = keys, values, place
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.keys = keys
+        self.values = values
+        self._position = position
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self._place, key_states)
-        self.values.index_copy_(2, self._place, value_states)
+        self.keys.index_copy_(2, self._position, key_states)
+        self.values.index_copy_(2, self._position, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
-        return self._place[0]
+        return self._position[0]
 
 
-def _power_of_two(count: int) -> int:
+def _next_power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-BYTES: dict[Precision, float] = {"int8-weights": 1.0, "int4-weights": 0.5, "fp8": 1.0}  # of a weight, without its scales
+WEIGHT_BYTES: dict[Precision, float] = {"int8-weights": 1.0, "int4-weights": 0.5, "fp8": 1.0}  # per weight, without scales
 
 
 class TorchaoDecoder(TorchGraphsDecoder):
+    """A model whose linear layers, the head included, are rounded by torchao when it is loaded.
+
+    int8-weights: scaled by output channel. PyTorch has no kernel that reads them, so each matrix is converted to bf16 first.
+                  That saves memory, not time.
+    int4-weights: groups of 128, in the tiles of PyTorch's own kernel (tinygemm).
+    fp8:          weights scaled by output channel and activations by token, for the 8-bit products of compute capability 8.9
+                  and above.
+
+    Activations of the first two are bf16."""
+
     def __init__(self, build: DecoderBuild) -> None:
         self.rounded_bytes = 0
         super().__init__(build)
@@ -179,17 +198,19 @@ class TorchaoDecoder(TorchGraphsDecoder):
         from torchao.quantization import quantize_
 
         model = load_model(build.source, "bf16", build.setup.device)
-        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-        rounded = sum(prod(module.weight.shape) for module in linear)
-        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        others = sum(prod(weight.shape) for weight in model.parameters()) - rounded
-        others += head.numel() if head is embedding else 0  # which stays as it is
-        self.rounded_bytes = round(BYTES[build.setup.precision] * rounded + 2 * others)
-        quantize_(model, _config(build.setup.precision))
+        linear_layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        rounded_weights = sum(prod(module.weight.shape) for module in linear_layers)
+        other_weights = sum(prod(weight.shape) for weight in model.parameters()) - rounded_weights
+        head = model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
+        if head is embedding:  # the head is rounded, and the embedding stays in bf16
+            other_weights += head.numel()
+        self.rounded_bytes = round(WEIGHT_BYTES[build.setup.precision] * rounded_weights + 2 * other_weights)
+        quantize_(model, _torchao_config(build.setup.precision))
         return model
 
 
-def _config(precision: Precision) -> Any:
+def _torchao_config(precision: Precision) -> Any:
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int4WeightOnlyConfig,

@@ -1,0 +1,400 @@
+// A CUDA device that is not there, for tests on a machine without a GPU.
+//
+// Tensors say "cuda:N", live in host memory and are computed by the CPU's kernels. The device keeps what CUDA keeps and a CPU
+// does not: blocks of 512 bytes counted per device, a limit that raises torch.OutOfMemoryError, the refusal of tensors on two
+// devices, a count of every moment at which the host waits for the device, and graphs that are recorded once and replayed.
+// It emulates no streams, no kernels of CUDA's own, and no time.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+using namespace at;
+
+static constexpr size_t BLOCK_BYTES = 512;  // CUDA's caching allocator rounds to it
+static constexpr int MAX_DEVICES = 16;
+
+static int device_count = 1;
+static thread_local int active_device = 0;
+static thread_local int64_t current_stream = 0;
+static std::mutex counters_lock;
+
+// ---- memory ----
+
+struct DeviceMemory {
+  size_t allocated = 0;
+  size_t peak = 0;
+  size_t limit = 0;  // 0: none
+};
+static DeviceMemory memory[MAX_DEVICES];
+static std::map<void*, std::pair<int, size_t>> blocks;  // address -> device, bytes
+
+static void release_block(void* address) {
+  if (!address) return;
+  std::lock_guard<std::mutex> lock(counters_lock);
+  auto block = blocks.find(address);
+  if (block != blocks.end()) {
+    memory[block->second.first].allocated -= block->second.second;
+    blocks.erase(block);
+  }
+  free(address);
+}
+
+struct PretendedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const int device = active_device;
+    void* address = nullptr;
+    if (bytes) {
+      const size_t size = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
+      std::lock_guard<std::mutex> lock(counters_lock);
+      auto& of_device = memory[device];
+      TORCH_CHECK_WITH(OutOfMemoryError, !of_device.limit || of_device.allocated + size <= of_device.limit,
+                       "CUDA out of memory. Tried to allocate ", size / 1048576.0, " MiB. GPU ", device, " (pretended)");
+      address = aligned_alloc(BLOCK_BYTES, size);
+      blocks[address] = {device, size};
+      of_device.allocated += size;
+      of_device.peak = std::max(of_device.peak, of_device.allocated);
+    }
+    return {address, address, &release_block, Device(kCUDA, device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+};
+static PretendedAllocator allocator;
+
+// ---- devices and streams ----
+
+struct PretendedGuard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return kCUDA; }
+  Device exchangeDevice(Device device) const override {
+    Device before(kCUDA, active_device);
+    active_device = device.index();
+    return before;
+  }
+  Device getDevice() const override { return Device(kCUDA, active_device); }
+  void setDevice(Device device) const override { active_device = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { active_device = device.index(); }
+  c10::Stream getStream(Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, Device(kCUDA, device.index() < 0 ? active_device : device.index()), current_stream);
+  }
+  c10::Stream getDefaultStream(Device device) const override { return c10::Stream(c10::Stream::UNSAFE, device, 0); }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return c10::Stream(c10::Stream::UNSAFE, device, 1); }
+  c10::Stream getNewStream(Device device, int) const override { return c10::Stream(c10::Stream::UNSAFE, device, 2); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    c10::Stream before(c10::Stream::UNSAFE, stream.device(), current_stream);
+    current_stream = stream.id();
+    return before;
+  }
+  DeviceIndex deviceCount() const noexcept override { return device_count; }
+  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override { *event = (void*)1; }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+};
+C10_REGISTER_GUARD_IMPL(CUDA, PretendedGuard)
+
+struct CUDAHooks : CUDAHooksInterface {  // torch looks for a class of this name
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  DeviceIndex deviceCount() const override { return device_count; }
+  DeviceIndex getCurrentDevice() const override { return active_device; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  Device getDeviceFromPtr(void*) const override { return Device(kCUDA, active_device); }
+};
+using CUDAHooksRegistryAlias = CUDAHooks;
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks)
+
+// ---- the CPU's view of a device's tensor ----
+
+static Tensor twin(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  auto storage = tensor.storage();
+  auto* kept_alive = new c10::Storage(storage);
+  c10::DataPtr bytes(storage.mutable_data(), kept_alive, [](void* kept) { delete static_cast<c10::Storage*>(kept); }, Device(kCPU));
+  c10::Storage on_cpu(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true);
+  Tensor view = at::detail::make_tensor<c10::TensorImpl>(std::move(on_cpu), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* implementation = view.unsafeGetTensorImpl();
+  implementation->set_storage_offset(tensor.storage_offset());
+  implementation->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  if (tensor.is_conj()) view._set_conj(true);
+  if (tensor.is_neg()) view._set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) implementation->set_wrapped_number(true);
+  return view;
+}
+
+static Tensor copy_to_device(const Tensor& tensor, Device device) {
+  c10::OptionalDeviceGuard guard(device);
+  Tensor copy = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), &allocator,
+                                                  c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.scalar_type());
+  twin(copy).copy_(tensor);
+  return copy;
+}
+
+// ---- operators ----
+
+static std::map<std::string, int64_t> host_waits, operator_calls;
+static const std::set<std::string> WAITS = {  // their results' shapes or values are read by the host
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select", "aten::_unique2",
+    "aten::unique_consecutive", "aten::unique_dim", "aten::bincount"};
+static const std::set<std::string> TAKES_TWO_DEVICES = {
+    "aten::copy_", "aten::_local_scalar_dense", "aten::index_put_", "aten::_index_put_impl_", "aten::index.Tensor", "aten::index",
+    "aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_fused_adamw_", "aten::set_"};
+
+// A graph: the operators that ran while it was recorded, with their inputs and the tensors that hold their results.
+struct RecordedCall {
+  c10::OperatorHandle operation;
+  std::vector<c10::IValue> inputs;
+  std::vector<Tensor> results;  // undefined: a view of an input, or an input that was changed in place
+};
+struct Graph {
+  std::vector<RecordedCall> calls;
+};
+static std::shared_ptr<Graph> recording;
+static bool replaying = false;
+
+static bool shares_memory(const Tensor& one, const Tensor& other) {
+  return one.defined() && other.defined() && one.has_storage() && other.has_storage() && one.storage().data() &&
+         one.storage().data() == other.storage().data();
+}
+
+static void record_call(const c10::OperatorHandle& operation, std::vector<c10::IValue> inputs, const torch::jit::Stack& stack, size_t first) {
+  RecordedCall call{operation, std::move(inputs), {}};
+  auto note = [&](const Tensor& result) {
+    bool is_new = result.defined() && result.is_cuda();
+    for (const auto& input : call.inputs) {
+      if (input.isTensor() && shares_memory(input.toTensor(), result)) is_new = false;
+      if (input.isTensorList()) for (const Tensor& tensor : input.toTensorVector()) if (shares_memory(tensor, result)) is_new = false;
+    }
+    call.results.push_back(is_new ? result : Tensor());
+  };
+  for (size_t index = first; index < stack.size(); ++index) {
+    if (stack[index].isTensor()) note(stack[index].toTensor());
+    else if (stack[index].isTensorList()) for (const Tensor& tensor : stack[index].toTensorVector()) note(tensor);
+  }
+  recording->calls.push_back(std::move(call));
+}
+
+static void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  const auto& schema = operation.schema();
+  const std::string& name = schema.name();
+  const auto num_arguments = schema.arguments().size();
+  const auto begin = stack->size() - num_arguments;
+  std::vector<c10::IValue> inputs(stack->begin() + begin, stack->end());
+  {
+    std::lock_guard<std::mutex> lock(counters_lock);
+    operator_calls[name]++;
+    if (WAITS.count(name)) host_waits[name]++;
+  }
+  TORCH_CHECK(!recording || !WAITS.count(name), "operation not permitted when stream is capturing (", name, ")");
+  std::vector<std::pair<Tensor, Tensor>> pairs;  // a device's tensor, and its twin
+  std::optional<Device> device;
+  auto to_twin = [&](const Tensor& tensor) -> Tensor {
+    if (!tensor.defined()) return tensor;
+    if (tensor.is_cuda()) {
+      TORCH_CHECK(!device || *device == tensor.device() || TAKES_TWO_DEVICES.count(name),
+                  "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", tensor.device(), "! (", name, ")");
+      device = tensor.device();
+      Tensor on_cpu = twin(tensor);
+      pairs.emplace_back(tensor, on_cpu);
+      return on_cpu;
+    }
+    TORCH_CHECK(tensor.dim() == 0 || TAKES_TWO_DEVICES.count(name) || !tensor.device().is_cpu(),
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name, ")");
+    return tensor;
+  };
+  for (size_t index = begin; index < begin + num_arguments; ++index) {
+    auto& value = (*stack)[index];
+    if (value.isTensor()) {
+      value = to_twin(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> twins;
+      for (const Tensor& tensor : value.toTensorVector()) twins.push_back(to_twin(tensor));
+      value = twins;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> twins;
+      for (std::optional<Tensor> tensor : value.toOptionalTensorList().vec()) twins.push_back(tensor ? std::optional<Tensor>(to_twin(*tensor)) : tensor);
+      value = twins;
+    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+      device = value.toDevice();
+      value = Device(kCPU);
+    } else if (value.isGenerator() && value.toGenerator().defined() && value.toGenerator().device().is_cuda()) {
+      value = at::detail::getDefaultCPUGenerator();
+    }
+  }
+  if (device && device->index() < 0) device = Device(kCUDA, active_device);
+  operation.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (auto& [tensor, on_cpu] : pairs) {
+    if (on_cpu.sizes() != tensor.sizes() || on_cpu.storage_offset() != tensor.storage_offset()) {  // resized in place
+      at::native::resize_impl_cpu_(tensor.unsafeGetTensorImpl(), on_cpu.sizes(), on_cpu.strides());
+      twin(tensor).copy_(on_cpu);
+    }
+  }
+  const auto first = stack->size() - schema.returns().size();
+  auto to_device = [&](const Tensor& result) -> Tensor {
+    if (!result.defined() || !result.device().is_cpu() || !device) return result;
+    for (auto& [tensor, on_cpu] : pairs) if (on_cpu.is_same(result)) return tensor;
+    for (auto& [tensor, on_cpu] : pairs) {
+      if (result.storage().data() && result.storage().data() == tensor.storage().data()) {
+        Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
+        view.unsafeGetTensorImpl()->set_storage_offset(result.storage_offset());
+        view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
+        return view;
+      }
+    }
+    return copy_to_device(result, *device);
+  };
+  for (size_t index = first; index < stack->size(); ++index) {
+    auto& value = (*stack)[index];
+    if (value.isTensor()) {
+      value = to_device(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> results;
+      for (const Tensor& tensor : value.toTensorVector()) results.push_back(to_device(tensor));
+      value = results;
+    }
+  }
+  if (recording && !replaying) record_call(operation, std::move(inputs), *stack, first);
+}
+
+static void replay_graph(const Graph& graph) {
+  replaying = true;
+  for (const auto& call : graph.calls) {
+    torch::jit::Stack stack(call.inputs.begin(), call.inputs.end());
+    call.operation.callBoxed(&stack);
+    size_t next = 0;
+    auto keep = [&](const Tensor& result) {
+      const Tensor& recorded = call.results[next++];
+      if (recorded.defined()) twin(recorded).copy_(twin(result));
+    };
+    for (const auto& value : stack) {
+      if (next >= call.results.size()) break;
+      if (value.isTensor()) keep(value.toTensor());
+      else if (value.isTensorList()) for (const Tensor& tensor : value.toTensorVector()) keep(tensor);
+    }
+  }
+  replaying = false;
+}
+
+static Tensor empty_on_device(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
+                              std::optional<bool>, std::optional<MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device && device->has_index() ? device : std::nullopt);
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype_or_default(dtype), format);
+}
+
+static Tensor empty_strided_on_device(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
+                                      std::optional<Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device && device->has_index() ? device : std::nullopt);
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype_or_default(dtype));
+}
+
+static Tensor& copy_between_devices(Tensor& self, const Tensor& source, bool non_blocking) {
+  {
+    std::lock_guard<std::mutex> lock(counters_lock);
+    if (self.is_cpu() && source.is_cuda()) host_waits[non_blocking ? "device to host, not waited for" : "device to host"]++;
+    if (self.is_cuda() && source.is_cpu() && !non_blocking) host_waits["host to device, blocking"]++;
+  }
+  Tensor target = twin(self);
+  target.copy_(twin(source));
+  if (recording && !replaying && self.is_cuda()) {
+    static auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    recording->calls.push_back({operation, {self, source, non_blocking}, {Tensor()}});
+  }
+  return self;
+}
+
+static const Tensor& resize_on_device(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat> format) {
+  at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
+  if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
+}
+
+// Attention keeps what a GPU's kernels keep, which is not the attention probabilities: the CPU's flash kernel computes it. What
+// that kernel cannot compute, and what is recorded, goes the way of plain operators.
+static int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>&, double dropout,
+                                bool, std::optional<double>, bool) {
+  const bool plain = recording || dropout > 0.0 || query.dim() != 4 || query.size(1) != key.size(1) || query.size(3) != value.size(3);
+  return static_cast<int64_t>(plain ? SDPBackend::math : SDPBackend::efficient_attention);
+}
+
+static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                                      const std::optional<Tensor>& bias, bool, double dropout, bool causal,
+                                                                      std::optional<double> scale) {
+  auto mask = bias && bias->defined() ? std::optional<Tensor>(twin(*bias)) : std::nullopt;
+  auto [output, log_sums] = at::_scaled_dot_product_flash_attention_for_cpu(twin(query), twin(key), twin(value), dropout, causal, mask, scale);
+  const auto device = query.device();
+  Tensor seed = copy_to_device(at::zeros({}, at::kLong), device);
+  return {copy_to_device(output, device), copy_to_device(log_sums, device), seed, seed};
+}
+
+static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor& output,
+    const Tensor& log_sums, const Tensor&, const Tensor&, double dropout, std::array<bool, 4> wanted, bool causal, std::optional<double> scale) {
+  TORCH_CHECK(!wanted[3], "the pretended GPU gives no gradient to a bias of attention");
+  auto mask = bias.defined() ? std::optional<Tensor>(twin(bias)) : std::nullopt;
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      twin(gradient), twin(query), twin(key), twin(value), twin(output), twin(log_sums), dropout, causal, mask, scale);
+  const auto device = query.device();
+  return {copy_to_device(of_query, device), copy_to_device(of_key, device), copy_to_device(of_value, device), Tensor()};
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty_on_device);
+  m.impl("empty_strided", empty_strided_on_device);
+  m.impl("copy_", copy_between_devices);
+  m.impl("resize_", resize_on_device);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("_fused_sdp_choice", choose_attention);
+  m.impl("_scaled_dot_product_efficient_attention", efficient_attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
+  m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, Storage)>(&at::native::set_));
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  c10::SetAllocator(kCUDA, &allocator, 9);
+  m.def("set_device_count", [](int count) { device_count = count; });
+  m.def("set_device", [](int device) { active_device = device; });
+  m.def("current_device", [] { return active_device; });
+  m.def("allocated_and_peak", [](int device) { return std::make_tuple(memory[device].allocated, memory[device].peak); });
+  m.def("reset_peak", [](int device) { memory[device].peak = memory[device].allocated; });
+  m.def("set_limit", [](int device, size_t bytes) { memory[device].limit = bytes; });
+  m.def("host_waits", [] { std::lock_guard<std::mutex> lock(counters_lock); return host_waits; });
+  m.def("operator_calls", [] { std::lock_guard<std::mutex> lock(counters_lock); return operator_calls; });
+  m.def("clear_counters", [] { std::lock_guard<std::mutex> lock(counters_lock); host_waits.clear(); operator_calls.clear(); });
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", [](std::shared_ptr<Graph> graph) { graph->calls.clear(); recording = graph; })
+      .def("end", [](std::shared_ptr<Graph>) { recording.reset(); })
+      .def("clear", [](std::shared_ptr<Graph> graph) { graph->calls.clear(); })
+      .def("replay", [](std::shared_ptr<Graph> graph) { torch::NoGradGuard no_grad; replay_graph(*graph); });
+  m.def("is_recording", [] { return bool(recording); });
+}

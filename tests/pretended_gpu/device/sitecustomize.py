@@ -1,0 +1,8 @@
+"""Bring the pretended GPU into every Python process whose environment asks for it."""
+
+import os
+
+if os.environ.get("PRETENDED_GPUS"):
+    import pretended_cuda
+
+    pretended_cuda.install()

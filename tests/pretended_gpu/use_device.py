@@ -1,0 +1,55 @@
+"""What the pretended device must do, checked in a process that has two of them."""
+
+import os
+
+import torch
+
+ones = torch.ones(2, 3, device="cuda:0")
+assert str((ones * 2 + 1).device) == "cuda:0"
+
+weight = torch.nn.Parameter(torch.ones(4, 3, device="cuda:1"))
+try:
+    torch.nn.functional.linear(ones, weight)
+except RuntimeError as error:
+    assert "at least two devices" in str(error)
+else:
+    raise AssertionError("tensors of two devices were computed together")
+
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    product = torch.nn.functional.linear(ones.to("cuda:1"), weight)
+assert product.dtype == torch.bfloat16
+product.float().sum().backward()
+assert weight.grad is not None and weight.grad.tolist() == [[2.0] * 3] * 4
+
+before = torch.cuda.memory_allocated(0)
+block = torch.empty(1000, dtype=torch.uint8, device="cuda:0")
+assert torch.cuda.memory_allocated(0) - before == 1024  # blocks of 512 bytes
+del block
+assert torch.cuda.memory_allocated(0) == before
+try:
+    torch.empty(81 * 2**30, dtype=torch.uint8, device="cuda:0")
+except torch.OutOfMemoryError as error:
+    assert "CUDA out of memory" in str(error)
+else:
+    raise AssertionError("more than the device has was allocated")
+
+graph = torch.cuda.CUDAGraph()
+static = torch.zeros(3, device="cuda:0")
+with torch.no_grad(), torch.cuda.graph(graph):
+    column = (static * 2 + 1).view(3, 1)
+    total = column.sum()
+static.fill_(5.0)
+assert total.item() == 3.0
+graph.replay()
+assert column.flatten().tolist() == [11.0] * 3 and total.item() == 33.0
+
+child = os.fork()
+if child == 0:
+    try:
+        torch.ones(1, device="cuda:0")
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        os._exit(0 if "forked subprocess" in str(error) else 2)
+    os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a fork used the device"
+print("as a GPU does")
