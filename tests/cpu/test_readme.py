@@ -45,8 +45,10 @@ def paths(tmp_path_factory) -> dict[str, str]:
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"```console\n(.*?)```", README, flags=re.S)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("upshift ")]
+    """What stands in fences and in the second column of the table."""
+    fences = re.findall(r"```console\n(.*?)```", README, flags=re.S)
+    lines = [line.split("#")[0].strip() for fence in fences for line in fence.splitlines() if line.startswith("upshift ")]
+    return lines + re.findall(r"^\|[^|`]*\| `(upshift [^`]+)` \|", README, flags=re.M)
 
 
 def test_the_readme_shows_the_commands():
@@ -87,6 +89,23 @@ def test_python_example(paths):
         "global_batch=8)\nprint(record", "global_batch=8, trial_seconds=0, fixed=('torch_compile=off',))\nprint(record"
     )
     exec(compile(example, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_does_it_fit(page, upshift, tmp_path):
+    """The plan that a page shows is what is printed: each line of it, in its order, but for spaces and what is left out."""
+    pytest.importorskip("peft", reason="needs pip install '.[peft]'")
+    LlamaConfig(  # the sizes of Llama 3.1 8B
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    (shown,) = re.findall(r"```text\n\$ (upshift plan .*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+    command, *lines = shown.splitlines()
+    answer = upshift(*[str(tmp_path) if word == "MODEL" else word for word in shlex.split(command)[1:]])
+    assert answer.code == 0, answer.err
+    printed = iter([" ".join(line.split()) for line in answer.out.splitlines()])
+    missing = [line for line in lines if line.strip(". ") and " ".join(line.split()) not in printed]
+    assert missing == [], answer.out
 
 
 @pytest.mark.parametrize("line", SHORT)

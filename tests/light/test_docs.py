@@ -265,6 +265,13 @@ def test_the_log_is_one_page_of_dated_entries() -> None:
     assert dates != []
 
 
+def test_the_architecture_lists_every_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+)` \| \d \| \w", text, flags=re.MULTILINE)
+    source = ROOT / "src" / "upshift"
+    assert sorted(listed) == sorted(str(path.parent.relative_to(source)) for path in source.rglob("*/__init__.py"))
+
+
 def test_every_page_is_in_the_navigation() -> None:
     shown_pages = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("README.")}
