@@ -41,7 +41,7 @@ from upshift.training.hf_trainer import checkpoint_files as trainer_files
 from upshift.training.hf_trainer import save as saving
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
 from upshift.training.hf_trainer.resume import CheckpointResuming
-from upshift.training.hf_trainer.transformers_state import NotPlain, from_json, to_json
+from upshift.training.hf_trainer.transformers_checkpoint import NotPlain, from_json, to_json
 
 GPT2 = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=1)
 BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

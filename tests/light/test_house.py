@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -46,57 +47,14 @@ SIDEWAYS = {  # the only imports within one floor
 }
 
 HEAVY = ("torch", "transformers")
-HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
-    "upshift.models.adapter",
-    "upshift.models.ops.block_attention",
-    "upshift.models.build",
-    "upshift.models.ops.chunked_loss",
-    "upshift.models.tracing.compiled",
-    "upshift.models.describe",
-    "upshift.models.tracing.active_experts",
-    "upshift.models.tracing.polynomials",
-    "upshift.models.tracing.fork_map",
-    "upshift.models.hf_config",
-    "upshift.models.ops.linear_cross_entropy",
-    "upshift.models.live_model",
-    "upshift.models.tracing.segments",
-    "upshift.models.quantized",
-    "upshift.models.isolation.check",
-    "upshift.models.isolation.small_copy",
-    "upshift.models.ops.activation_checkpointing",
-    "upshift.models.tracing.symbolic_sizes",
-    "upshift.models.tensor_parallel_plan",
-    "upshift.models.tracing.trace",
-    "upshift.models.tracing.op_counter",
-    "upshift.debugging.half_precision",
-    "upshift.debugging.network_ranks",
-    "upshift.debugging.numerics",
-    "upshift.hardware.probe_process",
-    "upshift.hardware.probe",
-    "upshift.loading.fill",
-    "upshift.loading.rewrite.convert",
-    "upshift.loading.load",
-    "upshift.loading.lora",
-    "upshift.loading.rewrite.merge",
-    "upshift.loading.key_mapping",
-    "upshift.loading.gguf",
-    "upshift.loading.placement.modules",
-    "upshift.loading.offload.hooks",
-    "upshift.loading.offload.disk_store",
-    "upshift.loading.placement.apply",
-    "upshift.loading.offload.prefetch",
-    "upshift.loading.rank_shards",
-    "upshift.loading.files.tensors",
-    "upshift.loading.offload.units",
-    "upshift.loading.offload.gpu_copy",
-    "upshift.loading.files.mapped_file",
-    "upshift.loading.placement.cpu_matmul_rate",
-    "upshift.loading.offload.buffers",
-}
+NEEDS_TORCH = "# needs torch"  # the first line of a file of floors 1 to 4 that traces, or measures, with torch
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning", "serving"}  # may import torch when they are imported
-NO_NUMPY_PACKAGES = {"errors", "units", "value", "models", "record", "settings", "planning"}  # beside HEAVY_MODULES
+NO_NUMPY_PACKAGES = {"errors", "units", "value", "models", "record", "settings", "planning"}  # beside those that need torch
 
 MAX_FILE_LINES = 600
+MAX_FILES_OF_A_FOLDER = 16
+MAX_FILES_OF_COMMANDS = 24
+MIN_LINES_OF_ONE_USER = 30
 MAX_FUNCTION_LINES = 60
 LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
 MAX_CONTRIBUTING_LINES = 80
@@ -118,6 +76,10 @@ def sources(*packages: str) -> list[Path]:
 def place(file: Path) -> str:
     """The folder or file of src/upshift that it belongs to: a name in FLOORS."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def needs_torch(file: Path) -> bool:
+    return lines(file)[:1] == [NEEDS_TORCH]
 
 
 def module_of(file: Path) -> str:
@@ -285,12 +247,14 @@ def test_the_exceptions_are_needed() -> None:
     names = [(place(file), name.split(".")) for file in sources() for _, name in all_imports(file)]
     seen = {(here, parts[1]) for here, parts in names if parts[0] == "upshift" and len(parts) > 1}
     refuse([f"{one} -> {other}" for one, other in SIDEWAYS if (one, other) not in seen], "in SIDEWAYS and not used")
-    refuse(sorted(HEAVY_MODULES - modules().keys()), "in HEAVY_MODULES and not there")
+    marked = [file for file in sources() if needs_torch(file)]
+    unneeded = [file for file in marked if way_to(module_of(file), (*HEAVY, "numpy")) is None or place(file) in HEAVY_PACKAGES]
+    refuse([str(file.relative_to(ROOT)) for file in unneeded], f"says {NEEDS_TORCH!r} without need")
 
 
 @pytest.mark.parametrize("library", HEAVY)
 def test_light_files_import_without(library: str) -> None:
-    light = [file for file in sources() if place(file) not in HEAVY_PACKAGES and module_of(file) not in HEAVY_MODULES]
+    light = [file for file in sources() if place(file) not in HEAVY_PACKAGES and not needs_torch(file)]
     ways = {file: way_to(module_of(file), (library,)) for file in light}
     refuse(
         [f"{file.relative_to(ROOT)}: {way}" for file, way in ways.items() if way],
@@ -299,7 +263,7 @@ def test_light_files_import_without(library: str) -> None:
 
 
 def test_planning_imports_without_numpy() -> None:
-    light = [file for file in sources(*NO_NUMPY_PACKAGES) if module_of(file) not in HEAVY_MODULES]
+    light = [file for file in sources(*NO_NUMPY_PACKAGES) if not needs_torch(file)]
     ways = {file: way_to(module_of(file), ("numpy",)) for file in light}
     refuse(
         [f"{file.relative_to(ROOT)}: {way}" for file, way in ways.items() if way],
@@ -354,6 +318,29 @@ def test_files_are_short() -> None:
     counts = {str(file.relative_to(PACKAGE)): len(lines(file)) for file in sources()}
     long = {name: count for name, count in counts.items() if count > MAX_FILE_LINES and name not in LONGER}
     refuse([f"src/upshift/{name}: {count}" for name, count in long.items()], f"over {MAX_FILE_LINES} lines")
+
+
+def test_folders_are_small() -> None:
+    counts = Counter(file.parent for file in sources() if file.name != "__init__.py")
+    limits = {folder: MAX_FILES_OF_COMMANDS if folder == PACKAGE / "cli" else MAX_FILES_OF_A_FOLDER for folder in counts}
+    refuse(
+        [f"{folder.relative_to(ROOT)}: {count}" for folder, count in counts.items() if count > limits[folder]],
+        f"over {MAX_FILES_OF_A_FOLDER} files ({MAX_FILES_OF_COMMANDS} in cli)",
+    )
+
+
+def test_a_small_file_has_several_users() -> None:
+    """A file of a few lines that one other file imports is a part of that one. Entry points of processes have no importer."""
+    users: dict[str, set[Path]] = {}
+    for file in sources():
+        for _, name in all_imports(file):
+            users.setdefault(name, set()).add(file)
+    small = [
+        file for file in sources()
+        if len(lines(file)) < MIN_LINES_OF_ONE_USER and file.name != "__init__.py" and len(users.get(module_of(file), ())) == 1
+        and not any("__name__ ==" in line for line in lines(file))
+    ]  # fmt: skip
+    refuse([str(file.relative_to(ROOT)) for file in small if place(file) != "internals"], "a small file with one importer")
 
 
 def test_functions_are_short() -> None:

@@ -1,3 +1,4 @@
+# needs torch
 """Avoid failures of half precision: keep a block in fp32, and detect weights of bf16 training before fp16 training starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Check that the ranks of a launcher can allocate, reduce and send, and measure the latency and the rate of each pair."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Watch a model's numbers while it runs: find the module that first makes inf or NaN, underflows, and numbers near their limit.
 
 On a CPU each call of a module is checked when it ends. On a device all calls are checked after the forward pass, so that the host

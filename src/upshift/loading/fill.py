@@ -1,3 +1,4 @@
+# needs torch
 """Fill an empty model from its files, and check that the files hold the model's weights.
 
 Each weight is read once, into its final dtype and device. Weights that keep their stored dtype are private mappings of the

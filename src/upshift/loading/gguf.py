@@ -1,3 +1,4 @@
+# needs torch
 """Read a GGUF file, llama.cpp's format of a model, with the names and shapes of transformers.
 
 The gguf package reads the file, and transformers maps its tensors to weights. Functions of transformers undo, one tensor at a

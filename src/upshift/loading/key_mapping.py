@@ -1,3 +1,4 @@
+# needs torch
 """Map stored tensors to the weights of a model by name, with transformers' renamings and conversions.
 
 A plain weight is one stored tensor, perhaps renamed. Otherwise several tensors become one weight (the experts of a layer), or

@@ -1,3 +1,4 @@
+# needs torch
 """Load a model: build it empty, and fill it directly from its files (``upshift.load_model``).
 
 transformers decides the class, the names, the dtypes, the initialization of missing weights, ties and buffers, and reports

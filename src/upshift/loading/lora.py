@@ -1,3 +1,4 @@
+# needs torch
 """Merge a LoRA adapter of peft with weights that are read one at a time, with peft's own arithmetic.
 
 peft adds its layers to the empty model and reads the adapter into them. Then each layer gets its base weight, in blocks of rows

@@ -1,3 +1,4 @@
+# needs torch
 """Select the part of a checkpoint that one rank reads: the layers of its stage, and its slice of each divided weight.
 
 Weights are divided three times, in this order. Pipeline stages take whole layers. Tensor parallelism takes rows or columns of

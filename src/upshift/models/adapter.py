@@ -1,3 +1,4 @@
+# needs torch
 """Put a peft adapter around a transformers model, get the model inside it, and freeze parameters that are not trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Find a model's class and objective from its config, build the model, and cut its stacks to the layers that differ."""
 
 from __future__ import annotations

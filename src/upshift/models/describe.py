@@ -1,3 +1,4 @@
+# needs torch
 """Describe a model: parameters by part, sharding plans, kernels, position limit, and the module in which tracing failed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Turn the JSON config of a model into the config class of transformers."""
 
 from __future__ import annotations

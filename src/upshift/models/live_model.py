@@ -1,3 +1,4 @@
+# needs torch
 """Describe a live model by a ModelSource (class, config, adapter and frozen parameters), so that Upshift can plan for it.
 
 To check the source, the model is built again from it on the meta device. Every module and parameter must be the same.

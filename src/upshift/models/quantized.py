@@ -1,3 +1,4 @@
+# needs torch
 """Create and count the frozen 4-bit weights below an adapter (QLoRA: bitsandbytes' NF4 and FP4), on the meta device, too.
 
 An adapter's gradients pass through such weights, which have no gradients themselves. Every other quantization of transformers

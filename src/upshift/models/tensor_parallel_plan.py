@@ -1,3 +1,4 @@
+# needs torch
 """Describe a model's tensor-parallel plan, and reduce the model to the part that one rank runs.
 
 A plan of transformers names, for each weight, the dimension that is divided (transformers.distributed.tensor_parallel). A

@@ -1,3 +1,4 @@
+# needs torch
 """Map files into memory, populate their pages ahead in large reads without a copy, and drop them again.
 
 The pages of a mapped file belong to the page cache. Populating reads the pages that are missing. Dropping removes the pages from

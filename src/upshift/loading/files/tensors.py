@@ -1,3 +1,4 @@
+# needs torch
 """Map stored tensors as torch tensors without a copy, read them into existing memory, or copy them to a GPU.
 
 Copies to a GPU use two buffers of pinned memory: one is filled while the other is copied.

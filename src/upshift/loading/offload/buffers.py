@@ -1,3 +1,4 @@
+# needs torch
 """Hold a chunk of the weights while a module needs it, in a buffer or in the file's own pages.
 
 Pages are used if the system can populate them ahead. Nothing is copied then, and cached content is available at once. Buffers

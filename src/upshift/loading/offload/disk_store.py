@@ -1,3 +1,4 @@
+# needs torch
 """Convert weights that stay on the disk, once, to the model's dtype and layout, into one file of the offload folder.
 
 The file's name is a hash of its input files and of the names, shapes and dtypes of its weights, so that the next run finds it.

@@ -1,3 +1,4 @@
+# needs torch
 """Copy weights from the host to a GPU on a separate stream, while another stream computes.
 
 A copy starts after the computation that used its memory before. A computation that uses the memory waits for the copy. Both

@@ -1,3 +1,4 @@
+# needs torch
 """Register the hooks that run a model on several devices, with weights that are partly on the disk or on a GPU's host.
 
 Devices: the arguments of each module move to the device that computes it. The output of a layer of a stack stays on the layer's

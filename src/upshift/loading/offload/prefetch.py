@@ -1,3 +1,4 @@
+# needs torch
 """Read groups of stored tensors ahead into buffers that are reused, in the order of the last pass.
 
 A group is the tensors that one module needs. It is read in chunks of whole tensors, so that a part of the next group can be

@@ -1,3 +1,4 @@
+# needs torch
 """Find the offloaded weights of a model, group them into units that are loaded together, and make the reader that loads them.
 
 Offloaded weights are on another device than the one that computes them: on the disk, or on the host of a GPU. Two kinds of

@@ -1,3 +1,4 @@
+# needs torch
 """Place a model on several devices and the disk, fill it, and register the hooks that run it."""
 
 from __future__ import annotations

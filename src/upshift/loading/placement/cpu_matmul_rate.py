@@ -1,3 +1,4 @@
+# needs torch
 """Measure how fast this CPU multiplies weights by one token in a given dtype.
 
 In bf16 on a CPU without bf16 instructions, products are slower than memory.

@@ -1,3 +1,4 @@
+# needs torch
 """Place a model on the meta device: divide it into units, measure the memory that they need, and choose their devices."""
 
 from __future__ import annotations

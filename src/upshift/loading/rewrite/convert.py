@@ -1,3 +1,4 @@
+# needs torch
 """Write a model's weights in another dtype (``upshift convert``), as transformers has them after loading in that dtype."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Write a base model's weights with an adapter merged into them (``upshift merge``), as peft's ``merge_and_unload`` does.
 
 A group of stored tensors that transformers fuses on loading (as the experts of a layer), or splits, is converted to weights as

@@ -1,3 +1,4 @@
+# needs torch
 """Test on a small copy of a model that a text's results depend only on the text, as padding, packing and batching require.
 
 The copy has the model's class, kinds of layers and settings (see small_copy.py), and random weights that are large enough to

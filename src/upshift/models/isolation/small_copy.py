@@ -1,3 +1,4 @@
+# needs torch
 """Make a small copy of a model's config, with the same class, kinds of layers and settings, but small sizes.
 
 A small copy treats the tokens of a row as the model does: sizes decide how much is computed, not which token affects which.

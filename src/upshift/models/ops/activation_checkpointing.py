@@ -1,3 +1,4 @@
+# needs torch
 """Switch activation checkpointing of transformers models for each layer, with full or selective recomputation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Compute attention on CPUs as plain matrix products over blocks of queries, for any causal or explicit mask.
 
 PyTorch's fused kernel for CPUs reaches a third of the rate of matrix products (docs/log.md). Here each block of queries is

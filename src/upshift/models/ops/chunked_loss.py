@@ -1,3 +1,4 @@
+# needs torch
 """Run a model with its head and loss in chunks of tokens, so that the logits of a whole batch are never in memory.
 
 The unmodified model runs, but its output embedding returns ``DeferredLogits`` in place of logits. These record what the model

@@ -1,3 +1,4 @@
+# needs torch
 """Compute the cross entropy of a linear layer over a vocabulary, one chunk of labelled tokens at a time.
 
 The logits of all tokens are never in memory. The loss and the gradients of a chunk are computed together from the same

@@ -1,3 +1,4 @@
+# needs torch
 """Count the experts that compute each token in a mixture of experts.
 
 Configs have no common name for this number (num_experts_per_tok, top_k_experts, moe_topk ...), and routers differ. The matrix

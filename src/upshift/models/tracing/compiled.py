@@ -1,3 +1,4 @@
+# needs torch
 """Calculate the bytes that a compiled layer saves for its backward pass, without compiling it.
 
 torch.compile cuts the joint graph of a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn).

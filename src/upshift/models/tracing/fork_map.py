@@ -1,3 +1,4 @@
+# needs torch
 """Run independent tasks in parallel in forked copies of this process, which share its loaded libraries and models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# needs torch
 """Count live bytes and work, operator by operator, while a model runs on fake (or real) tensors."""
 
 from __future__ import annotations

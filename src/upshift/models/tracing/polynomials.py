@@ -1,3 +1,4 @@
+# needs torch
 """Fit the costs of a segment to its measurements at several (batch, sequence) points.
 
 A single measurement also does if its numbers are coefficients of polynomials already (see PrimeSizes).

@@ -1,3 +1,4 @@
+# needs torch
 """Run one forward and backward pass of the cut model on fake tensors, and count every operator in its segment.
 
 The tensors are fake CPU tensors. Nothing is allocated, and fused attention keeps its memory as in flash attention; on ``meta``

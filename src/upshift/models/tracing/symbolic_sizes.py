@@ -1,3 +1,4 @@
+# needs torch
 """Find how the numbers of a traced run depend on its batch and its length, from a run in which both are primes.
 
 Bytes and FLOPs are sums of products of dimensions. If the batch and the length are primes that divide no dimension of the

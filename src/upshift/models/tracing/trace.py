@@ -1,3 +1,4 @@
+# needs torch
 """Trace a model's training step without its weights, and return the model's profile.
 
 The unmodified model runs on fake CPU tensors at a few (batch, sequence) points, in every requested variant of the step. The

@@ -56,7 +56,12 @@ from upshift.training.checkpoint.sharded import (
 )
 from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
 from upshift.training.distributed.mesh import Mesh, all_gather_objects, gather_errors, rank_0_first
-from upshift.training.hf_trainer.transformers_state import OPTIMIZER_FILE, PLAIN_STATE_FIX, SCHEDULER_FILE, optimizer_by_names
+from upshift.training.hf_trainer.transformers_checkpoint import (
+    OPTIMIZER_FILE,
+    PLAIN_STATE_FIX,
+    SCHEDULER_FILE,
+    optimizer_by_names,
+)
 from upshift.value import first_problem
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from upshift.training.hf_trainer.checkpoint_files import (
     read_shards,
 )
 from upshift.training.hf_trainer.save import CheckpointSaving
-from upshift.training.hf_trainer.transformers_state import (
+from upshift.training.hf_trainer.transformers_checkpoint import (
     OPTIMIZER_FILE,
     SCALER_FILE,
     SCHEDULER_FILE,

@@ -47,7 +47,7 @@ from upshift.training.hf_trainer.checkpoint_files import (
     writing_model,
 )
 from upshift.training.hf_trainer.patching import LibraryTrainer, with_global
-from upshift.training.hf_trainer.transformers_state import (
+from upshift.training.hf_trainer.transformers_checkpoint import (
     SCALER_FILE,
     SCHEDULER_FILE,
     SavedRng,
