@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_parent_process import RUN, start, started, wait_for  # noqa: F401  a fixture
 from test_train import a_job, home, prepared  # noqa: F401  fixtures
-from test_with_parent import RUN, start, started, wait_for  # noqa: F401  a fixture
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from upshift.errors import RequestError

@@ -54,7 +54,7 @@ def test_a_plan_that_does_not_fit_its_layers_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["DogeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = a_plan(Case(world=2, layout=LAYOUTS["tensor"]))
-    problem = Rehearsals(find_model(str(tmp_path))).reason_not(plan)
+    problem = Rehearsals(find_model(str(tmp_path))).why_not(plan)
     assert problem is not None and all(word in problem for word in ("tensor_parallel=2", "does not fit", "fully_shard=weights"))
 
 
@@ -67,5 +67,5 @@ def test_one_that_fits_is_not(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     fails = parallelize._rehearsal_error
     monkeypatch.setattr(parallelize, "_rehearsal_error", lambda *given: tried.append(fails(*given)) or tried[-1])
     rehearsals = Rehearsals(find_model(str(tmp_path)))
-    assert rehearsals.reason_not(a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True}))) is None
+    assert rehearsals.why_not(a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True}))) is None
     assert tried == [None], "the divided layers ran"

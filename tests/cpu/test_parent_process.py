@@ -66,9 +66,9 @@ asyncio.run(main())
 """
 COMMAND = """
 import subprocess, threading
-from upshift import with_parent
+from upshift import parent_process
 def start():
-    subprocess.Popen(with_parent.command("sleeping_worker"))
+    subprocess.Popen(parent_process.command("sleeping_worker"))
 {start}
 print("Asleep", flush=True)
 import time
