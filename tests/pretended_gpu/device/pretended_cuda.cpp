@@ -7,7 +7,6 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -19,6 +18,7 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -336,12 +336,6 @@ static const Tensor& resize_on_device(const Tensor& self, IntArrayRef size, std:
 
 // Attention keeps what a GPU's kernels keep, which is not the attention probabilities: the CPU's flash kernel computes it. What
 // that kernel cannot compute, and what is recorded, goes the way of plain operators.
-static int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>&, double dropout,
-                                bool, std::optional<double>, bool) {
-  const bool plain = recording || dropout > 0.0 || query.dim() != 4 || query.size(1) != key.size(1) || query.size(3) != value.size(3);
-  return static_cast<int64_t>(plain ? SDPBackend::math : SDPBackend::efficient_attention);
-}
-
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                                                       const std::optional<Tensor>& bias, bool, double dropout, bool causal,
                                                                       std::optional<double> scale) {
@@ -363,6 +357,19 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
   return {copy_to_device(of_query, device), copy_to_device(of_key, device), copy_to_device(of_value, device), Tensor()};
 }
 
+static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool causal,
+                        std::optional<double> scale, bool enable_gqa) {
+  const bool is_plain = recording || dropout > 0.0 || query.dim() != 4 || query.size(1) != key.size(1) || query.size(3) != value.size(3);
+  if (is_plain) {
+    return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, enable_gqa));
+  }
+  std::optional<Tensor> bias = mask;
+  if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
+    bias = at::zeros_like(*mask, query.options()).masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
+  }
+  return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale));
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_on_device);
@@ -372,12 +379,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
-  m.impl("_fused_sdp_choice", choose_attention);
+  m.impl("scaled_dot_product_attention", attention);
   m.impl("_scaled_dot_product_efficient_attention", efficient_attention);
   m.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
 }
+
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("scaled_dot_product_attention", attention); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kCUDA, &allocator, 9);
