@@ -26,34 +26,34 @@ class Field(NamedTuple):
     description: str
 
 
-HONOURED = Field("honoured", "as transformers does")
-EVALUATION = Field("honoured", "as transformers does; outputs beyond 32 MiB are kept on disk, not in memory")
-CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are complete or absent, and either library resumes them")
-DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
-OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
+HONOURED = Field("honoured", "as in transformers")
+EVALUATION = Field("honoured", "as in transformers. Outputs above 32 MiB go to the disk")
+CHECKPOINTS = Field("honoured", "as in transformers. A checkpoint is never incomplete, and both libraries can resume it")
+DDP = Field("honoured", "has no effect: the plan sums gradients once a step; unused weights count as zero")
+OTHER_ENGINE = Field("refused", "the plan says how ranks share the model; leave it unset, or give fixed=('tensor_parallel=2',)")
 
 FIELDS: dict[str, Field] = {
     # planned: the plan chooses a value for an unset field and prints it
     "per_device_train_batch_size": Field(
-        "planned", "with gradient_accumulation_steps it is the global batch, which is kept; how that is cut is planned"
+        "planned", "times gradient_accumulation_steps: the global batch, which Upshift keeps. It chooses how to divide it"
     ),
     "gradient_accumulation_steps": Field("planned", "see per_device_train_batch_size"),
-    "auto_find_batch_size": Field("planned", "always on: a step that runs out of memory is done again in smaller parts"),
-    "bf16": Field("planned", "kept when set; unset: the precision is planned (tf32=False alone keeps plain fp32)"),
-    "fp16": Field("planned", "kept when set; unset: see bf16"),
-    "tf32": Field("planned", "kept when set; False: plain fp32 unless bf16 or fp16 is set"),
-    "activation_checkpointing": Field("planned", "kept when set; unset: how many layers are recomputed is planned"),
+    "auto_find_batch_size": Field("planned", "always on: if a step runs out of memory, Upshift repeats it in smaller parts"),
+    "bf16": Field("planned", "unset: Upshift chooses the precision. tf32=False alone keeps plain fp32"),
+    "fp16": Field("planned", "unset: see bf16"),
+    "tf32": Field("planned", "False: plain fp32, unless bf16 or fp16 is set"),
+    "activation_checkpointing": Field("planned", "unset: Upshift chooses how many layers are recomputed"),
     "activation_checkpointing_kwargs": Field("honoured", "with activation_checkpointing"),
     "gradient_checkpointing": Field("planned", "see activation_checkpointing"),
     "gradient_checkpointing_kwargs": Field("honoured", "with gradient_checkpointing"),
-    "torch_compile": Field("planned", "kept when set; unset: compiling each layer is planned, its payback counted"),
-    "optim": Field("planned", "kept when set; unset: the implementation of AdamW is planned, others with allow=(...)"),
-    "fsdp": Field("planned", "kept when set: weights are divided by torch's fully_shard; unset: the layout of ranks is planned"),
-    "dataloader_num_workers": Field("planned", "kept when set; unset: chosen from the measured time of drawing a batch"),
+    "torch_compile": Field("planned", "unset: Upshift compiles each layer if the run is long enough to gain time"),
+    "optim": Field("planned", "unset: Upshift chooses the implementation of AdamW, and other optimizers with allow=(...)"),
+    "fsdp": Field("planned", "set: torch's fully_shard divides the weights. Unset: Upshift chooses the layout"),
+    "dataloader_num_workers": Field("planned", "unset: Upshift measures how long a batch takes to load, and chooses"),
     "fsdp_config": Field(
-        "honoured", "with fsdp: reshard_after_forward; how layers are wrapped is the plan's, and its other options are refused"
+        "honoured", "with fsdp: reshard_after_forward. The plan wraps the layers. Options that it cannot honour are refused"
     ),
-    "ddp_broadcast_buffers": Field("honoured", "as transformers does, where a model has statistics of batches"),
+    "ddp_broadcast_buffers": Field("honoured", "as in transformers, if the model has batch statistics (batch norm)"),
     **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph"), DDP),
     # honoured by transformers' own code
     **dict.fromkeys(
@@ -73,11 +73,11 @@ FIELDS: dict[str, Field] = {
         ),
         HONOURED,
     ),
-    "torch_compile_backend": Field("honoured", "with torch_compile: the whole model, as transformers does"),
-    "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as transformers does"),
-    "label_smoothing_factor": Field("honoured", "as transformers defines it, in chunks where planned"),
-    "logging_nan_inf_filter": Field("honoured", "for what is logged; a loss that is not finite ends training before the update"),
-    "debug": Field("honoured", "underflow_overflow: by upshift.debugging, warns before it too; nothing is compiled unasked"),
+    "torch_compile_backend": Field("honoured", "with torch_compile: the whole model, as in transformers"),
+    "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as in transformers"),
+    "label_smoothing_factor": Field("honoured", "as in transformers; in chunks, if the plan has a chunked loss"),
+    "logging_nan_inf_filter": Field("honoured", "for logging. A loss that is not finite stops training before the update"),
+    "debug": Field("honoured", "underflow_overflow: upshift.debugging also warns earlier. Nothing is compiled unless you ask"),
     **dict.fromkeys(
         (
             "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
@@ -95,7 +95,7 @@ FIELDS: dict[str, Field] = {
         CHECKPOINTS,
     ),
     # refused
-    "neftune_noise_alpha": Field("refused", "plans are for the model's own mathematics, without noise on it; leave it unset"),
+    "neftune_noise_alpha": Field("refused", "Upshift plans the model's own mathematics, without noise; leave it unset"),
     **dict.fromkeys(("deepspeed", "parallelism_config"), OTHER_ENGINE),
 }  # fmt: skip
 
@@ -163,11 +163,22 @@ def markdown() -> str:
     lines = [
         "# TrainingArguments in upshift.Trainer",
         "",
-        "Every field of `transformers.TrainingArguments` (5.17 to 5.23). *Planned*: what is left at its default is chosen by the",
-        "plan and printed; what is set is kept. *Refused*: setting it is an error that names it. *Honoured*: it works as in",
-        "`transformers.Trainer`. Written by `python docs/write_tables.py`; tested.",
+        "`upshift.Trainer` takes the `TrainingArguments` of transformers (5.17 to 5.23). Change one import of your script:",
         "",
-        "| argument | | |",
+        "```diff",
+        "-from transformers import Trainer",
+        "+from upshift import Trainer",
+        "```",
+        "",
+        "This page says for every field what Upshift does with it.",
+        "",
+        "| word | meaning |",
+        "| --- | --- |",
+        "| planned | set: Upshift keeps your value. Unset (at its default): Upshift chooses a value, and prints it |",
+        "| refused | If you set the field, you get an error that names it |",
+        "| honoured | The field works as in `transformers.Trainer`, with the differences in the last column |",
+        "",
+        "| argument | Upshift | details |",
         "| --- | --- | --- |",
         *(f"| `{name}` | {field.treatment} | {field.description} |" for name, field in rows),
     ]
