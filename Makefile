@@ -35,7 +35,7 @@ demo: $(VENV)/.core
 # threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another sleeps, and does not hold a core. Traces
 # of models are kept for the next run, as long as the code that makes them stays the same (tests/shared_traces.py).
 test: check
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
 # Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
 test-newest: $(VENV)/.made
