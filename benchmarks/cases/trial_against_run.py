@@ -124,7 +124,10 @@ def write_inputs(folder: Path, setting: Setting, *, seed: int, rows: int) -> tup
     path = folder / "data.jsonl"
     with path.open("w") as file:
         for length in lengths.astype(int):
-            file.write(json.dumps({"input_ids": rng.integers(1, config.vocab_size - 1, int(length)).tolist()}) + "\n")
+            row = {"input_ids": rng.integers(1, config.vocab_size - 1, int(length)).tolist()}
+            if config.model_type == "bert":  # without a tokenizer nothing tells which token is the mask
+                row["labels"] = row["input_ids"]
+            file.write(json.dumps(row) + "\n")
     return reference, path
 
 

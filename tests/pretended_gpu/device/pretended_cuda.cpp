@@ -335,7 +335,7 @@ static const Tensor& resize_on_device(const Tensor& self, IntArrayRef size, std:
 }
 
 // Attention keeps what a GPU's kernels keep, which is not the attention probabilities: the CPU's flash kernel computes it. What
-// that kernel cannot compute, and what is recorded, goes the way of plain operators.
+// that kernel cannot compute, and what keeps nothing for a backward pass, goes the way of plain operators.
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                                                       const std::optional<Tensor>& bias, bool, double dropout, bool causal,
                                                                       std::optional<double> scale) {
@@ -359,7 +359,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
 
 static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool causal,
                         std::optional<double> scale, bool enable_gqa) {
-  const bool is_plain = recording || dropout > 0.0 || query.dim() != 4 || query.size(1) != key.size(1) || query.size(3) != value.size(3);
+  const bool is_plain = recording || !at::GradMode::is_enabled() || dropout > 0.0 || query.dim() != 4 ||
+                        query.size(1) != key.size(1) || query.size(3) != value.size(3);
   if (is_plain) {
     return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, enable_gqa));
   }
