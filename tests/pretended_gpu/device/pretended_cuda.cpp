@@ -361,12 +361,12 @@ static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& va
                         std::optional<double> scale, bool enable_gqa) {
   const bool is_plain = recording || !at::GradMode::is_enabled() || dropout > 0.0 || query.dim() != 4 ||
                         query.size(1) != key.size(1) || query.size(3) != value.size(3);
-  if (is_plain) {
-    return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, enable_gqa));
-  }
   std::optional<Tensor> bias = mask;
   if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
     bias = at::zeros_like(*mask, query.options()).masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
+  }
+  if (is_plain) {
+    return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt, scale, enable_gqa));
   }
   return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale));
 }
