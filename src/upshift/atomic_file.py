@@ -27,6 +27,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
+def sync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk. Raise OSError on failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a path, so that another thread or process that makes the same file waits.

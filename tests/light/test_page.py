@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from page_elements import Elements
 
 from upshift.errors import RequestError
+from upshift.planning.analysis.explain import Reason
 from upshift.reports.plots import MAX_DRAWN, Candidate, frontier, placed_candidates
 from upshift.reports.run.charts import MAX_POINTS, candidate_plot, loss_figure, memory_figure, moving_mean
 from upshift.reports.run.content import (
@@ -24,7 +25,6 @@ from upshift.reports.run.content import (
     MemoryHistory,
     MemorySample,
     PredictionRow,
-    Reason,
     RunPage,
     Sample,
 )

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.call_process import NOT_FOUND
@@ -151,9 +150,3 @@ def _finite_number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def shorten_label(label: str) -> str:
-    """Return a label for a table, with only the last component of each path."""
-    parts = [Path(word).name if "/" in word else word for word in label.split()]
-    return " ".join(parts)[:60]

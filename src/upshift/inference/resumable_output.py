@@ -173,6 +173,15 @@ def read_lines(path: Path, parse: Callable[[str, str], T]) -> Iterator[T | str]:
             yield line.rstrip("\r\n") if path.suffix == ".txt" else parse(line, f"{path} line {number}")
 
 
+def parse_object(line: str) -> dict[str, Any] | None:
+    """Return the JSON object that the line holds, or None if it holds none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def is_empty(path: Path) -> bool:
     """Return whether a file has no byte, or only a byte order mark."""
     with path.open("rb") as file:

@@ -5,7 +5,6 @@ Rows are written block by block, so that a stopped run can continue."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from upshift.inference.resumable_output import (
     check_output,
     is_empty,
     is_text,
+    parse_object,
     read_blocks,
     read_lines,
 )
@@ -67,11 +67,8 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def _parse_line(line: str, name: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or not is_text(record.get("text")):
+    record = parse_object(line)
+    if record is None or not is_text(record.get("text")):
         raise RequestError(f'{name} is no JSON object with a "text" of Unicode characters; write {{"text": "..."}} on each line')
     unknown = next((key for key in record if key != "text"), None)
     if unknown is not None:

@@ -6,7 +6,6 @@ template writes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from upshift.errors import RequestError
-from upshift.inference.resumable_output import check_output, is_empty, is_text, read_lines
+from upshift.inference.resumable_output import check_output, is_empty, is_text, parse_object, read_lines
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
 
@@ -172,11 +171,8 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _parse_line(line: str, name: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+    record = parse_object(line)
+    if record is None or ("prompt" in record) == ("messages" in record):
         raise RequestError(f"{name} is no prompt; write {LINE_FORM}")
     _check_keys(record, name)
     if "prompt" in record:

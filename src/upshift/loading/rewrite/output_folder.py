@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from upshift.atomic_file import sync_path
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.loading.files.safetensors_writer import write_all
 from upshift.loading.output_lock import LOCK_NAME, locked
@@ -50,14 +51,7 @@ class OutputFolder:
         with locked(self.path, self.path.resolve() / LOCK_NAME):
             self._read(request, made_of)
             yield
-            self._sync()
-
-    def _sync(self) -> None:
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            sync_path(self.path)
 
     def _create(self) -> None:
         if not self.path.absolute().parent.is_dir():

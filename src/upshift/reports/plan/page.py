@@ -59,7 +59,6 @@ from upshift.reports.plan.words import (
 )
 from upshift.reports.plots import Figure, choice, part_colours
 from upshift.reports.run import page as run_page
-from upshift.reports.run.content import Reason
 from upshift.units import GIB, format_count, format_seconds, gib
 
 PLAN = "plan-shown"
@@ -338,7 +337,7 @@ def ranks_table(passes: Sequence[Pass], plan: Plan) -> Table:
 def reasons_section(planning: Planning) -> list[Block]:
     price = planning.shadow_price
     return [
-        *run_page.reasons([Reason(**reason.model_dump()) for reason in planning.reasons]),
+        *run_page.reasons(planning.reasons),
         *([Paragraph(price[0].upper() + price[1:] + ".", css="")] if price else []),
     ]
 

@@ -1,6 +1,6 @@
 """The content of one run's report page as plain data. None is unknown, never zero. Loss is per token.
 
-It does not depend on the planner or the trainer: the code that writes a page copies the numbers."""
+It computes nothing: the code that writes a page copies the numbers. A reason is the planner's own value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
+from upshift.planning.analysis.explain import Reason
 from upshift.reports.plots import Candidate
 from upshift.value import Value
 
@@ -69,16 +70,6 @@ class MemoryHistory(Value):
 
     samples: tuple[MemorySample, ...] = ()
     predicted_peak_gib: NonNegativeFloat | None = None
-
-
-class Reason(Value):
-    """One choice of the plan, and what its runner-up would have cost."""
-
-    choice: str
-    value: str
-    why: str
-    runner_up: str | None = None
-    runner_up_cost: str | None = None
 
 
 class Sample(Value):

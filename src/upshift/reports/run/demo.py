@@ -14,7 +14,6 @@ from upshift.reports.run.content import (
     MemoryHistory,
     MemorySample,
     PredictionRow,
-    Reason,
     Role,
     RunPage,
     Sample,
@@ -45,7 +44,7 @@ def write_demo_page(result: Any, path: Path) -> Path:
             PredictionRow(quantity=name, predicted=predicted, measured=measured)
             for name, predicted, measured in compared_numbers(chosen.predicted, chosen.measured)
         ),
-        reasons=tuple(Reason(**reason.model_dump()) for reason in planning.reasons_for(prepared.plan)),
+        reasons=planning.reasons_for(prepared.plan),
         candidates=_candidates(prepared),
         memory_limit_gib=limit / GIB if limit else None,
         memory=_memory(chosen),

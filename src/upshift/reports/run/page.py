@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from upshift.planning.analysis.explain import Reason
 from upshift.reports.blocks import (
     Block,
     Cell,
@@ -38,7 +39,7 @@ from upshift.reports.run.charts import (
     memory_figure,
     phase_spans,
 )
-from upshift.reports.run.content import ComparisonRow, Fact, MemorySample, Reason, RunPage
+from upshift.reports.run.content import ComparisonRow, Fact, MemorySample, RunPage
 
 MAX_REASONS_LISTED = 8
 MAX_TRIED_LISTED = 20

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
 import stat
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from upshift.atomic_file import sync_path
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import read_header
@@ -210,15 +210,7 @@ def sync_tree(directory: Path) -> None:
     for path in weights:
         path.chmod(mode)
     for path in [*directory.rglob("*"), directory]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -239,7 +231,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
         else:
             remove_checkpoint(final)
     temporary.rename(final)
-    _sync(final.parent)
+    sync_path(final.parent)
     remove_checkpoint(replaced)
 
 
@@ -271,6 +263,6 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a file's text. At every moment the file holds either the old or the new text."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
+    sync_path(temporary)
     temporary.replace(path)
-    _sync(path.parent)
+    sync_path(path.parent)

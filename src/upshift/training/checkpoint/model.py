@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
     for name, stored in find_safetensors(directory).tensors.items():
-        _copy_weight(stored, targets=targets, directory=directory)
+        read_into(stored, checked_target(stored, targets, directory))
         filled.add(targets[name].data_ptr())
     not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     for name, tensor in targets.items():
@@ -224,9 +224,10 @@ def read_weights(directory: Path, model: nn.Module) -> None:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
 
 
-def _copy_weight(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
+def checked_target(stored: StoredTensor, targets: Mapping[str, Tensor], directory: Path) -> Tensor:
+    """Return the model's tensor for a stored one. Raise RequestError if the model has none of its shape and dtype."""
     name = stored.name
-    target = targets.get(stored.name)
+    target = targets.get(name)
     if target is None:
         raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
     if stored.shape != tuple(target.shape) or dtype_of(stored) != target.dtype:
@@ -234,4 +235,4 @@ def _copy_weight(stored: StoredTensor, *, targets: dict[str, Tensor], directory:
             f"{directory} has weight {name} as {stored.shape} {dtype_of(stored)}, the model as "
             f"{tuple(target.shape)} {target.dtype}; resume with the model and precision of that run"
         )
-    read_into(stored, target)
+    return target

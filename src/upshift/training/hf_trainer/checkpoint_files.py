@@ -31,7 +31,6 @@ from upshift.errors import JobFailed, RequestError
 from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
-from upshift.loading.files.tensors import dtype_of
 from upshift.models.build import build_model
 from upshift.training.checkpoint.by_ranks import describe_all_ranks, drop_tied_names, export_weights, make_shared_directory
 from upshift.training.checkpoint.directory import (
@@ -43,7 +42,7 @@ from upshift.training.checkpoint.directory import (
     step_of,
     writing,
 )
-from upshift.training.checkpoint.model import extra_bytes, has_adapter, write_adapter, write_weights
+from upshift.training.checkpoint.model import checked_target, extra_bytes, has_adapter, write_adapter, write_weights
 from upshift.training.checkpoint.optimizer import class_name, decode, encode, plain_name, restore_options
 from upshift.training.checkpoint.sharded import (
     Piece,
@@ -229,9 +228,6 @@ def finish_checkpoint(run_dir: Path, *, final: Path, temporary: Path, best: str 
     remove_old_checkpoints(run_dir, newest=final, best=best, limit=limit)
 
 
-RESUME_SAME_MODEL = "resume with the model and precision of that run"
-
-
 def has_own_format(model: nn.Module) -> bool:
     """Return whether the model's class overrides the methods that save or load its weights."""
     base: Any = nn.Module
@@ -274,15 +270,8 @@ def read_model(directory: Path, model: nn.Module) -> None:
 
 def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn.Module) -> None:
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-    for name, stored_tensor in stored.items():
-        target = targets.get(name)
-        if target is None:
-            raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
-        if stored_tensor.shape != tuple(target.shape) or dtype_of(stored_tensor) != target.dtype:
-            raise RequestError(
-                f"{directory} has weight {name} as {stored_tensor.shape} {dtype_of(stored_tensor)}, the model as "
-                f"{tuple(target.shape)} {target.dtype}; {RESUME_SAME_MODEL}"
-            )
+    for stored_tensor in stored.values():
+        checked_target(stored_tensor, targets, directory)
     missing = missing_names(stored, model)
     if missing:
         raise RequestError(f"{directory} has no weight {missing[0]}; resume with the model that the run was started with")

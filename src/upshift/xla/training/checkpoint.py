@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import tensorflow as tf
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from upshift.atomic_file import sync_path
 from upshift.errors import JobFailed, RequestError
 from upshift.training.checkpoint.state import checksums_of, seal, unseal
 from upshift.value import Value
@@ -57,10 +57,10 @@ def write_checkpoint(
         with_checksums = state.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
         (temporary / STATE).write_text(seal(with_checksums.to_json(indent=1)), encoding="utf-8")
         for file in [*temporary.iterdir(), temporary]:
-            _sync(file)
+            sync_path(file)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        _sync(output)
+        sync_path(output)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise JobFailed(f"{final.name} could not be written to {output}: {error}; earlier ones are still whole") from error
@@ -114,11 +114,3 @@ def _read_state(path: Path) -> RunState | None:
     except (OSError, ValueError):
         return None
     return state if is_whole and path.name == f"checkpoint-{state.step}" else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
