@@ -30,8 +30,8 @@ from upshift.units import GIB, format_count, format_seconds
 
 SAME = 0.005  # relative difference of time or memory that no prediction can tell apart
 SMALL_GIB = 0.005  # a smaller part of the memory is not printed
-PHASE_WIDTH = 18  # of the memory table's first column, with the space between columns
-NUMBER_WIDTH = 9  # of its other columns, likewise
+COLUMN_SPACE = 2  # beside the text of a column
+NUMBER_WIDTH = 9  # of a column of the memory table, with its space
 PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
@@ -178,7 +178,8 @@ def memory_table(planning: Planning, candidate: Candidate) -> Table:
     columns = ("alloc.", *(["resv."] if on_gpu else []), "held")
     table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*columns, "of it"))
     table.columns[-1].justify = "left"
-    width = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
+    phase_width = max(map(len, numbers.memory), default=0) + COLUMN_SPACE
+    width = max(out.width - phase_width - len(columns) * NUMBER_WIDTH - 1, 24)
     for phase, row in numbers.memory.items():
         total = sum(row.values())
         held = planning.job_memory.held_bytes(candidate, total * GIB) / GIB
