@@ -82,7 +82,10 @@ COPIED = ("choice", "value", "engine", "precision")  # a person copies these col
 
 def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Return an empty table: text columns first, then right-aligned number columns. It is to fit 80 columns."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1),
+        pad_edge=False,
+    )  # fmt: skip
     for name in columns:
         table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in COPIED)
     for name in numbers:
@@ -110,7 +113,6 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
     columns = (RATES[sample_unit(planning.profile)], "step ms", *memory, "tier")
     table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
     table.padding = (0, 0)
-    table.caption_justify = "left"
     table.columns[1].min_width = PLAN_WIDTH
     folded = folded_rows(ranking.candidates, rows=rows)
     for label, candidate, num_alike in [*folded, ("plain", planning.default, 0)]:
