@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from command import Command
-from transformers import LlamaConfig, ViTConfig
+from transformers import DebertaV2Config, LlamaConfig, ViTConfig
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
     LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, architectures=["LlamaForCausalLM"],
+        max_position_embeddings=512, architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
@@ -56,3 +57,23 @@ def test_images_are_planned_as_images(upshift: Command, pictures: Path) -> None:
     assert "evaluation does not: needs" in " ".join(out.split())  # the step would fit
     code, out, err = upshift("plan", pictures, "--compare", "1xh100", "--tokens", "1e9")
     assert code == 2 and "takes images; use --steps" in err
+
+
+@pytest.mark.parametrize("on", ["h100", "2xh100", "epyc-9654-768gb"])
+def test_a_model_without_fused_attention_is_planned_with_its_own(upshift: Command, tmp_path: Path, on: str) -> None:
+    DebertaV2Config(
+        hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=96, vocab_size=300,
+        architectures=["DebertaV2ForMaskedLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    code, out, err = upshift("plan", tmp_path, "--on", on, "--sequence-length", 384, "--json")
+    assert code == 0, err
+    assert json.loads(out)["plans"][0]["plan"]["attention"] == "eager"
+
+
+def test_long_rows_are_planned_with_eager_attention_on_request(upshift: Command, decoder: Path) -> None:
+    arguments = ("plan", decoder, "--on", "v100-16gb", "--sequence-length", 384, "--json")
+    code, out, err = upshift(*arguments, "--set", "attention=eager")
+    assert code == 0, err
+    assert json.loads(out)["plans"][0]["plan"]["attention"] == "eager"
+    code, out, err = upshift(*arguments)
+    assert code == 0 and json.loads(out)["plans"][0]["plan"]["attention"] == "sdpa", err

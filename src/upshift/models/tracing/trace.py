@@ -66,7 +66,6 @@ COMPILED_TRACE_LENGTH = 256  # minimum; lengths up to here have a prime that dif
 CHUNKED_TRACE_LENGTH = 512  # maximum; everything after the layers is linear in the tokens
 BATCHES = (2, 3)  # not 1, which broadcasting makes a special case of many kernels
 DIVIDED_RANKS = 2  # a rank of one and a rank of two together show which parts are divided
-EAGER_ATTENTION_LIMIT = 256  # tokens; measured in docs/log.md
 
 logger = logging.getLogger(__name__)
 
@@ -393,8 +392,10 @@ def choose_variants(
     - ``sdpa`` with a mask is left out if block attention serves a causal model's packed rows, unless its padded rows need a
       mask, too (``masks_padding``).
     - ``block`` is left out if the model never calls it, and for rows shorter than one block, unless rows are packed.
-    - ``eager`` is left out for long rows: there it is no faster than ``sdpa`` and holds its score matrices."""
+    - ``eager`` takes the place of ``sdpa`` in a model that has no ``sdpa``."""
     kernels = attention_kernels(tracer.base)
+    if "sdpa" not in kernels:
+        variants = _with_eager_attention(variants)
     has_other_kernel = any(variant.attention in kernels and variant.attention != BLOCK_ATTENTION for variant in variants)
     packs_rows = any(variant.masked and variant.attention == BLOCK_ATTENTION for variant in variants)
     is_short = has_other_kernel and not packs_rows and sequence_length < BLOCK_QUERIES
@@ -407,11 +408,19 @@ def choose_variants(
         needless = {
             "sdpa": variant.masked and block_is_used and tracer.objective == "causal-lm" and not masks_padding,
             "block": not block_is_used,
-            "eager": "sdpa" in kernels and sequence_length > EAGER_ATTENTION_LIMIT,
         }
-        if variant.attention in kernels and not needless[variant.attention]:
+        if variant.attention in kernels and not needless.get(variant.attention, False):
             chosen.append(variant)
     return tuple(chosen)
+
+
+def _with_eager_attention(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Return the variants with ``eager`` in place of ``sdpa``. Its scores are whole, whether a mask is added to them or not."""
+    named = [variant for variant in variants if variant.attention == "eager"]
+    if named:
+        return tuple(named)
+    replaced = [variant._replace(attention="eager", masked=False) for variant in variants if variant.attention == "sdpa"]
+    return tuple(dict.fromkeys(replaced))
 
 
 def _uses_block_attention(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:

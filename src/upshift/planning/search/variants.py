@@ -11,6 +11,8 @@ from upshift.planning.search.layouts import rank_counts
 from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT, can_compile, parse_layout, texts_share_work
 from upshift.planning.workload import Workload
 
+EAGER_ATTENTION_LIMIT = 256  # tokens; measured in docs/log.md
+
 
 def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
     """Return the variants to trace: each precision's tensor sizes and each attention kernel, with and without an explicit mask.
@@ -54,6 +56,8 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
         for kernel in kernels
         for masked in masks
     ]
+    if workload.sequence_length > EAGER_ATTENTION_LIMIT and "attention=eager" not in fixed:
+        return tuple(variants)
     return (*variants, *(Variant(precision, "eager", False) for precision in precisions))
 
 
