@@ -63,7 +63,14 @@ NOTED: dict[str, dict[str, Any]] = {
     "optimizer in backward": {"optimizer_in_backward": True},
     "activations offloaded": {"activation_offload": True},
 }  # fmt: skip
-OPTIMIZERS = {"adamw 8-bit": {"optim": "adamw_bnb_8bit"}}
+# By the names in the rows. A new name is a KeyError: it must not be predicted as AdamW.
+OPTIMIZERS: dict[str | None, dict[str, Any]] = {
+    **dict.fromkeys((None, "adam", "adamw", "decoupled_adamw", "adamw PyTorch (fused)"), {}),
+    **dict.fromkeys(("adamw 8-bit", "adamw bnb 8-bit", "adam 8-bit (bitsandbytes)"), {"optim": "adamw_bnb_8bit"}),
+    "adamw ao 8-bit": {"optim": "adamw_torch_8bit"},
+    "adamw ao 4-bit": {"optim": "adamw_torch_4bit"},
+    "adafactor": {"optim": "adafactor"},
+}
 
 PROGRAMS: dict[tuple[str, str], Program] = {  # repository, and how the file's path starts
     ("MooreThreads/SimuMax", ""): MEGATRON_WITH_TRANSFORMER_ENGINE,
@@ -112,7 +119,7 @@ def choices_of(row: dict[str, Any]) -> dict[str, Any]:
     # Not traced as one of several ranks: there attention is one kernel.
     core = {"attention": "eager"} if whole and not program.neox else {}
     compiled = program.when_compiled if row["compile"] else {}
-    return core | program.plan | compiled | OPTIMIZERS.get(row["optimizer"] or "", {}) | noted
+    return core | program.plan | compiled | OPTIMIZERS[row["optimizer"]] | noted
 
 
 def recomputed_way(row: dict[str, Any]) -> Granularity | None:
