@@ -16,7 +16,6 @@ from upshift.training.job import processes
 
 SERVED = (  # modules that start a fork server for each run
     "upshift.inference.race.race", "upshift.planning.trials.runner", "upshift.training.job.server", "upshift.tuning.mup_check",
-    "upshift.tuning.trainer_study",
 )  # fmt: skip
 
 
