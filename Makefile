@@ -30,12 +30,14 @@ help:
 demo: $(VENV)/.core
 	$(BIN)/upshift demo
 
-# Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread. In their
-# order by folder the many short files come last, so that no core waits long for the other. What a test trains may take more
-# threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another sleeps, and does not hold a core. Traces
-# of models are kept for the next run, as long as the code that makes them stays the same (tests/shared_traces.py).
+# Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread. The one
+# long file of pretended_gpu comes first (tests/conftest.py) and the many short files come last, so that no core waits long for the
+# other. What a test trains may take more threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another
+# sleeps, and does not hold a core. Traces of models are kept for the next run, as long as the code that makes them stays the same
+# (tests/shared_traces.py). The processes that tests start share the compiled source, which PYTHONDONTWRITEBYTECODE would prevent.
+# The last step repeats the tests that failed, alone (tests/whole_suite.py).
 test: check
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
 # Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
 test-newest: $(VENV)/.made

@@ -49,6 +49,8 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One file of minutes: begun last, it would run alone on one core.
+    items.sort(key=lambda item: not item.path.is_relative_to(Path(__file__).parent / "pretended_gpu"))
     on_gpu = [item for item in items if item.path.is_relative_to(Path(__file__).parent / "gpu")]
     if not on_gpu:
         return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,8 +61,12 @@ def test_load(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.
     assert rows[1].details["over_dd"] > 0 and (rows[1].measured.resident_gib or 0) > 0  # type: ignore[union-attr]
 
 
-def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, module = tmp_path / "accuracy.md", case("memory")
+def test_memory(
+    case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "accuracy.md"
+    module = case("memory")
+    monkeypatch.setattr(module, "TRIAL_SECONDS", 0.5)  # memory does not depend on it
     answer = run(module, tmp_path, capsys, "--write", str(page))
     *rows, summary = check_rows(tmp_path / "memory.jsonl")
     precisions = 1 if detect().supports("bf16") is False else 2
@@ -156,7 +162,13 @@ def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, cap
     assert twin["value"] > 0 and answer["regret"] >= 0
 
 
-def test_trainer(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer(
+    case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one package of the standard library in place of all of it: both contenders read every row before the first step."""
+    package = Path(asyncio.__file__).parent
+    monkeypatch.setattr(case("trainer_data"), "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(package)}))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # else other runs would take this text's tokenizer
     options = ("--full", "--contenders", "plain,upshift", "--trial-seconds", "1", "--steps", "4", *CHEAP)
     answer = run(case("trainer"), tmp_path, capsys, *options)
     rows = check_rows(tmp_path / "trainer.jsonl")

@@ -112,7 +112,7 @@ def test_train_saves_a_model_that_transformers_loads(upshift, model, data, tmp_p
 def test_trials_prove_the_plan(upshift, model, data, tmp_path):
     answer = upshift(
         "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 2, "-o", tmp_path / "out", "--trial-seconds", 6,
-        "--set", "torch_compile=off",
+        "--set", "torch_compile=off", "--set", "attention=sdpa",
     )  # fmt: skip
     assert answer.code == 0, answer.err
     assert "tried fp32" in answer.err

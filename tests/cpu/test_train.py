@@ -469,6 +469,7 @@ def test_what_cannot_be_halved_fails_in_words(
         run_job(a_job(home, tmp_path), prepared("llama"))
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_a_killed_rank_fails_the_job(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 2:

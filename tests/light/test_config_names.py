@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "upshift"
@@ -30,6 +31,7 @@ def names_read(tree: ast.AST) -> Iterator[str]:
             yield from (part.value for part in node.args[1:2] if isinstance(part, ast.Constant) and part.value == "pad_token_id")
 
 
+@cache
 def readers(folder: Path) -> set[tuple[str, str]]:
     files = [path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] != "models"]
     return {

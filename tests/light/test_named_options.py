@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,13 @@ OPTIONS = {
 }
 
 
-def messages(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def messages(path: Path) -> list[tuple[int, str]]:
     """The literal text of each error that a file raises."""
+    return list(read_messages(path))
+
+
+def read_messages(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS:
             parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]

@@ -1,0 +1,57 @@
+"""A test that fails beside others and passes alone does not fail `make test`; one that fails twice does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "whole_suite.py"
+TESTS = """
+import pathlib
+import pytest
+
+SEEN = pathlib.Path(__file__).with_name("seen")
+
+
+def test_passes():
+    pass
+
+
+@pytest.mark.parametrize("case", ["a b", "c::d"])
+def test_fails_once(case):
+    before = SEEN.read_text() if SEEN.exists() else ""
+    SEEN.write_text(before + case)
+    assert case in before
+
+
+@pytest.mark.parametrize("case", range({failures}))
+def test_fails(case):
+    assert case < 0
+"""
+
+
+def run(folder: Path, failures: int) -> subprocess.CompletedProcess[str]:
+    (folder / "test_made.py").write_text(TESTS.replace("{failures}", str(failures)))
+    command = [sys.executable, str(SCRIPT), "-p", "no:cacheprovider", "-q", "test_made.py"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of the time of each process
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "twice"), [(0, 0, 0), (1, 1, 1), (4, 1, 0)], ids=["passes alone", "fails twice", "too many"]
+)
+def test_few_failures_are_run_again(failures: int, status: int, twice: int, tmp_path: Path) -> None:
+    ended = run(tmp_path, failures)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    repeated = failures + 2 <= 5
+    lines = ended.stdout.splitlines()
+    assert [line for line in lines if line.startswith("failed beside others, passed alone: ")] == [
+        f"failed beside others, passed alone: test_made.py::test_fails_once[{case}]" for case in ("a b", "c::d") if repeated
+    ]
+    assert [line for line in lines if line.startswith("failed twice: ")] == ["failed twice: test_made.py::test_fails[0]"] * twice
+    first_summary = next(line for line in lines if " passed" in line)
+    assert first_summary.startswith(f"{failures + 2} failed, 1 passed")

@@ -1,0 +1,47 @@
+"""Run pytest with the given arguments. If few tests fail, run each of them again, alone in one process.
+
+A test that fails beside others and passes alone fails because of the other processes on the machine. It is named, and does not
+fail the run. The exit status is 0 if no test failed twice.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MOST_REPEATED = 5  # more failures than this have a cause in the code
+
+
+class FailedTests:
+    """Collect the ids of the tests that failed, in the order of their failures. xdist reports them in the main process."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.names[report.nodeid] = None
+
+
+def main(arguments: list[str]) -> int:
+    failed = FailedTests()
+    status = int(pytest.main(arguments, plugins=[failed]))
+    if status != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed.names) <= MOST_REPEATED:
+        return status
+    print(f"\n{len(failed.names)} failed; each runs once more, alone", flush=True)
+    failed_twice = [name for name in failed.names if not passes_alone(name)]
+    for name in failed.names:
+        print(f"{'failed twice' if name in failed_twice else 'failed beside others, passed alone'}: {name}", flush=True)
+    return status if failed_twice else 0
+
+
+def passes_alone(name: str) -> bool:
+    """Return whether the test passes in a new process."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", name]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
