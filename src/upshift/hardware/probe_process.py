@@ -114,10 +114,11 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     half = torch.zeros(num_bytes // 8)
     operations: dict[str, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(full, half),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full), "all_reduce": lambda: dist.all_reduce(full),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full),
+        "all_reduce": lambda: dist.all_reduce(full),
         "all_to_all": lambda: dist.all_to_all_single(received, full),
         "send": lambda: dist.recv(full, 0) if rank else dist.send(full, 1),
-    }  # fmt: skip
+    }
     seconds = {}
     for name, operation in operations.items():
         samples = []

@@ -165,18 +165,26 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
-        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
+        source,
+        request.data,
+        tokenizer=request.tokenizer,
+        sequence_length=sequence_length,
+        text_column=request.text_column,
         progress=watcher.tokenizing,
-    )  # fmt: skip
+    )
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
     global_batch = request.global_batch
     steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_histogram_unless_full(data), total_steps=steps,
-        allow=request.allow, clips_gradients=request.clips_gradients,
-    )  # fmt: skip
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        lengths=_histogram_unless_full(data),
+        total_steps=steps,
+        allow=request.allow,
+        clips_gradients=request.clips_gradients,
+    )
     planning = reject_unrunnable_plans(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     proof = None
@@ -320,10 +328,16 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
         workload = planning.workload
         seconds = request.trial_seconds
         trial = TrialRequest(
-            **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
-            limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,
+            **request.model_choice,
+            plan=planning.default.plan,
+            global_batch=workload.global_batch,
+            seconds=seconds,
+            limit_seconds=seconds,
+            data=str(data.folder),
+            seed=request.arguments.seed,
+            total_steps=workload.total_steps,
             clips_gradients=workload.clips_gradients,
-        )  # fmt: skip
+        )
         proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)
     watcher.proved(proof)
     return proof

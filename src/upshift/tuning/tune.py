@@ -104,12 +104,27 @@ def tune(
     model. An existing study goes on: ``trials`` counts the trials of all its calls. Raise RequestError for wrong arguments,
     JobFailed if no trial completes."""
     request = TuneRequest(
-        model=model, data=data, space=make_space(space) if isinstance(space, dict) else read_space(Path(space)),
-        output=Path(output), trials=trials, objectives=find_objectives(tuple(objective)), pruner=pruner, evaluations=evaluations,
-        jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour, storage=storage, study_name=study_name,
-        warm_start=tuple(warm_start), mup_width=mup_width, host=host, seed=seed,
-        arguments={name: value for name, value in (arguments or {}).items() if value is not None}, options=dict(options),
-    )  # fmt: skip
+        model=model,
+        data=data,
+        space=make_space(space) if isinstance(space, dict) else read_space(Path(space)),
+        output=Path(output),
+        trials=trials,
+        objectives=find_objectives(tuple(objective)),
+        pruner=pruner,
+        evaluations=evaluations,
+        jobs=jobs,
+        max_hours=max_hours,
+        max_cost=max_cost,
+        price_per_hour=price_per_hour,
+        storage=storage,
+        study_name=study_name,
+        warm_start=tuple(warm_start),
+        mup_width=mup_width,
+        host=host,
+        seed=seed,
+        arguments={name: value for name, value in (arguments or {}).items() if value is not None},
+        options=dict(options),
+    )
     return _search(request, progress or Progress())
 
 
@@ -151,18 +166,28 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
     if request.mup_width is not None:
         model = str(write_search_model(training, request.mup_width, request.output / NARROW))
     study = open_study(
-        name=request.study_name, storage=request.storage, folder=request.output,
-        directions=[objective.direction for objective in request.objectives], pruner=request.pruner,
-        evaluations=request.evaluations, seed=request.seed, identity=_identity(request, model),
-    )  # fmt: skip
+        name=request.study_name,
+        storage=request.storage,
+        folder=request.output,
+        directions=[objective.direction for objective in request.objectives],
+        pruner=request.pruner,
+        evaluations=request.evaluations,
+        seed=request.seed,
+        identity=_identity(request, model),
+    )
     claim_folder(request.output, owner, study)
     mup_check = None if model == request.model else check_transfer(study, model, request.model)
     enqueue_warm_start(study, request.warm_start, optuna_distributions(request.space))
     runner = TrialRunner(
-        request=training.changed(model=model), output=request.output, arguments=request.arguments,
-        evaluations=request.evaluations, deciding=_deciding_evaluations(request, study), at_once=request.jobs,
-        host=request.host, on_step=progress.step,
-    )  # fmt: skip
+        request=training.changed(model=model),
+        output=request.output,
+        arguments=request.arguments,
+        evaluations=request.evaluations,
+        deciding=_deciding_evaluations(request, study),
+        at_once=request.jobs,
+        host=request.host,
+        on_step=progress.step,
+    )
 
     def run_trial(trial: StudyTrial) -> Sequence[float]:
         return read_values(runner.run(trial, draw_values(trial.trial, request.space)), request.objectives)
@@ -225,9 +250,13 @@ def _identity(request: TuneRequest, model: str) -> dict[str, Any]:
     """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ."""
     options = {name: value for name, value in request.options.items() if name != "trial_seconds"}
     return {
-        "model": model, "data": request.data, "space": request.space.model_dump(), "arguments": request.arguments,
-        "request": options, "objectives": [objective.name for objective in request.objectives],
-    }  # fmt: skip
+        "model": model,
+        "data": request.data,
+        "space": request.space.model_dump(),
+        "arguments": request.arguments,
+        "request": options,
+        "objectives": [objective.name for objective in request.objectives],
+    }
 
 
 def _deciding_evaluations(request: TuneRequest, study: optuna.Study) -> tuple[int, ...]:

@@ -195,9 +195,13 @@ class Generator:
         sample = pick_evenly(ids, max(sample_size, 1))
         task = GenerationTask.from_options(options, self._positions_left(ids))
         contest = Contest(
-            task=self.task, source=self.source, asked=task.to_json(), pad=0,
-            batches=self._batches(len(sample), self._max_rows(ids, options)), hint="latency",
-        )  # fmt: skip
+            task=self.task,
+            source=self.source,
+            asked=task.to_json(),
+            pad=0,
+            batches=self._batches(len(sample), self._max_rows(ids, options)),
+            hint="latency",
+        )
         lengths = [len(prompt) for prompt in sample]
         forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
         tokens_to_generate = total * options.max_new_tokens

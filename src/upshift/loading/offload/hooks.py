@@ -266,9 +266,13 @@ class Offload:
 
 
 def register_offload_hooks(
-    model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
+    model: nn.Module,
+    placement: Placement,
+    stored: Mapping[str, StoredTensor],
+    *,
+    buffer_bytes: int | None = None,
     copy_stream: CopyStream | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Register the hooks that load offloaded weights. All other weights must be on their device already.
 
     ``stored``: the stored tensor, in the model's dtype and shape, of each parameter on the disk. ``buffer_bytes``: the size of

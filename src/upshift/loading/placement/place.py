@@ -126,9 +126,11 @@ class _Assignment:
         slow = [unit for number, unit in enumerate(units) if self.devices[number] == DISK]
         host = [unit for number, unit in enumerate(units) if self.devices[number] == CPU != main]
         return (
-            sum(unit.read for unit in slow), sum(unit.read for unit in host), sum(unit.nbytes for unit in slow),
+            sum(unit.read for unit in slow),
+            sum(unit.read for unit in host),
+            sum(unit.nbytes for unit in slow),
             sum(self.reserves.values()),
-        )  # fmt: skip
+        )
 
 
 def place_units(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds) -> Placement:
@@ -222,9 +224,16 @@ def _placement(
         reason = _placement_reason(unit, assignment.devices[number], limits, assignment)
         modules += module_placements(unit, assignment.devices[number], reason)
     return Placement(
-        modules=tuple(modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
-        cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream_bytes,
-    )  # fmt: skip
+        modules=tuple(modules),
+        limits=dict(limits),
+        main=main,
+        buffers=work.buffers,
+        activations=work.activations,
+        cache=work.cache,
+        batch=work.batch,
+        sequence=work.sequence,
+        stream_bytes=stream_bytes,
+    )
 
 
 def follow_device_map(
@@ -245,10 +254,16 @@ def follow_device_map(
     from_host = largest_streamed(placed_modules, (CPU, DISK))
     stream = {CPU: 2 * from_disk} if main == CPU else {main: 2 * from_host, CPU: 2 * from_disk}
     placement = Placement(
-        modules=tuple(placed_modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
-        cache=work.cache, batch=work.batch, sequence=work.sequence,
+        modules=tuple(placed_modules),
+        limits=dict(limits),
+        main=main,
+        buffers=work.buffers,
+        activations=work.activations,
+        cache=work.cache,
+        batch=work.batch,
+        sequence=work.sequence,
         stream_bytes={device: size for device, size in stream.items() if size},
-    )  # fmt: skip
+    )
     for device, peak in placement.peak_bytes.items():
         if peak > limits.get(device, 0) and placement.totals[device]:
             raise NothingFits(

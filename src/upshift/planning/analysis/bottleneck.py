@@ -34,14 +34,25 @@ from upshift.planning.workload import Workload
 from upshift.value import Value
 
 KINDS = (
-    "matrix products", "attention", "norms and elementwise", "head and loss", "communication", "optimizer", "data",
+    "matrix products",
+    "attention",
+    "norms and elementwise",
+    "head and loss",
+    "communication",
+    "optimizer",
+    "data",
     "idle and dispatch",
-)  # fmt: skip
+)
 PRODUCTS, ATTENTION, ELEMENTWISE, HEAD, COMMUNICATION, OPTIMIZER, DATA, IDLE = KINDS
 KIND_OF_TERM = {
-    "matrix products": PRODUCTS, "attention": ATTENTION, "memory traffic": ELEMENTWISE, "page faults": ELEMENTWISE,
-    "dispatch": IDLE, "pipeline idle": IDLE, "update": OPTIMIZER,
-}  # fmt: skip
+    "matrix products": PRODUCTS,
+    "attention": ATTENTION,
+    "memory traffic": ELEMENTWISE,
+    "page faults": ELEMENTWISE,
+    "dispatch": IDLE,
+    "pipeline idle": IDLE,
+    "update": OPTIMIZER,
+}
 
 
 def sum_by_kind(terms: dict[str, float]) -> dict[str, float]:
@@ -214,9 +225,12 @@ def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain
     allow = tuple(name for name in candidate.plan.changes_mathematics if name not in allowed)
     options = " ".join(f"--set {name}={value}" for name, value in values.items())
     return Change(
-        choice=choice, values=values, gain=gain,
+        choice=choice,
+        values=values,
+        gain=gain,
         saved_ms=1000 * (measured.total(measured.candidate) - measured.total(candidate)),
         why=", ".join(f"{kind} {1000 * seconds:+,.1f} ms" for kind, seconds in large_differences[:4]),
-        more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30, allow=allow,
+        more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30,
+        allow=allow,
         fix=f"upshift train ... {options}" + (f" --allow {','.join((*allowed, *allow))}" if allow else ""),
-    )  # fmt: skip
+    )

@@ -51,9 +51,15 @@ class Peak:
 
 # A step's moments, in order. At each of them a rank holds another amount of other ranks' parts (FsdpTransients).
 PHASE_OF_MOMENT = {
-    "start": "forward", "forward": "forward", "loss": "forward",
-    "head": "backward", "last_layer": "backward", "layers": "backward", "end": "backward", "outside": "backward",
-}  # fmt: skip
+    "start": "forward",
+    "forward": "forward",
+    "loss": "forward",
+    "head": "backward",
+    "last_layer": "backward",
+    "layers": "backward",
+    "end": "backward",
+    "outside": "backward",
+}
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,13 @@ PACKED_KERNELS: dict[str, KernelFacts] = {
         ((8, 0), (99, 0)), "flash_attn", "pip install flash-attn --no-build-isolation", halves_only=True, one_row=True
     ),
     "flash_attention_3": KernelFacts(
-        ((9, 0), (10, 0)), "flash_attn_interface", "build the hopper folder of github.com/Dao-AILab/flash-attention",
-        halves_only=True, one_row=True,
+        ((9, 0), (10, 0)),
+        "flash_attn_interface",
+        "build the hopper folder of github.com/Dao-AILab/flash-attention",
+        halves_only=True,
+        one_row=True,
     ),
-}  # fmt: skip
+}
 
 
 def why_kernel_unusable(name: str, host: Host, profile: ModelProfile) -> str | None:

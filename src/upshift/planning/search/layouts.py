@@ -72,10 +72,17 @@ def enumerate_layouts(
         sequence_values = _sequence_parallel_values(host, tensor)
         for shard, schedule, expert_parallel, sequence_parallel in product(shardings, schedules, expert_degrees, sequence_values):
             layout = Layout(
-                fully_shard=shard[0], shard_size=shard[1], tensor_parallel=tensor, sequence_parallel=sequence_parallel,
-                context_parallel=context, context_kind=kind, pipeline_parallel=pipeline, pipeline_schedule=schedule[0],
-                virtual_stages=schedule[1], expert_parallel=expert_parallel,
-            )  # fmt: skip
+                fully_shard=shard[0],
+                shard_size=shard[1],
+                tensor_parallel=tensor,
+                sequence_parallel=sequence_parallel,
+                context_parallel=context,
+                context_kind=kind,
+                pipeline_parallel=pipeline,
+                pipeline_schedule=schedule[0],
+                virtual_stages=schedule[1],
+                expert_parallel=expert_parallel,
+            )
             layout = layout.model_copy(update=_requested_fields(layout, profile, fixed))
             if why_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
                 yield data, layout
@@ -87,9 +94,10 @@ def _requested_fields(layout: Layout, profile: ModelProfile, fixed: dict[str, An
         layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
     )
     possible = {
-        "master_weights": layout.fully_shard == "optimizer", "gather_again": layout.sequence_parallel,
+        "master_weights": layout.fully_shard == "optimizer",
+        "gather_again": layout.sequence_parallel,
         "vocabulary_parallel": divides_vocabulary and profile.objective == "causal-lm",
-    }  # fmt: skip
+    }
     requested = {name: True for name, is_possible in possible.items() if is_possible and fixed.get(name)}
     if "overlap" in fixed:
         requested["overlap"] = fixed["overlap"]

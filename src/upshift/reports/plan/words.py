@@ -67,8 +67,12 @@ def layout_words(layout: Layout) -> str:
 
 def layout_kind(layout: Layout) -> str:
     """Return which kinds of parallelism a layout combines, whatever their degrees."""
-    degrees = {"tensor": layout.tensor_parallel, "context": layout.context_parallel, "pipeline": layout.pipeline_parallel,
-               "expert": layout.expert_parallel}  # fmt: skip
+    degrees = {
+        "tensor": layout.tensor_parallel,
+        "context": layout.context_parallel,
+        "pipeline": layout.pipeline_parallel,
+        "expert": layout.expert_parallel,
+    }
     names = [name for name, degree in degrees.items() if degree > 1]
     if names:
         return f"{' + '.join(names)} parallel"

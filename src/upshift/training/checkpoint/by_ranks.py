@@ -104,9 +104,12 @@ def save_shards(
                 write_tokenizer(temporary, tokenizer)
             write_rngs(temporary, rngs)
             saved = SavedState(
-                train=state, optimizer=saved_optimizer, scheduler=encode(scheduler_state), scaler=encode(scaler_state),
+                train=state,
+                optimizer=saved_optimizer,
+                scheduler=encode(scheduler_state),
+                scaler=encode(scaler_state),
                 files=file_sizes(temporary),
-            )  # fmt: skip
+            )
             saved.write(temporary, earlier_checksums=checksums_of_ranks(temporary))
             put_in_place(temporary, final)
             remove_older(directory, newest=final, keep=keep)

@@ -71,10 +71,14 @@ TRAINER_STATE_NAME = "trainer_state.json"
 PICKLED_ADAPTER = "adapter_model.bin"
 WEIGHT_FILES = frozenset(
     {
-        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-        "adapter_model.safetensors", PICKLED_ADAPTER,
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "adapter_model.safetensors",
+        PICKLED_ADAPTER,
     }
-)  # fmt: skip
+)
 NOT_WRITTEN_KEY = "not_written"  # the key for arguments that JSON cannot hold
 
 

@@ -170,9 +170,13 @@ class CheckpointSaving(LibraryTrainer):
             self._upshift_save_shards(run_dir, temporary, final)
             return
         finish = partial(
-            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            finish_checkpoint,
+            run_dir,
+            final=final,
+            temporary=temporary,
+            best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
-        )  # fmt: skip
+        )
         with writing(run_dir, name=final.name, temporary=temporary):
             num_bytes = self._upshift_checkpoint_bytes()
             if self.args.should_save:
@@ -197,9 +201,13 @@ class CheckpointSaving(LibraryTrainer):
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
         finish = partial(
-            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            finish_checkpoint,
+            run_dir,
+            final=final,
+            temporary=temporary,
+            best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
-        )  # fmt: skip
+        )
 
         def seal() -> None:
             self._upshift_write_extras(temporary)
@@ -209,10 +217,14 @@ class CheckpointSaving(LibraryTrainer):
             finish()
 
         write_shards(
-            temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
-            tokenizer=self._upshift_tokenizer(), write_rank_files=partial(self._save_rng_state, str(temporary)), seal=seal,
+            temporary,
+            model=self._upshift_plain_model(),
+            optimizer=self._upshift_plain_optimizer(),
+            tokenizer=self._upshift_tokenizer(),
+            write_rank_files=partial(self._save_rng_state, str(temporary)),
+            seal=seal,
             mesh=self._upshift_mesh,
-        )  # fmt: skip
+        )
 
     def _upshift_save_now(self: Any, temporary: Path, finish: Any) -> None:
         self._upshift_unfinished_checkpoint = temporary
