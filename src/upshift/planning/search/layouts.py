@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from math import lcm
 from typing import Any
@@ -211,6 +212,32 @@ def check_processes(fixed: dict[str, Any], host: Host) -> None:
             )
 
 
+def _valid_values(
+    fixed: dict[str, Any],
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    fields: dict[str, Any],
+    name: str,
+    *,
+    searches_degrees: bool = False,
+) -> list[Any]:
+    """Return the values of a field in the layouts that have the given fields.
+
+    ``searches_degrees``: on CPUs, also search layouts with as many processes as other degrees need.
+    """
+    counts = fixed if "num_processes" in fixed else fields
+    candidates = [fields]
+    if searches_degrees and name in DEGREES and host.device == "cpu":
+        candidates = [fields | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
+    values = set()
+    for candidate in candidates:
+        for ranks in rank_counts(host, {**candidate, **counts}):
+            matching = enumerate_layouts(host, profile, workload, fixed=candidate, ranks=ranks)
+            values |= {getattr(layout, name) for _, layout in matching}
+    return sorted(values)
+
+
 def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workload: Workload) -> None:
     """Raise RequestError if no layout here has the requested fields. The message names the value, the valid ones and the reason.
 
@@ -219,23 +246,7 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
     if not shares_work(host, fixed):
         return
     requested = {name: value for name, value in fixed.items() if name in Layout.model_fields}
-
-    def valid_values(fields: dict[str, Any], name: str, *, searches_degrees: bool = False) -> list[Any]:
-        """Return the values of a field in the layouts that have the given fields.
-
-        ``searches_degrees``: on CPUs, also search layouts with as many processes as other degrees need.
-        """
-        counts = fixed if "num_processes" in fixed else fields
-        candidates = [fields]
-        if searches_degrees and name in DEGREES and host.device == "cpu":
-            candidates = [fields | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
-        values = set()
-        for candidate in candidates:
-            for ranks in rank_counts(host, {**candidate, **counts}):
-                matching = enumerate_layouts(host, profile, workload, fixed=candidate, ranks=ranks)
-                values |= {getattr(layout, name) for _, layout in matching}
-        return sorted(values)
-
+    valid_values = partial(_valid_values, fixed, host, profile, workload)
     for name, value in requested.items():
         if not valid_values({name: value}, name):
             valid = ", ".join(map(str, valid_values({}, name, searches_degrees=True)))
