@@ -393,6 +393,63 @@ def test_broad_handlers_say_why() -> None:
     refuse(broken, "a broad handler says its reason in a comment on the same line, or raises on")
 
 
+def is_unordered(node: ast.expr) -> bool:
+    """Return whether an expression makes a set, whose order of strings changes with PYTHONHASHSEED."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor):
+        return is_unordered(node.left) or is_unordered(node.right)
+    return isinstance(node, ast.Set | ast.SetComp)
+
+
+ORDER_MATTERS = {"dict", "enumerate", "filter", "fromkeys", "iter", "join", "list", "map", "tuple", "zip"}
+ORDER_IS_LOST = {"all", "any", "frozenset", "max", "min", "set", "sorted"}
+
+
+def unordered_loops(file: Path) -> Iterator[int]:
+    """Yield the lines that take the elements of a set one after another, and do not sort or collect them again."""
+    collected = {
+        id(argument)
+        for call in nodes(file)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ORDER_IS_LOST
+        for argument in call.args
+    }
+    for node in nodes(file):
+        taken: list[ast.expr] = []
+        if isinstance(node, ast.For):
+            taken = [node.iter]
+        elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp) and id(node) not in collected:
+            taken = [generator.iter for generator in node.generators]
+        elif isinstance(node, ast.Tuple | ast.List):
+            taken = [element.value for element in node.elts if isinstance(element, ast.Starred)]
+        elif isinstance(node, ast.Call) and id(node) not in collected:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            taken = list(node.args) if name in ORDER_MATTERS else []
+        yield from (value.lineno for value in taken if is_unordered(value))
+
+
+def test_no_order_comes_from_a_set() -> None:
+    broken = [at(file, line) for file in sources() for line in unordered_loops(file)]
+    refuse(broken, "the order of a set changes with PYTHONHASHSEED; use sorted(...) or dict.fromkeys(...)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["for a in {b, c}: f(a)", "x = [a for a in set(b)]", "x = {a: 1 for a in {*b}}", "x = ' '.join({*b} | c)", "x = (*{b, c},)"],
+)
+def test_an_order_of_a_set_is_seen(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    assert list(unordered_loops(file)) == [1]
+
+
+@pytest.mark.parametrize("text", ["x = sorted(a for a in {b, c})", "x = {a for a in {*b}}", "for a in sorted({b, c}): f(a)"])
+def test_a_set_without_order_is_let_through(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    assert not list(unordered_loops(file))
+
+
 def calls(file: Path, is_it: Callable[[ast.Call], bool]) -> Iterator[ast.Call]:
     return (node for node in nodes(file) if isinstance(node, ast.Call) and is_it(node))
 

@@ -130,7 +130,19 @@ class PreparedRun:
     plan: Plan
     predicted: Numbers
 
-    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **extra: Any) -> Job:
+    def job(
+        self,
+        arguments: Arguments,
+        *,
+        output: Path,
+        overwrite: bool = False,
+        resume: bool = False,
+        heal: bool = False,
+        stop_after_seconds: float | None = None,
+        evaluate_at_tokens: tuple[int, ...] = (),
+        evaluate_at_steps: tuple[int, ...] = (),
+    ) -> Job:
+        """Return the job of this run. The fields of ``Job`` with these names explain the arguments."""
         default_trial = self.proof.default if self.proof else None
         baseline = default_trial.numbers() if default_trial and default_trial.ok else None
         return Job(
@@ -143,10 +155,13 @@ class PreparedRun:
             output=str(output),
             overwrite=overwrite,
             resume=resume,
+            heal=heal,
+            stop_after_seconds=stop_after_seconds,
+            evaluate_at_tokens=evaluate_at_tokens,
+            evaluate_at_steps=evaluate_at_steps,
             predicted=self.predicted,
             baseline=baseline,
             baseline_name="plain default (trial)" if default_trial else None,
-            **extra,
         )
 
 

@@ -141,7 +141,7 @@ class RoutedExperts:
         for content, _ in self._routed:
             drop_pages(content)
         if not self._keep:
-            for file in {weight.stored.file for _, weight in self._routed}:
+            for file in dict.fromkeys(weight.stored.file for _, weight in self._routed):
                 descriptor = os.open(file, os.O_RDONLY)
                 for content, weight in self._routed:
                     if weight.stored.file == file:

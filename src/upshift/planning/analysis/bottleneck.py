@@ -141,7 +141,7 @@ class Measured:
         predicted_there = sum_by_kind(candidate.time.terms)
         operator_ratio = predicted_there.get(IDLE, 0.0) / predicted_here[IDLE] if predicted_here.get(IDLE) else 1.0
         seconds_by_kind = {}
-        for kind in {*predicted_there, *self.seconds}:
+        for kind in predicted_there | self.seconds:
             predicted = predicted_here.get(kind, 0.0)
             measured = self.seconds.get(kind, 0.0)
             bound_by_rate = min(measured, BOUND_BY_RATE * predicted)
@@ -216,7 +216,7 @@ def _changed_values(old_plan: Plan, new_plan: Plan) -> dict[str, str]:
 def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
     seconds_now = measured.scaled_seconds(measured.candidate)
     seconds_then = measured.scaled_seconds(candidate)
-    differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in {*seconds_now, *seconds_then}}
+    differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in seconds_now | seconds_then}
     large_differences = sorted(
         (item for item in differences.items() if abs(item[1]) > 0.002 * sum(seconds_now.values())), key=lambda item: item[1]
     )

@@ -17,7 +17,6 @@ SMALL_GIB = 0.0005
 STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
 TIERS = {
     "formula": "from formulas and the host's rates; nothing was run",
-    "traced": "from a trace of the real step; nothing was run",
     "transferred": "corrected by other runs on this machine",
     "calibrated": "corrected by a trial",
     "measured": "measured here",

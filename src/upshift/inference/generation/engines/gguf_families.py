@@ -120,7 +120,7 @@ def _unsupported_fields(config: Any, family: Family) -> Iterator[str]:
         value = getattr(config, name, None)
         if not is_supported(value):
             yield f"{name}={value!r}"
-    for rope_type in {rope["rope_type"] for rope in ropes(config).values()}:
+    for rope_type in dict.fromkeys(rope["rope_type"] for rope in ropes(config).values()):
         if rope_type not in family.ropes:
             yield f"rope_type={rope_type!r}"
     window = window_of(config)

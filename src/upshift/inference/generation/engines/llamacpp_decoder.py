@@ -100,7 +100,7 @@ class LlamaCppDecoder(NoExtension):
 
     def keep(self, rows: list[int]) -> None:
         kept_rows = [self._rows[index] for index in rows]
-        for row in set(self._rows) - set(kept_rows):
+        for row in sorted(set(self._rows) - set(kept_rows)):
             self._context.drop(row.sequence)
         self._rows = kept_rows
         if not kept_rows:
