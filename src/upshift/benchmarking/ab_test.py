@@ -172,13 +172,13 @@ def orders(rounds: int, seed: int | None = None) -> list[str]:
 def _looks(rounds: int, max_rounds: int, confidence: float, measure: Measure) -> list[int]:
     """Return the numbers of rounds after which the outcome is looked at. Raise RequestError for impossible arguments."""
     if measure not in MEASURES:
-        raise RequestError(f"a measure {measure!r} is none; use one of {', '.join(MEASURES)}")
+        raise RequestError(f"the measure {measure!r} is unknown; use one of {', '.join(MEASURES)}")
     if not 0.5 <= confidence < 1:
         raise RequestError(
-            f"a confidence of {confidence} is none; give one of 0.5 or more and below 1, such as {significance.CLAIM}"
+            f"a confidence of {confidence} is not possible; give 0.5 or more and below 1, such as {significance.CLAIM}"
         )
     if rounds < 1 or max_rounds < rounds:
-        raise RequestError(f"{rounds} rounds and at most {max_rounds} are none; give 1 or more, and as many or more at most")
+        raise RequestError(f"{rounds} rounds and at most {max_rounds} are not possible; give 1 or more, and at most no fewer")
     looks = [rounds]
     while looks[-1] < max_rounds:
         looks.append(min(2 * looks[-1], max_rounds))

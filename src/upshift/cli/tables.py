@@ -122,14 +122,15 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
     folded = folded_rows(ranking.candidates, rows=rows)
     for label, candidate, num_alike in [*folded, ("plain", planning.default, 0)]:
         numbers = planning.numbers(candidate)
+        fits = label != "plain" or planning.job_memory.fits(candidate)  # the plans of a ranking fit
+        speed = (number(numbers.tokens_per_second), number(numbers.step_ms.p50 if numbers.step_ms else None))
         sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
         bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
         table.add_row(
             label,
             candidate.plan.label() + (f" [dim]and {num_alike:,} alike[/dim]" if num_alike else ""),
-            *([numbers.binding_term] if wide else []),
-            number(numbers.tokens_per_second),
-            number(numbers.step_ms.p50 if numbers.step_ms else None),
+            *([numbers.binding_term if fits else "does not fit"] if wide else []),
+            *(speed if fits else ("-", "-")),
             *(gib(size) for size in sizes),
             "".join(basis.tier[0] for basis in bases),
             end_section=label == folded[-1][0],

@@ -320,7 +320,7 @@ def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> Engi
     if name not in valid_names:
         device_name = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
         raise RequestError(
-            f"--engine {name!r} is none for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
+            f"--engine {name!r} is no engine for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
         )
     if not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: {install_line(name)}")

@@ -224,9 +224,7 @@ def _set_dtype(config: PretrainedConfig, requested: str | torch.dtype | None, ch
     if isinstance(requested, torch.dtype):
         requested = str(requested).removeprefix("torch.")
     if requested not in (None, "auto", *COMPUTE_DTYPES):
-        raise RequestError(
-            f"dtype {requested!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}"
-        )
+        raise RequestError(f"dtype {requested!r} cannot compute a model; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     stored = () if checkpoint is None else checkpoint.tensors.values()
     floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     chosen = getattr(config, "dtype", None) if requested in (None, "auto") else getattr(torch, str(requested))

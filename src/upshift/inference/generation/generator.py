@@ -213,8 +213,8 @@ class Generator:
         """Load the model partly on the disk. Return its setup as the result of a race without runs."""
         if self.limits:
             raise RequestError(
-                f"{self.source.reference!r} has no room in memory, and where it runs partly from the disk nothing is raced, so "
-                "--max-ttft-ms and --max-tpot-ms cannot be held; leave them out, or give more --max-memory"
+                f"{self.source.reference!r} does not fit in memory. It can run partly from the disk, but there Upshift does not "
+                "race engines and cannot keep --max-ttft-ms or --max-tpot-ms; leave them out, or give more --max-memory"
             )
         tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
         rows = self._max_rows(ids, options)

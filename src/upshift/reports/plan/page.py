@@ -126,7 +126,9 @@ def tiles(planning: Planning) -> list[Tile]:
     numbers = planning.numbers(best)
     limit = limit_gib(planning)
     total = best.time.total
-    speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
+    speed = "the plain default does not fit"
+    if planning.job_memory.fits(default):
+        speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
     outcome = [
         Tile(speed_words(planning).capitalize(), number(best.tokens_per_second, 0), speed),
         Tile("Step", format_seconds(total), f"bound by {best.time.binding_term}"),
@@ -176,10 +178,11 @@ def selectable_plans(planning: Planning, front: Sequence[Candidate]) -> Selectab
     smaller = [
         candidate for candidate in reversed(front[::stride]) if (candidate.tokens_per_second, candidate.resident) not in distinct
     ]
+    default_name = "plain default" if planning.job_memory.fits(planning.default) else "plain default, which does not fit"
     return [
         *((f"{rank}: {candidate.plan.label()}", candidate) for rank, candidate in distinct.values()),
         *((f"{held_gib(candidate):.1f} GiB: {candidate.plan.label()}", candidate) for candidate in smaller),
-        (f"plain default: {planning.default.plan.label()}", planning.default),
+        (f"{default_name}: {planning.default.plan.label()}", planning.default),
     ]
 
 
