@@ -131,14 +131,15 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     return seconds
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a free port of 127.0.0.1. Another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
-    port = _free_port()
+    port = free_port()
     child = fork_exchange_partner(port)
     alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
     together = {"exchanges": {} if child is None else measure_exchanges(0, port)}

@@ -93,8 +93,8 @@ def compiled_segment(segment: Segment, plain: Segment) -> Segment:
     )
     return Segment(
         forward=forward,
-        backward=_free_less(segment.backward, saving),
-        backward_accumulating=_free_less(segment.backward_accumulating, saving),
+        backward=_add_left(segment.backward, saving),
+        backward_accumulating=_add_left(segment.backward_accumulating, saving),
         compiled=plain.compiled,
         gradients_go=segment.gradients_go,
     )
@@ -110,10 +110,6 @@ def _lower_gradient_moments(gradients_go: ReleasedGradients | None, saving: Poly
     rise = tuple(add(term, scale(saving, -1.0)) for term in gradients_go.rise)
     moments = tuple((size, add(live, scale(saving, -1.0))) for size, live in gradients_go.moments)
     return ReleasedGradients(rise=rise, moments=moments, born=gradients_go.born)
-
-
-def _free_less(cost: PassCost, saving: Polynomial) -> PassCost:
-    return cost.model_copy(update={"left": add(cost.left, saving)})
 
 
 STATISTICS_BYTES = 4  # attention saves the logarithm of each head's sum in fp32

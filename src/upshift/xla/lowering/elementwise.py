@@ -222,11 +222,6 @@ def _select(node: Node, condition: tf.Tensor, left: Any, right: Any) -> tf.Tenso
     return tf.where(condition, as_dtype(left, dtype), as_dtype(right, dtype))
 
 
-@lowers("aten.copy.default")
-def _copy(node: Node, value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    return tf.broadcast_to(tf.cast(source, value.dtype), value.shape)
-
-
 @lowers("aten.view_as_complex.default")
 def _view_as_complex(node: Node, value: tf.Tensor) -> tf.Tensor:
     return tf.complex(value[..., 0], value[..., 1])
