@@ -57,6 +57,7 @@ MAX_FILES_OF_COMMANDS = 24
 MIN_LINES_OF_ONE_USER = 30
 MAX_FUNCTION_LINES = 60
 LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
+MAX_UNFORMATTED = 45  # statements that the formatter leaves alone: tables of short words, and signatures of commands
 MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORTED = 60  # modules, of the standard library most of them
 MACHINE_TEXT = {
@@ -377,6 +378,32 @@ def test_requests_are_carried_whole() -> None:
                     broken.append(f"{at(file, node.lineno)} {node.name}: {len(parameters(node))} parameters")
     refuse(broken, "a request is one frozen value")
     assert seen == STEPS_OF_A_REQUEST
+
+
+OPEN_KEYWORDS = {  # packages whose functions pass on names that another library defines
+    "reports": "the properties of a plotly figure",
+    "models": "the arguments of an attention function of transformers",
+    "xla": "the arguments of an operator of torch",
+    "debugging": "the arguments of a function that is watched",
+}
+
+
+def test_public_functions_name_their_arguments() -> None:
+    """A caller, and mypy, see what a function takes: ``**options: Unpack[...]`` and not ``**options: Any``."""
+    broken = []
+    for file in sources():
+        for node in tree(file).body:
+            if not isinstance(node, Function) or node.name.startswith("_") or place(file) in OPEN_KEYWORDS:
+                continue
+            more = node.args.kwarg
+            if more is not None and (more.annotation is None or ast.unparse(more.annotation) in ("Any", "object")):
+                broken.append(f"{at(file, node.lineno)} {node.name}: **{more.arg}")
+    refuse(broken, "keyword arguments have names and types")
+
+
+def test_few_statements_are_not_formatted() -> None:
+    skipped = [at(file, number) for file in sources() for number, line in enumerate(lines(file), 1) if "# fmt: skip" in line]
+    assert len(skipped) <= MAX_UNFORMATTED, skipped
 
 
 def test_broad_handlers_say_why() -> None:
