@@ -57,7 +57,7 @@ MAX_FILES_OF_COMMANDS = 24
 MIN_LINES_OF_ONE_USER = 30
 MAX_FUNCTION_LINES = 60
 LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
-MAX_UNFORMATTED = 45  # statements that the formatter leaves alone: tables of short words, and signatures of commands
+MAX_UNFORMATTED = 45  # statements that the formatter leaves alone, outside cli: tables of short words
 MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORTED = 60  # modules, of the standard library most of them
 MACHINE_TEXT = {
@@ -402,7 +402,8 @@ def test_public_functions_name_their_arguments() -> None:
 
 
 def test_few_statements_are_not_formatted() -> None:
-    skipped = [at(file, number) for file in sources() for number, line in enumerate(lines(file), 1) if "# fmt: skip" in line]
+    files = [file for file in sources() if place(file) != "cli"]  # signatures of commands
+    skipped = [at(file, number) for file in files for number, line in enumerate(lines(file), 1) if "# fmt: skip" in line]
     assert len(skipped) <= MAX_UNFORMATTED, skipped
 
 

@@ -103,15 +103,9 @@ def compare(
         check_results(results)
     with tables.bar("Rounds") as update:
         comparison = ab_test.compare(
-            a,
-            b,
-            rounds=rounds,
-            max_rounds=max_rounds,
-            confidence=confidence,
-            measure=measure,  # type: ignore[arg-type]
-            timeout_seconds=timeout,
-            on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
-        )
+            a, b, rounds=rounds, max_rounds=max_rounds, confidence=confidence, measure=measure,  # type: ignore[arg-type]
+            timeout_seconds=timeout, on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
+        )  # fmt: skip
     if as_json:
         print(comparison.to_json())
     else:

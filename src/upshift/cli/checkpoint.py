@@ -32,14 +32,9 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
 
     Every byte counts twice, because it is written and read again."""
     columns = (
-        SpinnerColumn(),
-        TextColumn("Writing"),
-        BarColumn(bar_width=BAR_WIDTH),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TextColumn(_disk_rate_text(model)),
-        TimeRemainingColumn(),
-    )
+        SpinnerColumn(), TextColumn("Writing"), BarColumn(bar_width=BAR_WIDTH), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(), TextColumn(_disk_rate_text(model)), TimeRemainingColumn(),
+    )  # fmt: skip
     with Progress(*columns, console=tables.err, transient=True) as progress, activity("Writing") as current:
         task = progress.add_task("", total=None)
 

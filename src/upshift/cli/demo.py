@@ -38,12 +38,10 @@ def command(
         model = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
         tables.err.print(f"[dim]{model}; {num_files} files of Python's standard library[/dim]")
         result = run_demo(
-            prepared,
-            output,
-            timing=timing,
+            prepared, output, timing=timing,
             on_baseline=display.event_callback("Plain default", prepared.planning.default.resident),
             on_chosen=display.event_callback("Chosen plan", None),
-        )
+        )  # fmt: skip
     _print_result(result)
     page = write_demo_page(result, output / "report.html")
     tables.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")

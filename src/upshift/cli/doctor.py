@@ -22,20 +22,14 @@ from upshift.settings import read_ranks
 
 MACHINE = "a look at this machine"
 USED = {  # by the subject of the examination: the options that refine it
-    "RUN_DIR": (),
-    "--hosts": ("--network", "--port", "--wait"),
-    "--network": (),
-    "--tpu": ("--data",),
+    "RUN_DIR": (), "--hosts": ("--network", "--port", "--wait"), "--network": (), "--tpu": ("--data",),
     MACHINE: ("--quick", "--psu", "--plan", "--output"),
-}
+}  # fmt: skip
 USED_BY_ALL = ("--json",)
 MARKS = {
-    "error": "[bold red]ERROR[/]",
-    "warning": "[yellow]WARN [/]",
-    "hint": "[cyan]HINT [/]",
-    "ok": "[green]ok   [/]",
+    "error": "[bold red]ERROR[/]", "warning": "[yellow]WARN [/]", "hint": "[cyan]HINT [/]", "ok": "[green]ok   [/]",
     "unknown": "[dim]?    [/]",
-}
+}  # fmt: skip
 
 RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="a run that hung, slowed or died: what it left")]
 Quick = Annotated[bool, typer.Option("--quick", help="only what can be read, in seconds: no rates are measured")]

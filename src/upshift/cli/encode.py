@@ -42,13 +42,9 @@ def command(
     check_files(texts, output, overwrite=overwrite)
     with tables.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(
-            model,
-            quality=quality,
-            engine=engine,
-            max_latency_ms=max_latency_ms,
-            race_seconds=race_seconds,
+            model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
             on_run=run_printer("texts/s"),
-        )
+        )  # fmt: skip
         check_form(output, encoder.config.output)
         total = count_lines(texts)
         encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
@@ -58,12 +54,9 @@ def command(
     race: Any = encoder.race
     if as_json:
         document = {
-            "race": race.model_dump(mode="json"),
-            "texts": total,
-            "encoded": num_encoded,
-            "seconds": seconds,
+            "race": race.model_dump(mode="json"), "texts": total, "encoded": num_encoded, "seconds": seconds,
             "output": str(output),
-        }
+        }  # fmt: skip
         sys.stdout.write(json.dumps(document) + "\n")
         return
     dim(_describe_row(encoder.config))

@@ -66,13 +66,9 @@ def command(
     flags = {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None}
     generation_options = _merge_options(options or [], flags)
     race_options = {
-        "quality": quality,
-        "engine": engine,
-        "max_ttft_ms": max_ttft_ms,
-        "max_tpot_ms": max_tpot_ms,
-        "max_memory": max_memory,
+        "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
         "race_seconds": race_seconds,
-    }
+    }  # fmt: skip
     if backend != "race":
         generate_xla.check(backend, {**race_options, "stop": stop})
         generate_xla.run(
@@ -168,7 +164,7 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
             answers.add(
                 {**prompt_record(prompt), **_answer_fields(completion)}
                 for prompt, completion in zip(block, completions, strict=True)
-            )
+            )  # fmt: skip
             update(answers.done, total)
         answers.finish()
     seconds = time.perf_counter() - start
@@ -176,13 +172,9 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
     if as_json:
         race = generator.race.model_dump(mode="json")
         document = {
-            "race": race,
-            "prompts": total,
-            "generated": num_generated,
-            "tokens": num_tokens,
-            "seconds": seconds,
+            "race": race, "prompts": total, "generated": num_generated, "tokens": num_tokens, "seconds": seconds,
             "output": str(output),
-        }
+        }  # fmt: skip
         sys.stdout.write(json.dumps(document) + "\n")
         return
     _print_race(generator)
@@ -202,11 +194,9 @@ def _print_race(generator: Any) -> None:
 
 def _answer_fields(completion: Any) -> dict[str, Any]:
     return {
-        "text": completion.text,
-        "ending": completion.ending,
-        "prompt_tokens": completion.prompt_tokens,
+        "text": completion.text, "ending": completion.ending, "prompt_tokens": completion.prompt_tokens,
         "tokens": len(completion.tokens),
-    }
+    }  # fmt: skip
 
 
 def _print_bandwidth_share(generator: Any) -> None:

@@ -93,5 +93,7 @@ def _answers(generator: Any, texts: Any, prompts: Any, options: Any, *, first: i
     for index, prompt in enumerate(prompt_ids):
         tokens = outputs[index]
         ending = "eos" if tokens[-1] in options.eos_token_id else "length"
-        answers.append({"text": texts.decode(tokens), "ending": ending, "prompt_tokens": len(prompt), "tokens": len(tokens)})
+        answers.append(
+            {"text": texts.decode(tokens), "ending": ending, "prompt_tokens": len(prompt), "tokens": len(tokens)}
+        )  # fmt: skip
     return answers

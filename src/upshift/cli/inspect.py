@@ -40,11 +40,9 @@ def show_placement(
         placement = place_empty(empty, checkpoint, request)
     if as_json:
         derived = {
-            "device_map": placement.device_map,
-            "totals": placement.totals,
-            "peak_bytes": placement.peak_bytes,
+            "device_map": placement.device_map, "totals": placement.totals, "peak_bytes": placement.peak_bytes,
             "disk_read": placement.disk_read,
-        }
+        }  # fmt: skip
         sys.stdout.write(json.dumps(placement.model_dump() | derived) + "\n")
         return
     _print_placement(placement)

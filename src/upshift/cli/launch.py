@@ -25,17 +25,11 @@ FILES = {  # by launcher: the default of --output, and the command that submits 
     "hosts": (None, "bash {}"),
 }
 USED_BY = {  # the launchers that use an option, if not all do
-    "image": ("kubernetes",),
-    "node_selector": ("kubernetes",),
-    "kind": ("kubernetes",),
-    "partition": ("slurm",),
-    "hours": ("slurm",),
-    "memory": ("slurm", "kubernetes"),
-    "cpus": ("slurm", "kubernetes", "mpi", "ray"),
-    "port": ("hosts", "slurm", "mpi"),
-    "name": ("hosts", "slurm", "kubernetes", "ray"),
-    "max_restarts": ("hosts", "slurm", "kubernetes", "ray"),
-}
+    "image": ("kubernetes",), "node_selector": ("kubernetes",), "kind": ("kubernetes",),
+    "partition": ("slurm",), "hours": ("slurm",), "memory": ("slurm", "kubernetes"),
+    "cpus": ("slurm", "kubernetes", "mpi", "ray"), "port": ("hosts", "slurm", "mpi"),
+    "name": ("hosts", "slurm", "kubernetes", "ray"), "max_restarts": ("hosts", "slurm", "kubernetes", "ray"),
+}  # fmt: skip
 OF_FIXED_SIZE = ("mpi", "ray")  # launchers whose jobs have a fixed number of hosts
 IMAGE_PYTHON = "python"  # the interpreter in a container
 
@@ -84,23 +78,11 @@ def command(
     in_image = launcher == "kubernetes"
     folder = "" if in_image or launcher == "ray" else current_folder()
     launch = Launch(
-        train=tuple(train or ()),
-        name=name,
-        hosts=host_names,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        nproc=nproc,
-        cpus=cpus,
-        memory=memory,
-        gpus=gpus,
-        max_restarts=max_restarts,
-        environment=_pairs("--env", env),
-        image=image,
-        node_selector=_pairs("--node-selector", node_selector),
-        port=port,
-        folder=folder,
+        train=tuple(train or ()), name=name, hosts=host_names, min_nodes=min_nodes, max_nodes=max_nodes, nproc=nproc, cpus=cpus,
+        memory=memory, gpus=gpus, max_restarts=max_restarts, environment=_pairs("--env", env), image=image,
+        node_selector=_pairs("--node-selector", node_selector), port=port, folder=folder,
         python=IMAGE_PYTHON if in_image else sys.executable,
-    )
+    )  # fmt: skip
     writers = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
         "kubernetes": lambda: kubernetes.manifest(launch, kind),

@@ -106,14 +106,9 @@ def _table(report: Any) -> Table:
         within_promise = "" if phase.within_promise is None else f"{phase.within_promise:.0%}"
         statuses = " ".join(f"{status}x{count}" for status, count in sorted(phase.statuses.items()))
         table.add_row(
-            f"{phase.rate:g}",
-            f"{phase.answered_per_second:.2f}",
-            f"{phase.tokens_per_second:.0f}",
-            *first_token_times,
-            *token_times,
-            within_promise,
-            statuses,
-        )
+            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:.0f}",
+            *first_token_times, *token_times, within_promise, statuses,
+        )  # fmt: skip
     return table
 
 

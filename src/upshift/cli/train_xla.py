@@ -62,14 +62,9 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
 
         settings: dict[str, Any] = request.arguments_for(steps).model_dump() | fields
         trained = train(
-            request.model,
-            batches,
-            output=request.output,
-            resume=request.resume,
-            from_config=request.from_config,
-            on_step=on_step,
-            **settings,
-        )
+            request.model, batches, output=request.output, resume=request.resume, from_config=request.from_config,
+            on_step=on_step, **settings,
+        )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
     _print_results(trained, finished, time.perf_counter() - start, as_json=as_json)
@@ -121,13 +116,9 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
         return (batch.micro_batches[0].arrays for batch in batches)
 
     batches = Batches(
-        start=start,
-        global_batch=global_batch,
-        buckets=buckets,
-        pad_token_id=data.objective.pad_token_id,
-        evaluation=None if held_out is None else evaluation,
-        identity=fingerprint(data.training),
-    )
+        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=data.objective.pad_token_id,
+        evaluation=None if held_out is None else evaluation, identity=fingerprint(data.training),
+    )  # fmt: skip
     return batches, steps, data.tokenizer
 
 
@@ -178,18 +169,12 @@ def _record(trained: Any, steps: list[Any]) -> Any:
         seen_widths.add(step.width)
     measured = Numbers(
         step_ms=Spread.of(warm_ms, num_warmup=len(seen_widths)) if warm_ms else None,
-        loss=trained.losses[-1] if trained.losses else None,
-        one_time_seconds=compile_seconds,
+        loss=trained.losses[-1] if trained.losses else None, one_time_seconds=compile_seconds,
         evaluation_loss=trained.evaluations[-1][1] if trained.evaluations else None,
-    )
+    )  # fmt: skip
     return Record(
-        kind="train",
-        name="train --backend xla",
-        plan={"backend": "xla", "devices": trained.devices, "widths": trained.widths},
-        predicted=None,
-        measured=measured,
-        flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
-        environment=environment(detect()),
+        kind="train", name="train --backend xla", plan={"backend": "xla", "devices": trained.devices, "widths": trained.widths},
+        predicted=None, measured=measured, flop_convention=f"model FLOPs: {FLOP_CONVENTION}", environment=environment(detect()),
         checkpoint=trained.model_directory,
         details={"losses": trained.losses, "evaluations": trained.evaluations, "num_traces": trained.num_traces},
-    )
+    )  # fmt: skip

@@ -50,15 +50,9 @@ def compile_command(
         raise RequestError(f"--max-new-tokens {max_new_tokens} is of --generate; add it, or leave this out")
     length, new_tokens = _lengths(find_model(model), sequence_length, max_new_tokens, generate=generate)
     program = compile_for_tpu(
-        model,
-        topology,
-        kind="generate" if generate else "train",
-        rows=batch,
-        length=length,
-        max_new_tokens=new_tokens,
-        dtype=dtype,
-        on_step=lambda text: dim(text, tables.err),
-    )
+        model, topology, kind="generate" if generate else "train", rows=batch, length=length,
+        max_new_tokens=new_tokens, dtype=dtype, on_step=lambda text: dim(text, tables.err),
+    )  # fmt: skip
     if as_json:
         sys.stdout.write(program.to_json() + "\n")
         return
@@ -86,13 +80,10 @@ def _memory_table(program: Any) -> Table:
     title = f"{program.kind}, {sequences}, {format_count(program.num_parameters)} parameters, {program.topology.name}"
     table = tables.new_table(title, "a chip's memory", numbers=("GiB",))
     rows = {
-        "weights": program.weight_bytes,
-        "optimizer states": program.optimizer_bytes,
-        "temporary": program.answer.temporary_bytes,
-        "program": program.answer.code_bytes,
-        "highest moment": program.answer.peak_bytes,
-        "there is": program.memory_bytes,
-    }
+        "weights": program.weight_bytes, "optimizer states": program.optimizer_bytes,
+        "temporary": program.answer.temporary_bytes, "program": program.answer.code_bytes,
+        "highest moment": program.answer.peak_bytes, "there is": program.memory_bytes,
+    }  # fmt: skip
     for name, value in rows.items():
         table.add_row(name, f"{value / GIB:.2f}")
     return table

@@ -250,39 +250,26 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
     bus = getattr(get("PciInfo"), "busId", None)
     reasons = get("CurrentClocksEventReasons")
     return GpuState(
-        index=index,
-        name=name,
-        table_key=NVML_NAMES.get(name),
-        bus=None if bus is None else as_text(bus),
+        index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else as_text(bus),
         compute_capability=get("CudaComputeCapability"),
-        temperature=get("Temperature", TEMPERATURE_GPU),
-        slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
+        temperature=get("Temperature", TEMPERATURE_GPU), slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
         throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # drivers before 535
-        utilization=None if utilization is None else utilization.gpu,
-        performance_state=get("PerformanceState"),
-        clock_mhz=get("ClockInfo", CLOCK_SM),
-        max_clock_mhz=get("MaxClockInfo", CLOCK_SM),
-        watts=_watts(get("PowerUsage")),
-        limit_watts=_watts(get("EnforcedPowerLimit")),
+        utilization=None if utilization is None else utilization.gpu, performance_state=get("PerformanceState"),
+        clock_mhz=get("ClockInfo", CLOCK_SM), max_clock_mhz=get("MaxClockInfo", CLOCK_SM),
+        watts=_watts(get("PowerUsage")), limit_watts=_watts(get("EnforcedPowerLimit")),
         default_limit_watts=_watts(get("PowerManagementDefaultLimit")),
         min_limit_watts=None if limits is None else _watts(limits[0]),
-        pcie_generation=get("CurrPcieLinkGeneration"),
-        max_pcie_generation=get("MaxPcieLinkGeneration"),
-        pcie_width=get("CurrPcieLinkWidth"),
-        max_pcie_width=get("MaxPcieLinkWidth"),
+        pcie_generation=get("CurrPcieLinkGeneration"), max_pcie_generation=get("MaxPcieLinkGeneration"),
+        pcie_width=get("CurrPcieLinkWidth"), max_pcie_width=get("MaxPcieLinkWidth"),
         nvlink_links=sum(state == nvml.NVML_FEATURE_ENABLED for state in links),
         nvlink_states=sum(state is not None for state in links),
-        ecc=None if ecc is None else bool(ecc[0]),
-        ecc_uncorrected=get("TotalEccErrors", 1, 0),
+        ecc=None if ecc is None else bool(ecc[0]), ecc_uncorrected=get("TotalEccErrors", 1, 0),
         retired_pages=_retired(get),
-        remap_pending=None if rows is None else bool(rows[2]),
-        remap_failed=None if rows is None else bool(rows[3]),
-        memory_bytes=None if memory is None else memory.total,
-        used_bytes=None if memory is None else memory.used,
+        remap_pending=None if rows is None else bool(rows[2]), remap_failed=None if rows is None else bool(rows[3]),
+        memory_bytes=None if memory is None else memory.total, used_bytes=None if memory is None else memory.used,
         holders=_holders(get),
-        persistence=_flag(get("PersistenceMode")),
-        compute_mode=get("ComputeMode"),
-    )
+        persistence=_flag(get("PersistenceMode")), compute_mode=get("ComputeMode"),
+    )  # fmt: skip
 
 
 def _holders(get: Any) -> tuple[Holder, ...]:

@@ -114,11 +114,10 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     half = torch.zeros(num_bytes // 8)
     operations: dict[str, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(full, half),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full),
-        "all_reduce": lambda: dist.all_reduce(full),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full), "all_reduce": lambda: dist.all_reduce(full),
         "all_to_all": lambda: dist.all_to_all_single(received, full),
         "send": lambda: dist.recv(full, 0) if rank else dist.send(full, 1),
-    }
+    }  # fmt: skip
     seconds = {}
     for name, operation in operations.items():
         samples = []
@@ -131,15 +130,14 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
     return seconds
 
 
-def free_port() -> int:
-    """Return a free port of 127.0.0.1. Another process may take it before it is used."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
-    port = free_port()
+    port = _free_port()
     child = fork_exchange_partner(port)
     alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
     together = {"exchanges": {} if child is None else measure_exchanges(0, port)}

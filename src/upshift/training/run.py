@@ -180,13 +180,9 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
-        source,
-        request.data,
-        tokenizer=request.tokenizer,
-        sequence_length=sequence_length,
-        text_column=request.text_column,
+        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
         progress=watcher.tokenizing,
-    )
+    )  # fmt: skip
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)

@@ -129,16 +129,12 @@ def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
     for index, candidate in enumerate(ranking.candidates[:rows], start=1):
         numbers = planning.numbers(candidate)
         table.add_row(
-            str(index),
-            candidate.plan.label(),
-            *([numbers.binding_term] if wide else []),
+            str(index), candidate.plan.label(), *([numbers.binding_term] if wide else []),
             tables.number(numbers.tokens_per_second),
             tables.number(numbers.tokens_per_second_per_device),
-            *([tables.number(numbers.requests_per_second, 2)] if wide else []),
-            tables.number(numbers.ttft_ms, 1),
-            "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1),
-            tables.gib(numbers.peak_gib),
-        )
+            *([tables.number(numbers.requests_per_second, 2)] if wide else []), tables.number(numbers.ttft_ms, 1),
+            "" if numbers.tpot_ms is None else tables.number(numbers.tpot_ms, 1), tables.gib(numbers.peak_gib),
+        )  # fmt: skip
     return table
 
 

@@ -223,19 +223,13 @@ def _answer_largest(request: Request, dimension: str) -> None:
     host = request.host()
     check_fixed(request.fixed, host, request.source, request.workload)
     largest = find_largest(
-        dimension,
-        host,
-        request.workload,
-        fixed=request.fixed,
-        trace=request.trace,
-        lengths_at=request.lengths_at,
+        dimension, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
         calibration=NO_RECORDS if request.on is not None else read_calibration(host),
-    )
+    )  # fmt: skip
     document = {
-        "host": host.model_dump(mode="json"),
-        "workload": request.workload.model_dump(mode="json"),
+        "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
         "largest": largest.model_dump(mode="json"),
-    }
+    }  # fmt: skip
     request.print(document, lambda: _print_largest(largest, host))
 
 
@@ -283,12 +277,9 @@ def _print_comparison(comparison: Comparison, memory_notes: list[str]) -> None:
             continue
         lines.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
         cells = [
-            row.host,
-            tables.number(row.predicted.tokens_per_second),
-            format_seconds(row.seconds),
-            tables.number(row.device_hours, 1),
-            tables.number(row.energy_kwh, 1),
-        ]
+            row.host, tables.number(row.predicted.tokens_per_second), format_seconds(row.seconds),
+            tables.number(row.device_hours, 1), tables.number(row.energy_kwh, 1),
+        ]  # fmt: skip
         cells += [tables.number(row.money, 2)] if has_money else []
         table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
     tables.out.print(table)

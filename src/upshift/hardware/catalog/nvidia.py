@@ -35,14 +35,9 @@ GB200 = "NVIDIA GB200 NVL72 product page (2025), a 72nd of the rack, sparse figu
 def _nvlink(links: int, gb_s: float, largest: int, *, spans_nodes: bool = False) -> Fabric:
     """Return an NVLink fabric. `gb_s`: of one link in one direction, half of the datasheet's figure."""
     return Fabric(
-        name="NVLink",
-        topology="switch",
-        link_bytes_per_second=gb_s * GIGA,
-        links=links,
-        largest=largest,
-        spans_nodes=spans_nodes,
-        source="NVIDIA NVLink and NVSwitch product page (2025)",
-    )
+        name="NVLink", topology="switch", link_bytes_per_second=gb_s * GIGA, links=links, largest=largest,
+        spans_nodes=spans_nodes, source="NVIDIA NVLink and NVSwitch product page (2025)",
+    )  # fmt: skip
 
 
 # The largest systems: DGX-2 and HGX A100 have 16 GPUs, HGX of Hopper and Blackwell 8, a rack of GB200 72 on 18 trays.
@@ -64,19 +59,9 @@ DGX_GB200 = ReferenceSystem(name="DGX GB200", port="ib-ndr", ports_per_gpu=1, so
 
 
 def _row(
-    key: str,
-    name: str,
-    source: str,
-    tera: Tera,
-    *,
-    mib: int,
-    gb_s: float,
-    cc: tuple[int, int],
-    pcie: int | None,
-    watts: float | None,
-    nvlink: Fabric | None = None,
-    system: ReferenceSystem | None = None,
-) -> tuple[str, GpuFacts]:
+    key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
+    watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
+) -> tuple[str, GpuFacts]:  # fmt: skip
     """Return a key and its row. `mib` and `gb_s`: of the memory. `cc`: the compute capability."""
     gpu = Gpu(
         name=name,
