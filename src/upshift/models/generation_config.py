@@ -14,14 +14,9 @@ from upshift.value import Value, first_problem
 
 CONFIG = "generation_config.json"
 NOT_FOR_CHOOSING = {  # fields of transformers' GenerationConfig that do not affect how text is chosen
-    "_from_model_config",
-    "bos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "transformers_version",
-    "use_cache",
+    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
     "cache_implementation",
-}
+}  # fmt: skip
 NEUTRAL_AT_ONE = ("num_beams", "num_return_sequences")  # options that change nothing if they are 1
 # Lists for which transformers also takes a single item.
 LIST_OPTIONS = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")

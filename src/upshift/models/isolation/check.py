@@ -129,14 +129,9 @@ class _Probe:
         if not splits:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
-            proven=True,
-            reason="",
-            packing=packing,
-            padding=padding,
-            padding_reason=padding_reason,
-            loss_splits=splits,
+            proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits,
             loss_shifts=self.objective != "causal-lm" or self._has_shifted_loss(),
-        )
+        )  # fmt: skip
 
     # Packing
 
