@@ -125,6 +125,34 @@ def test_a_step_that_is_too_long_is_stood_for_by_some_of_its_micro_batches(model
     assert found.tokens_per_second and found.step_seconds and not found.rough
 
 
+class ColdForward(LoadMeter):
+    """Adds 60 s to the first micro-batch, as a library would that prepares its kernels then. Two updates come before it."""
+
+    count = 0
+
+    def time(self, work: Any) -> Timing:
+        timing = super().time(work)
+        ColdForward.count += 1
+        return replace(timing, seconds=timing.seconds + 60.0) if ColdForward.count == 3 else timing
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 3), (6, 1)])
+def test_a_rough_speed_is_that_of_a_warm_micro_batch(
+    batch: int, accumulation: int, model: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that ends at its limit leaves the last result that it sent."""
+    monkeypatch.setattr(worker, "LoadMeter", ColdForward)
+    monkeypatch.setattr(ColdForward, "count", 0)
+    plan = a_plan(model, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+    path = tmp_path / "request.json"
+    path.write_text(a_request(model, stored, plan, seconds=50.0).to_json())
+    monkeypatch.setattr(worker, "MAX_TIMED", 2)
+    answers: list[TrialResult] = []
+    worker.main(path, answers.append)
+    rough = [answer.step_seconds.p50 for answer in answers if answer.rough and answer.step_seconds]
+    assert rough[0] > 40.0 and rough[-1] < 10.0
+
+
 class Beside(LoadMeter):
     """Other programs take half of each of the first timings."""
 

@@ -17,6 +17,8 @@ import pytest
 from headless import FLAGS, browser
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the standard's own key
+SHOWN = "return [location.href.replace(/\\/$/, ''), document.readyState]"
+PATIENCE_SECONDS = 60.0
 STEADY = tuple(flag for flag in FLAGS if not flag.startswith("--virtual-time"))
 
 
@@ -25,7 +27,18 @@ class Page:
         self._session = session
 
     def open(self, url: str) -> None:
+        """Go to a page, and wait until the browser shows it.
+
+        A new browser may still be loading its own first page: then the command returns when that one has loaded, or that one
+        replaces the page.
+        """
+        end = time.monotonic() + PATIENCE_SECONDS
         self._ask("POST", "url", {"url": url})
+        while (state := self.run(SHOWN)) != [url.rstrip("/"), "complete"]:
+            assert time.monotonic() < end, f"{url} is not shown after {PATIENCE_SECONDS:.0f} s: {state}"
+            time.sleep(0.1)
+            if state[1] == "complete":
+                self._ask("POST", "url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self._ask("POST", "execute/sync", {"script": script, "args": list(arguments)})

@@ -14,7 +14,7 @@ from made_up_plans import made_up_planning
 from upshift.benchmarking.timing import BUSY_CORES, LoadMeter, Moment, Timing, read_moment, timing_between
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import LASTING_PARTS
-from upshift.planning.cost.uncertainty import AGAIN_INTERVALS
+from upshift.planning.cost.uncertainty import AGAIN_INTERVALS, STEP_INTERVAL
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.trials.runner import TrialResult, unfinished_result
@@ -158,6 +158,14 @@ def test_a_rough_speed_counts_less_than_a_steady_one() -> None:
     tried = Tried(planning().default, [measured(200.0, rough=True), measured(100.0, busy=True), measured(50.0)])
     assert tried.best.tokens_per_second == 50.0
     assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_trial
+
+
+def test_the_interval_of_a_rough_speed_is_the_formulas() -> None:
+    candidate = planning().ranking.candidates[0]
+    rough, steady = (
+        after_trial(Tried(candidate, [measured(10.0, rough=is_rough)]), planning()).basis("step") for is_rough in (True, False)
+    )
+    assert rough.interval == STEP_INTERVAL and steady.interval == AGAIN_INTERVALS["step"]
 
 
 def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_not_to_be_where_it_did_not() -> None:

@@ -53,7 +53,7 @@ class TrialResult(Value):
     failure: str | None = None
     out_of_memory: bool = False
     timed_out: bool = Field(False, description="it was ended at its limit; what it had measured by then is kept")
-    rough: bool = Field(False, description="of one cold micro-batch: the trial ended before a steady one")
+    rough: bool = Field(False, description="of one micro-batch, which may be cold: the trial ended before a steady step")
     busy: bool = Field(False, description="other programs computed during all that was timed; waiting for cores is taken off")
     waited_share: float = Field(0.0, description="of the timed seconds that were spent waiting for a core")
     cpu_seconds: float | None = Field(None, description="processor seconds of a step, over all processes")

@@ -419,6 +419,8 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
     time = replace(candidate.time, one_time=best.one_time_seconds or 0.0)
     candidate = replace(candidate, time=time, tokens_per_second=best.tokens_per_second)
     bases = dict(candidate.bases)
+    if best.rough:  # one micro-batch tells little more of a step than the formula does
+        bases["step"] = Basis(tier="measured", interval=formula_interval("step", candidate.plan), num_records=1)
     if best.largest_of_run:
         memory = scale_to_peak(candidate.memory, best.peak_bytes) if best.peak_bytes else candidate.memory
         if best.peak_bytes and planning.workload.lengths is not None:

@@ -233,16 +233,20 @@ class Trial:
                 compile_layers(module, self.plan)
             return self._measure_whole_steps(update.calm_seconds, first_update.seconds - update.seconds)
         longest = self.batches.longest
+        one_time_seconds = max(first_update.seconds - update.seconds, 0.0)
         with chunked_loss(self.train_step.model, self.plan):
             factor, compile_seconds = self._compile(longest)
+            one_time_seconds += compile_seconds
             self._drop_gradients()
-            timings = [self._time_longest(micro_batch) for micro_batch in self._longest_micro_batches()]
+            timings = []
+            for micro_batch in self._longest_micro_batches():
+                timings.append(self._time_longest(micro_batch))
+                expected_seconds = self._send_rough_result(timings[-1], update, one_time_seconds, factor)
             self._drop_gradients()
-        one_time_seconds = compile_seconds + first_update.seconds - update.seconds
-        share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
-        expected_seconds = timings[0].calm_seconds * share + update.calm_seconds
-        if self.train_step.mesh.rank == 0:
-            self.send_rough(self._rough_result(expected_seconds, one_time_seconds).changed(check_loss=factor))
+            if len(timings) == 1 and timings[0].calm_seconds <= EXPENSIVE_FACTOR * self.request.seconds:
+                timings.append(self._time_longest(longest.micro_batches[0]))
+                expected_seconds = self._send_rough_result(timings[-1], update, one_time_seconds, factor)
+                self._drop_gradients()
         if expected_seconds * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_FACTOR * self.request.seconds:
             result = self._measure_whole_steps(update.calm_seconds, one_time_seconds)
         else:
@@ -256,16 +260,27 @@ class Trial:
     def _time_longest(self, micro_batch: MicroBatch) -> Timing:
         return self._time(lambda: self._accumulate(micro_batch, self.batches.longest.num_label_tokens))
 
-    def _rough_result(self, expected_seconds: float, one_time_seconds: float) -> TrialResult:
-        return TrialResult(
-            rough=True,
-            step_seconds=Spread.of([expected_seconds]),
-            tokens_per_second=self.batches.ahead.num_tokens / expected_seconds,
-            one_time_seconds=max(one_time_seconds, 0.0),
-            largest_micro_batch=self.batches.longest.micro_batches[0].shape,
-            largest_of_run=self.batches.largest_of_run,
-            resident_bytes=self._held_bytes(),
-        )
+    def _send_rough_result(self, timing: Timing, update: Timing, one_time_seconds: float, factor: float) -> float:
+        """Send the result that one of the longest micro-batches allows, and return the seconds of a step by it.
+
+        The first of these micro-batches is cold: it allocates, and libraries prepare their kernels for new shapes. The result
+        that the second one allows replaces its result.
+        """
+        share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
+        expected_seconds = timing.calm_seconds * share + update.calm_seconds
+        if self.train_step.mesh.rank == 0:
+            result = TrialResult(
+                rough=True,
+                step_seconds=Spread.of([expected_seconds]),
+                check_loss=factor,
+                tokens_per_second=self.batches.ahead.num_tokens / expected_seconds,
+                one_time_seconds=one_time_seconds,
+                largest_micro_batch=self.batches.longest.micro_batches[0].shape,
+                largest_of_run=self.batches.largest_of_run,
+                resident_bytes=self._held_bytes(),
+            )
+            self.send_rough(result)
+        return expected_seconds
 
     def _held_bytes(self) -> int:
         """Return the most bytes that a separate process would hold. On a CPU it also imports libraries and reads the data."""
