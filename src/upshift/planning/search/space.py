@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -41,6 +42,8 @@ from upshift.planning.search.layouts import check_layout, check_processes, share
 from upshift.planning.workload import Workload
 from upshift.value import Value, first_problem
 
+MIN_LIKENESS = 0.8  # of a wrong name to a field's (difflib's ratio): one or two letters differ
+
 
 def split_assignment(text: str, field_names: Collection[str], *, option: str = "--set") -> tuple[str, str]:
     """Return the field and the value of ``text``. Raises RequestError."""
@@ -48,7 +51,9 @@ def split_assignment(text: str, field_names: Collection[str], *, option: str = "
     if not equals and name in field_names:
         raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
     if not equals or name not in field_names:
-        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(field_names)}")
+        close = get_close_matches(name, field_names, n=1, cutoff=MIN_LIKENESS)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise RequestError(f"{option} {text!r} names no plan field{hint}; use field=value with one of {', '.join(field_names)}")
     return name, value
 
 
@@ -209,12 +214,10 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     They are also checked against what is legal here, as far as that is known before a model is traced. ``quantized``: the
     model's weights are stored in 4 bits.
     """
-    settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
+    settable = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     layout_text = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
-    if host.num_devices > 1 or host.device == "cpu":
-        settable += Layout.model_fields
-    elif layout_text is not None:
+    if layout_text is not None and host.num_devices == 1 and host.device != "cpu":
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
     check_processes(fixed, host)
