@@ -30,6 +30,7 @@ from upshift.training.checkpoint.optimizer import (
     IMPLEMENTATION_OPTIONS,
     cannot_divide,
     check_same_optimizer,
+    class_name,
     encode,
     place_state,
     updated_parameter_names,
