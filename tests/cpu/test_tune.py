@@ -170,7 +170,7 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"arguments": {"learning_rate": 0.0}}, "^learning_rate: Input should be greater than 0"),
         ({"epochs": float("inf")}, "^epochs: Input should be a finite number"),
         ({"global_batch": 0}, "^global_batch: Input should be greater than 0"),
-        ({"jobs": 2, "fixed": ("num_processes=2",)}, "ranks of a trial use all cores"),
+        ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: Input should be greater than 0"),
         ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
     ],

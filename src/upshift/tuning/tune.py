@@ -215,7 +215,8 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
 def _check_jobs(jobs: int, fixed: tuple[str, ...]) -> None:
     ranks = [assignment for assignment in fixed if assignment.startswith("num_processes=")]
     if jobs > 1 and ranks and ranks[0] != "num_processes=1":
-        raise RequestError(f"--jobs {jobs} and {ranks[0]} exclude each other: ranks of a trial use all cores; use --jobs 1")
+        reason = "a trial of several ranks takes all cores"
+        raise RequestError(f"--jobs {jobs} and {ranks[0]} exclude each other, because {reason}; use --jobs 1")
 
 
 def _training_request(request: TuneRequest) -> TrainRequest:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -42,8 +41,6 @@ from upshift.planning.search.layouts import check_layout, check_processes, share
 from upshift.planning.workload import Workload
 from upshift.value import Value, first_problem
 
-MIN_LIKENESS = 0.8  # of a wrong name to a field's (difflib's ratio): one or two letters differ
-
 
 def split_assignment(text: str, field_names: Collection[str], *, option: str = "--set") -> tuple[str, str]:
     """Return the field and the value of ``text``. Raises RequestError."""
@@ -51,9 +48,7 @@ def split_assignment(text: str, field_names: Collection[str], *, option: str = "
     if not equals and name in field_names:
         raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
     if not equals or name not in field_names:
-        close = get_close_matches(name, field_names, n=1, cutoff=MIN_LIKENESS)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise RequestError(f"{option} {text!r} names no plan field{hint}; use field=value with one of {', '.join(field_names)}")
+        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(field_names)}")
     return name, value
 
 
