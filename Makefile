@@ -69,6 +69,7 @@ mutants: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check src
 	$(BIN)/mypy --follow-imports=silent src/upshift
 
 # mkdocs reads the source and runs none of it, so this needs no torch.

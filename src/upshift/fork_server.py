@@ -99,8 +99,12 @@ def fork_server(worker: str, *, own_session: bool = False) -> Iterator[ForkServe
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 parent_process.command(PROCESS, worker),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=own_session,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=own_session,
+            )
             try:
                 yield ForkServer(process, folder)
             finally:

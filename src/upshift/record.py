@@ -8,7 +8,7 @@ from pydantic import Field
 
 from upshift.value import Value
 
-Tier = Literal["measured", "calibrated", "traced", "transferred", "formula"]
+Tier = Literal["measured", "calibrated", "transferred", "formula"]
 
 
 class Spread(Value):

@@ -185,9 +185,13 @@ def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
 
     With it libtpu asks no metadata server and takes no lock, because no TPU is opened, and jax does not look for a TPU."""
     variables = {
-        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
-    }  # fmt: skip
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": accelerator_type,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     return {**os.environ, **variables}
 
 

@@ -186,7 +186,7 @@ def test_a_race_follows_as_many_tokens_as_there_are_positions(
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"max_tpot_ms": 1e6}, RequestError, "--max-ttft-ms and --max-tpot-ms cannot be held; .* give more --max-memory"),
+        ({"max_tpot_ms": 1e6}, RequestError, "cannot keep --max-ttft-ms or --max-tpot-ms; .* give more --max-memory"),
         ({"engine": "openvino"}, RequestError, "--engine openvino runs .* its race takes more than --max-memory"),
         ({"quality": 0.999}, NothingFits, "as it is stored, .* was not measured: allow it with --quality 0.99"),
     ],

@@ -216,7 +216,7 @@ def test_experts_that_do_not_become_one_tensor_are_an_error(folders, tmp_path):
 
 def test_what_cannot_be_loaded_is_one_error(llama):
     for options, message in (
-        ({"dtype": "int7"}, "dtype 'int7' is none that models are computed in; use one of auto, float32"),
+        ({"dtype": "int7"}, "dtype 'int7' cannot compute a model; use one of auto, float32"),
         ({"quantize": "int3"}, "quantize='int3' is not known; use int8 or int4"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -161,7 +161,7 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"objective": ("accuracy",)}, "objective 'accuracy': it is one or several, each once, of eval_loss, time"),
+        ({"objective": ("accuracy",)}, "objective 'accuracy' is not possible; give one or several of eval_loss, time"),
         ({"pruner": "best"}, "pruner 'best' is not one of halving"),
         ({"max_cost": 1.0}, "--max-cost needs the machine's price: add --price-per-hour"),
         ({"max_hours": float("nan")}, "--max-hours nan is not possible; give 0 or more"),

@@ -105,6 +105,8 @@ def test_processes_of_several_hosts_are_counted_on_each() -> None:
         (ONE, ("fully_shard=all",), "use one of no, optimizer, gradients, weights"),
         (TWO, ("num_processes=3",), "does not divide among 2 hosts"),
         (describe("h100"), ("tensor_parallel=2",), "for several ranks, and h100 has one GPU"),
+        (describe("h100"), ("tensr_parallel=2",), "names no plan field.* tensor_parallel, .*, expert_parallel"),
+        (describe("8xh100"), ("tensr_parallel=2",), "names no plan field.* tensor_parallel, .*, expert_parallel"),
         (describe("8xh100"), ("num_processes=4",), "one for each of its GPUs, 8"),
     ],
 )  # fmt: skip

@@ -236,6 +236,14 @@ load_sharded_checkpoint|low_cpu_mem_usage|torch_dtype|underflow_overflow|torch-d
 arch list|MPS|Gaudi|ROCm|elastic|XLA text generation"""
 
 
+def test_the_reference_lists_the_options_of_a_search() -> None:
+    tree = ast.parse((ROOT / "src/upshift/tuning/tune.py").read_text(encoding="utf-8"))
+    [options] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SearchOptions"]
+    names = [ast.unparse(node.target) for node in options.body if isinstance(node, ast.AnnAssign)]
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## upshift.tune")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == names
+
+
 def test_each_technique_of_the_guides_is_found_by_its_name() -> None:
     text = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8").lower()
     assert [name for line in OF_THE_GUIDES.splitlines() for name in line.split("|") if name.lower() not in text] == []

@@ -57,6 +57,7 @@ MAX_FILES_OF_COMMANDS = 24
 MIN_LINES_OF_ONE_USER = 30
 MAX_FUNCTION_LINES = 60
 LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
+MAX_UNFORMATTED = 45  # statements that the formatter leaves alone, outside cli: tables of short words
 MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORTED = 60  # modules, of the standard library most of them
 MACHINE_TEXT = {
@@ -379,6 +380,33 @@ def test_requests_are_carried_whole() -> None:
     assert seen == STEPS_OF_A_REQUEST
 
 
+OPEN_KEYWORDS = {  # packages whose functions pass on names that another library defines
+    "reports": "the properties of a plotly figure",
+    "models": "the arguments of an attention function of transformers",
+    "xla": "the arguments of an operator of torch",
+    "debugging": "the arguments of a function that is watched",
+}
+
+
+def test_public_functions_name_their_arguments() -> None:
+    """A caller, and mypy, see what a function takes: ``**options: Unpack[...]`` and not ``**options: Any``."""
+    broken = []
+    for file in sources():
+        for node in tree(file).body:
+            if not isinstance(node, Function) or node.name.startswith("_") or place(file) in OPEN_KEYWORDS:
+                continue
+            more = node.args.kwarg
+            if more is not None and (more.annotation is None or ast.unparse(more.annotation) in ("Any", "object")):
+                broken.append(f"{at(file, node.lineno)} {node.name}: **{more.arg}")
+    refuse(broken, "keyword arguments have names and types")
+
+
+def test_few_statements_are_not_formatted() -> None:
+    files = [file for file in sources() if place(file) != "cli"]  # signatures of commands
+    skipped = [at(file, number) for file in files for number, line in enumerate(lines(file), 1) if "# fmt: skip" in line]
+    assert len(skipped) <= MAX_UNFORMATTED, skipped
+
+
 def test_broad_handlers_say_why() -> None:
     broken = []
     for file in sources():
@@ -391,6 +419,63 @@ def test_broad_handlers_say_why() -> None:
             if broad and not passes_on and "#" not in lines(file)[node.lineno - 1]:
                 broken.append(f"{at(file, node.lineno)} except {caught}")
     refuse(broken, "a broad handler says its reason in a comment on the same line, or raises on")
+
+
+def is_unordered(node: ast.expr) -> bool:
+    """Return whether an expression makes a set, whose order of strings changes with PYTHONHASHSEED."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor):
+        return is_unordered(node.left) or is_unordered(node.right)
+    return isinstance(node, ast.Set | ast.SetComp)
+
+
+ORDER_MATTERS = {"dict", "enumerate", "filter", "fromkeys", "iter", "join", "list", "map", "tuple", "zip"}
+ORDER_IS_LOST = {"all", "any", "frozenset", "max", "min", "set", "sorted"}
+
+
+def unordered_loops(file: Path) -> Iterator[int]:
+    """Yield the lines that take the elements of a set one after another, and do not sort or collect them again."""
+    collected = {
+        id(argument)
+        for call in nodes(file)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ORDER_IS_LOST
+        for argument in call.args
+    }
+    for node in nodes(file):
+        taken: list[ast.expr] = []
+        if isinstance(node, ast.For):
+            taken = [node.iter]
+        elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp) and id(node) not in collected:
+            taken = [generator.iter for generator in node.generators]
+        elif isinstance(node, ast.Tuple | ast.List):
+            taken = [element.value for element in node.elts if isinstance(element, ast.Starred)]
+        elif isinstance(node, ast.Call) and id(node) not in collected:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            taken = list(node.args) if name in ORDER_MATTERS else []
+        yield from (value.lineno for value in taken if is_unordered(value))
+
+
+def test_no_order_comes_from_a_set() -> None:
+    broken = [at(file, line) for file in sources() for line in unordered_loops(file)]
+    refuse(broken, "the order of a set changes with PYTHONHASHSEED; use sorted(...) or dict.fromkeys(...)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["for a in {b, c}: f(a)", "x = [a for a in set(b)]", "x = {a: 1 for a in {*b}}", "x = ' '.join({*b} | c)", "x = (*{b, c},)"],
+)
+def test_an_order_of_a_set_is_seen(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    assert list(unordered_loops(file)) == [1]
+
+
+@pytest.mark.parametrize("text", ["x = sorted(a for a in {b, c})", "x = {a for a in {*b}}", "for a in sorted({b, c}): f(a)"])
+def test_a_set_without_order_is_let_through(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    assert not list(unordered_loops(file))
 
 
 def calls(file: Path, is_it: Callable[[ast.Call], bool]) -> Iterator[ast.Call]:

@@ -14,7 +14,8 @@ from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
-from upshift.planning.cost.partition import deciding_stages, share_of, tensor_parallel_trace
+from upshift.planning.cost.parallel_trace import tensor_parallel_trace
+from upshift.planning.cost.partition import deciding_stages, share_of
 from upshift.planning.cost.segments import plan_trace
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import Plan

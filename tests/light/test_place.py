@@ -144,7 +144,7 @@ def test_sizes_and_devices_as_they_are_written() -> None:
         read_max_memory(["cpu=1GiB", "cpu=1024MiB", "cpu=1KB"])
     with pytest.raises(RequestError, match="gives cuda:0 1.00 GiB and 1KB"):
         memory_limits(host, {"0": "1GiB", "cuda:0": "1KB"})
-    with pytest.raises(RequestError, match="stays on the disk"):
+    with pytest.raises(RequestError, match="leave out the disk"):
         memory_limits(host, {"disk": "1TB"})
 
 

@@ -11,8 +11,10 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
-from upshift.planning.cost.partition import deciding_stages, expert_parallel_trace, share_of
-from upshift.planning.cost.segments import apply_loss_kernel, bytes_per_word, fused_trace, plan_trace, saved_bytes_per_token
+from upshift.planning.cost.loss_head import apply_loss_kernel, bytes_per_word
+from upshift.planning.cost.parallel_trace import expert_parallel_trace
+from upshift.planning.cost.partition import deciding_stages, share_of
+from upshift.planning.cost.segments import fused_trace, plan_trace, saved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import conflict

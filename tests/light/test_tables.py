@@ -102,3 +102,20 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(planning.job_memory), "describe_problems", lambda self, one: ("its step fits, load does not",))
     text = printed(planning, 120, monkeypatch)
     assert "The plain default: its step fits, load does not" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plain_default_that_does_not_fit_shows_no_speed(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planning = PLANNINGS["8xa100-40gb"]
+
+    def plain_row(default: Candidate) -> str:
+        text = printed(replace(planning, default=default), width, monkeypatch)
+        return text.partition("\n plain")[2].partition("Memory in GiB")[0]
+
+    fitting = planning.ranking.candidates[0]
+    too_large = planning.default
+    assert too_large.resident > 40 * 2**30 > fitting.resident
+    assert f"{fitting.tokens_per_second:,.0f}" in plain_row(fitting)
+    row = plain_row(too_large)
+    assert f"{too_large.tokens_per_second:,.0f}" not in row and f"{too_large.resident / 2**30:.2f}" in row
+    assert ("does not fit" in row) == (width == 120)

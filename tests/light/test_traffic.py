@@ -9,8 +9,9 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
 
 from upshift.hardware import describe
 from upshift.models.profile import Experts, ModelProfile, Polynomial
+from upshift.planning.cost.loss_head import apply_loss_kernel
 from upshift.planning.cost.rates import product_efficiency
-from upshift.planning.cost.segments import apply_loss_kernel, fused_trace, moved_bytes_per_token
+from upshift.planning.cost.segments import fused_trace, moved_bytes_per_token
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.search.ranking import Candidate, Coster

@@ -49,7 +49,7 @@ class Machine:
         seconds = min(self.takes(plan), limit_seconds)
         self.now += seconds
         if self.takes(plan) > limit_seconds:
-            return unfinished_result(check_loss=2.0).changed(wall_seconds=seconds)
+            return unfinished_result().changed(check_loss=2.0, wall_seconds=seconds)
         found = self.result(plan, before) if self.result else measured(predicted(plan))
         return found.changed(wall_seconds=seconds)
 

@@ -78,24 +78,42 @@ class Comparison(Value):
         for letter, contender, opponent in (("A", self.a, self.b), ("B", self.b, self.a)):
             rows.append(
                 Record(
-                    kind="benchmark", name=f"{name}/{letter}", plan={"command": contender.label}, predicted=None,
-                    measured=_record_numbers(contender), baseline=_record_numbers(opponent), baseline_name=opponent.label,
-                    flop_convention=f"model FLOPs: {FLOP_CONVENTION}", environment=host_environment,
+                    kind="benchmark",
+                    name=f"{name}/{letter}",
+                    plan={"command": contender.label},
+                    predicted=None,
+                    measured=_record_numbers(contender),
+                    baseline=_record_numbers(opponent),
+                    baseline_name=opponent.label,
+                    flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
+                    environment=host_environment,
                     details={
-                        "quick": False, "measure": self.measure, "samples": contender.samples, "verdict": self.verdict,
-                        "ratio": self.ratio, "interval": [self.low, self.high], "confidence": self.confidence,
-                        "cpu_seconds": contender.cpu_seconds.p50, "result": contender.result.p50 if contender.result else None,
+                        "quick": False,
+                        "measure": self.measure,
+                        "samples": contender.samples,
+                        "verdict": self.verdict,
+                        "ratio": self.ratio,
+                        "interval": [self.low, self.high],
+                        "confidence": self.confidence,
+                        "cpu_seconds": contender.cpu_seconds.p50,
+                        "result": contender.result.p50 if contender.result else None,
                     },
                 )
-            )  # fmt: skip
+            )
         return rows
 
 
 def compare(
-    a: Runnable, b: Runnable, *, rounds: int = ROUNDS, max_rounds: int | None = None, confidence: float = significance.CLAIM,
-    measure: Measure = "seconds", timeout_seconds: float = TIMEOUT_SECONDS,
+    a: Runnable,
+    b: Runnable,
+    *,
+    rounds: int = ROUNDS,
+    max_rounds: int | None = None,
+    confidence: float = significance.CLAIM,
+    measure: Measure = "seconds",
+    timeout_seconds: float = TIMEOUT_SECONDS,
     on_sample: Callable[[int, str, Sample], None] = lambda *_: None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Run ``a`` and ``b`` in turn, each time in a fresh process, and decide which is faster.
 
     - ``a``, ``b``: a command as text (no shell reads it) or as a list of words: its whole process is timed. Or a function at the
@@ -129,11 +147,17 @@ def compare(
     rounds_to_settle = significance.rounds_to_settle(logs, confidence=confidence) if verdict == "not decided" else None
     ours, theirs = _values(samples, measure)
     return Comparison(
-        a=_measured(contenders["A"], samples["A"], ours), b=_measured(contenders["B"], samples["B"], theirs), measure=measure,
-        verdict=verdict, ratio=math.exp(interval.value), low=None if interval.low is None else math.exp(interval.low),
-        high=None if interval.high is None else math.exp(interval.high), confidence=confidence, rounds=len(logs),
+        a=_measured(contenders["A"], samples["A"], ours),
+        b=_measured(contenders["B"], samples["B"], theirs),
+        measure=measure,
+        verdict=verdict,
+        ratio=math.exp(interval.value),
+        low=None if interval.low is None else math.exp(interval.low),
+        high=None if interval.high is None else math.exp(interval.high),
+        confidence=confidence,
+        rounds=len(logs),
         rounds_to_settle=rounds_to_settle,
-    )  # fmt: skip
+    )
 
 
 def orders(rounds: int, seed: int | None = None) -> list[str]:
@@ -148,13 +172,13 @@ def orders(rounds: int, seed: int | None = None) -> list[str]:
 def _looks(rounds: int, max_rounds: int, confidence: float, measure: Measure) -> list[int]:
     """Return the numbers of rounds after which the outcome is looked at. Raise RequestError for impossible arguments."""
     if measure not in MEASURES:
-        raise RequestError(f"a measure {measure!r} is none; use one of {', '.join(MEASURES)}")
+        raise RequestError(f"the measure {measure!r} is unknown; use one of {', '.join(MEASURES)}")
     if not 0.5 <= confidence < 1:
         raise RequestError(
-            f"a confidence of {confidence} is none; give one of 0.5 or more and below 1, such as {significance.CLAIM}"
+            f"a confidence of {confidence} is not possible; give 0.5 or more and below 1, such as {significance.CLAIM}"
         )
     if rounds < 1 or max_rounds < rounds:
-        raise RequestError(f"{rounds} rounds and at most {max_rounds} are none; give 1 or more, and as many or more at most")
+        raise RequestError(f"{rounds} rounds and at most {max_rounds} are not possible; give 1 or more, and at most no fewer")
     looks = [rounds]
     while looks[-1] < max_rounds:
         looks.append(min(2 * looks[-1], max_rounds))
@@ -176,10 +200,13 @@ def _measured(contender: Contender, samples: list[Sample], values: list[float]) 
     results = [sample.result for sample in samples if sample.result is not None]
     peak_bytes = max(sample.resident_bytes for sample in samples)
     return Measured(
-        label=contender.label, seconds=Spread.of([sample.seconds for sample in samples], num_warmup=1),
+        label=contender.label,
+        seconds=Spread.of([sample.seconds for sample in samples], num_warmup=1),
         cpu_seconds=Spread.of([sample.cpu_seconds for sample in samples], num_warmup=1),
-        resident_gib=gib(peak_bytes) if peak_bytes else None, result=Spread.of(results) if results else None, samples=values,
-    )  # fmt: skip
+        resident_gib=gib(peak_bytes) if peak_bytes else None,
+        result=Spread.of(results) if results else None,
+        samples=values,
+    )
 
 
 def _record_numbers(measured: Measured) -> Numbers:

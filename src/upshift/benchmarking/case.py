@@ -88,9 +88,13 @@ class Case:
     def add_times(self, name: str, times: Times, *, plan: dict[str, Any], details: dict[str, Any]) -> float:
         """Add a contender's row beside its baseline's of the same rounds, and return the median ratio."""
         self.add(
-            name, plan=plan, measured=_times_numbers(times.seconds), baseline=_times_numbers(times.base),
-            baseline_name=times.base_name, details={"ratio": times.ratio(), **details},
-        )  # fmt: skip
+            name,
+            plan=plan,
+            measured=_times_numbers(times.seconds),
+            baseline=_times_numbers(times.base),
+            baseline_name=times.base_name,
+            details={"ratio": times.ratio(), **details},
+        )
         return times.ratio()
 
 

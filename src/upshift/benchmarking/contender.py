@@ -84,7 +84,7 @@ def run_once(contender: Contender, *, timeout_seconds: float) -> Sample:
         start = time.perf_counter()
         process = subprocess.Popen(
             contender.command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-        )  # fmt: skip
+        )
         usage, seconds, is_late = _wait(process, start, timeout_seconds)
         if is_late:
             raise JobFailed(f"{contender.label} took longer than {timeout_seconds:g} s; --timeout allows more")

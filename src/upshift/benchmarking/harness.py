@@ -44,9 +44,15 @@ def run_fresh(
     These are the highest resident bytes of the process and its descendants together, sampled. Raise JobFailed with the end of
     the command's messages."""
     process = subprocess.Popen(
-        list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=dict(env) if env is not None else None, cwd=cwd, start_new_session=True,
-    )  # fmt: skip
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(env) if env is not None else None,
+        cwd=cwd,
+        start_new_session=True,
+    )
     watcher = TreeWatcher(process.pid)
     watcher.start()
     try:

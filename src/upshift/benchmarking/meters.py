@@ -60,28 +60,30 @@ def tensor_bytes(*groups: object) -> int:
     import torch
 
     storages: dict[int, int] = {}
-
-    def add(value: object) -> None:
-        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):  # a subclass, such as 8-bit state
-            for name in value.__tensor_flatten__()[0]:
-                add(getattr(value, name))
-        elif isinstance(value, torch.Tensor):
+    pending = list(groups)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__"):
             storages[STORAGE.of(value.untyped_storage())] = value.untyped_storage().nbytes()
-            add(getattr(value, "quant_state", None))
-        elif type(value).__name__ == "QuantState":  # bitsandbytes' scales beside a 4-bit weight
-            for tensor in vars(value).values():
-                add(tensor)
-        elif isinstance(value, torch.nn.Module):
-            for tensor in (*value.parameters(), *value.buffers(), *(p.grad for p in value.parameters())):
-                add(tensor)
-        elif isinstance(value, torch.optim.Optimizer):
-            for state in value.state.values():
-                for tensor in state.values():
-                    add(tensor)
-
-    for group in groups:
-        add(group)
+        pending.extend(_parts_of(value))
     return sum(storages.values())
+
+
+def _parts_of(value: object) -> list[object]:
+    """Return the tensors that a model, an optimizer or a quantized tensor refers to."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):  # a subclass, such as 8-bit state
+        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, torch.Tensor):
+        return [getattr(value, "quant_state", None)]
+    if type(value).__name__ == "QuantState":  # bitsandbytes' scales beside a 4-bit weight
+        return list(vars(value).values())
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers(), *(parameter.grad for parameter in value.parameters())]
+    if isinstance(value, torch.optim.Optimizer):
+        return [tensor for state in value.state.values() for tensor in state.values()]
+    return []
 
 
 def resident_bytes() -> int:

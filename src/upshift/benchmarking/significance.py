@@ -44,7 +44,7 @@ def least_rounds(confidence: float) -> int:
 def interval(logs: Sequence[float], *, confidence: float) -> Interval:
     """Return the estimate and the interval of the log ratio. ``logs``: the log ratio of each round."""
     if not 0.5 <= confidence < 1:
-        raise RequestError(f"a confidence of {confidence} is none; give one of 0.5 or more and below 1, such as {CLAIM}")
+        raise RequestError(f"a confidence of {confidence} is not possible; give 0.5 or more and below 1, such as {CLAIM}")
     means = sorted((first + second) / 2 for index, first in enumerate(logs) for second in logs[index:])
     value = statistics.median(means)
     cut = _cut(len(logs), confidence)

@@ -83,9 +83,14 @@ COPIED = ("choice", "value", "engine", "precision")  # a person copies these col
 def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Return an empty table: text columns first, then right-aligned number columns. It is to fit 80 columns."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1),
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
         pad_edge=False,
-    )  # fmt: skip
+    )
     for name in columns:
         table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in COPIED)
     for name in numbers:
@@ -117,14 +122,19 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
     folded = folded_rows(ranking.candidates, rows=rows)
     for label, candidate, num_alike in [*folded, ("plain", planning.default, 0)]:
         numbers = planning.numbers(candidate)
+        fits = label != "plain" or planning.job_memory.fits(candidate)  # the plans of a ranking fit
+        speed = (number(numbers.tokens_per_second), number(numbers.step_ms.p50 if numbers.step_ms else None))
         sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
         bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
         table.add_row(
-            label, candidate.plan.label() + (f" [dim]and {num_alike:,} alike[/dim]" if num_alike else ""),
-            *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
-            number(numbers.step_ms.p50 if numbers.step_ms else None), *(gib(size) for size in sizes),
-            "".join(basis.tier[0] for basis in bases), end_section=label == folded[-1][0],
-        )  # fmt: skip
+            label,
+            candidate.plan.label() + (f" [dim]and {num_alike:,} alike[/dim]" if num_alike else ""),
+            *([numbers.binding_term if fits else "does not fit"] if wide else []),
+            *(speed if fits else ("-", "-")),
+            *(gib(size) for size in sizes),
+            "".join(basis.tier[0] for basis in bases),
+            end_section=label == folded[-1][0],
+        )
     tiers = {candidate.basis(name).tier for _, candidate, _ in folded for name in NUMBERS}
     legend = "; ".join(f"{tier[0]} {TIERS[tier]}" for tier in TIERS if tier in tiers)
     reserved = "resv.: what the allocator holds; " if on_gpu else ""
@@ -154,9 +164,11 @@ def folded_rows(candidates: list[Candidate], *, rows: int) -> list[tuple[str, Ca
 def _is_alike(candidate: Candidate, group: list[Candidate]) -> bool:
     first = group[0]
     pairs = (
-        (candidate.tokens_per_second, first.tokens_per_second), (candidate.time.total, first.time.total),
-        (candidate.memory.peak, first.memory.peak), (candidate.resident, first.resident),
-    )  # fmt: skip
+        (candidate.tokens_per_second, first.tokens_per_second),
+        (candidate.time.total, first.time.total),
+        (candidate.memory.peak, first.memory.peak),
+        (candidate.resident, first.resident),
+    )
     if any(abs(value - reference) > SAME * reference for value, reference in pairs):
         return False
     return any(_num_differences(candidate, member) == 1 for member in group)
@@ -245,8 +257,10 @@ def trials_table(tried: list[Tried], chosen: Tried) -> Table:
         table.add_row(
             entry.candidate.plan.label(),
             f"{number(numbers.tokens_per_second)} ({number(entry.candidate.tokens_per_second)})",
-            f"{gib(numbers.peak_gib)} ({gib(entry.candidate.memory.peak / GIB)})", number(numbers.loss, 4), style=style,
-        )  # fmt: skip
+            f"{gib(numbers.peak_gib)} ({gib(entry.candidate.memory.peak / GIB)})",
+            number(numbers.loss, 4),
+            style=style,
+        )
     return table
 
 
@@ -259,9 +273,13 @@ def comparison_table(rows: list[tuple[str, Numbers]]) -> Table:
     for name, numbers in rows:
         ratio = numbers.tokens_per_second / base if base and numbers.tokens_per_second else None
         table.add_row(
-            name, number(numbers.tokens_per_second), "unknown" if ratio is None else f"{ratio:.2f}x",
-            gib(numbers.peak_gib), gib(numbers.resident_gib), number(numbers.evaluation_loss, 4),
-        )  # fmt: skip
+            name,
+            number(numbers.tokens_per_second),
+            "unknown" if ratio is None else f"{ratio:.2f}x",
+            gib(numbers.peak_gib),
+            gib(numbers.resident_gib),
+            number(numbers.evaluation_loss, 4),
+        )
     return table
 
 

@@ -139,9 +139,11 @@ def _examine_own_name() -> Iterator[Finding]:
     if address is None or address.startswith("127."):
         interface = next(iter(interfaces_by_address().values()), "eth0")
         yield warning(
-            "host name", what=f"{name} is {address or 'unknown'} to this host itself, and gloo announces it",
-            evidence="the system's resolver", fix=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
-        )  # fmt: skip
+            "host name",
+            what=f"{name} is {address or 'unknown'} to this host itself, and gloo announces it",
+            evidence="the system's resolver",
+            fix=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
+        )
 
 
 def interfaces_by_address() -> dict[str, str]:
@@ -218,11 +220,13 @@ def _examine_port(subject: str, address: str, port: int) -> Iterator[Finding]:
     except OSError:
         low, high = _ephemeral_ports()
         yield error(
-            subject, what=f"port {port}, which the system chose, is closed: ranks meet and then cannot exchange",
-            evidence=f"{address}:{port} after {CONNECT_SECONDS:.0f} s", cause="a firewall lets only named ports through",
+            subject,
+            what=f"port {port}, which the system chose, is closed: ranks meet and then cannot exchange",
+            evidence=f"{address}:{port} after {CONNECT_SECONDS:.0f} s",
+            cause="a firewall lets only named ports through",
             fix=f"on {address}: sudo ufw allow from NETWORK to any port {low}:{high} proto tcp; "
             f"or sudo iptables -I INPUT -p tcp --dport {low}:{high} -s NETWORK -j ACCEPT",
-        )  # fmt: skip
+        )
 
 
 def _ephemeral_ports() -> tuple[int, int]:
@@ -241,9 +245,11 @@ def _speed_finding(subject: str, address: str, reached: Reached) -> Iterator[Fin
     settings = f"GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     if reached.rate < SLOW_BYTES or reached.latency > SLOW_SECONDS:
         yield warning(
-            subject, what="slow for training over several hosts", evidence=evidence,
+            subject,
+            what="slow for training over several hosts",
+            evidence=evidence,
             fix=f"ethtool {interface} | grep Speed; another interface: export {settings.replace(interface, 'NAME')}",
-        )  # fmt: skip
+        )
     else:
         yield ok(subject, what=f"talks; export {settings}", evidence=evidence)
 
@@ -251,8 +257,12 @@ def _speed_finding(subject: str, address: str, reached: Reached) -> Iterator[Fin
 def _blocked_finding(subject: str, host: str, address: str, port: int, failure: OSError) -> Finding:
     endpoint = f"{address}:{port}"
     if isinstance(failure, ConnectionRefusedError):
-        return error(subject, what=f"nobody listens at {endpoint}", evidence="connection refused",
-                     fix=f"start the same command on {host}, within --wait; or there: sudo ufw allow {port}/tcp")  # fmt: skip
+        return error(
+            subject,
+            what=f"nobody listens at {endpoint}",
+            evidence="connection refused",
+            fix=f"start the same command on {host}, within --wait; or there: sudo ufw allow {port}/tcp",
+        )
     if failure.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return error(
             subject,
@@ -261,8 +271,9 @@ def _blocked_finding(subject: str, host: str, address: str, port: int, failure: 
             fix=f"ip route get {address}; name the host by an address of a shared network",
         )
     return error(
-        subject, what=f"port {port} of {host} does not answer at {endpoint}",
+        subject,
+        what=f"port {port} of {host} does not answer at {endpoint}",
         evidence=f"{failure}, {CONNECT_SECONDS:.0f} s",
         cause="a firewall drops what is sent there, or the host is off or too busy to answer",
         fix=f"on {host}: sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT; or another port: --port",
-    )  # fmt: skip
+    )

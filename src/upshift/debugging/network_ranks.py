@@ -57,10 +57,12 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
         variables = "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=NAME" if backend == "nccl" else "export GLOO_SOCKET_IFNAME=NAME"
         return [
             error(
-                f"rank {ranks.rank}", what=f"cannot meet or exchange with the others at {address} by {backend}", evidence=message,
+                f"rank {ranks.rank}",
+                what=f"cannot meet or exchange with the others at {address} by {backend}",
+                evidence=message,
                 fix=f"upshift doctor --network --hosts A,B on each host names the port; then {variables} (NAME: ip -br address)",
             )
-        ]  # fmt: skip
+        ]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -113,10 +115,12 @@ def _pair_findings(
         if rate * SLOWER < usual:
             findings.append(
                 warning(
-                    subject, what=f"{usual / rate:.1f} times slower than the median pair", evidence=evidence,
+                    subject,
+                    what=f"{usual / rate:.1f} times slower than the median pair",
+                    evidence=evidence,
                     fix="upshift doctor on both hosts; for GPUs: nvidia-smi topo -m",
                 )
-            )  # fmt: skip
+            )
         else:
             findings.append(ok(subject, what="talk", evidence=evidence))
     return findings

@@ -66,10 +66,17 @@ def report_of(
         stacks = (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
     return RankReport.model_validate(
         {
-            "rank": rank, "ranks": ranks, "kind": kind, "step": step, "words": words, "waiting": waiting, "stacks": stacks,
-            "versions": versions or {}, "variables": variables,
+            "rank": rank,
+            "ranks": ranks,
+            "kind": kind,
+            "step": step,
+            "words": words,
+            "waiting": waiting,
+            "stacks": stacks,
+            "versions": versions or {},
+            "variables": variables,
         }
-    )  # fmt: skip
+    )
 
 
 def current_stacks() -> tuple[Stack, ...]:
@@ -171,9 +178,11 @@ def _deaths(reports: list[RankReport], output: Path) -> Iterator[Finding]:
     for report in first:
         fix = next((fix for word, fix in FIXES if word in report.words), "upshift train ... --resume, when its cause is gone")
         yield error(
-            _rank_name(report), what=f"died in step {report.step}: {report.words[:300]}", evidence=_innermost_line(report),
+            _rank_name(report),
+            what=f"died in step {report.step}: {report.words[:300]}",
+            evidence=_innermost_line(report),
             fix=fix.replace("OUTPUT", str(output)),
-        )  # fmt: skip
+        )
 
 
 def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
@@ -182,22 +191,28 @@ def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
     for report in stalled:
         if report.waiting is None:
             yield error(
-                _rank_name(report), what=f"holds up the others in step {report.step}: it is in no collective",
+                _rank_name(report),
+                what=f"holds up the others in step {report.step}: it is in no collective",
                 evidence=f"{_innermost_line(report)}{'; ' + message if message else ''}",
                 fix="look at that line: data, a lock, a full disk; end the run, then: upshift train ... --resume",
-            )  # fmt: skip
+            )
     if stalled and all(report.waiting is not None for report in stalled):
         waits = "; ".join(f"{_rank_name(report)} in {report.waiting}" for report in stalled)
         yield error(
-            "hang", what=f"every rank that left a report waits, in step {stalled[0].step}", evidence=waits,
-            cause=message or None, fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
-        )  # fmt: skip
+            "hang",
+            what=f"every rank that left a report waits, in step {stalled[0].step}",
+            evidence=waits,
+            cause=message or None,
+            fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
+        )
     for report in reports:
         if report.kind == "slow":
             yield warning(
-                "straggler", what=report.words, evidence=f"step {report.step}",
+                "straggler",
+                what=report.words,
+                evidence=f"step {report.step}",
                 fix="on its host: upshift doctor, and ps -eo pid,pcpu,args --sort=-pcpu | head",
-            )  # fmt: skip
+            )
 
 
 def _silent(reports: list[RankReport]) -> Iterator[Finding]:
@@ -208,10 +223,11 @@ def _silent(reports: list[RankReport]) -> Iterator[Finding]:
     if missing:
         names = ", ".join(map(str, missing))
         yield error(
-            f"rank {names}", what="left no report: its process was killed, or its host is gone",
+            f"rank {names}",
+            what="left no report: its process was killed, or its host is gone",
             evidence=f"{len(reports)} of {serious[0].ranks} ranks left one",
             fix="on its host: dmesg -T | grep -i -E 'killed process|xid' names the cause; then --resume",
-        )  # fmt: skip
+        )
 
 
 def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
@@ -222,10 +238,11 @@ def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
             continue
         parts = ", ".join(f"{entry['part']} {entry['measured_gib']:.2f} GiB" for entry in autopsy["parts"])
         yield warning(
-            "memory", what=f"ran out in step {autopsy['step']}: {autopsy['verdict']}",
+            "memory",
+            what=f"ran out in step {autopsy['step']}: {autopsy['verdict']}",
             evidence=f"{parts}; it went on with {' x '.join(map(str, autopsy['smaller']))} tokens at once",
             fix="upshift plan again: what was measured corrects it; or --set per_device_train_batch_size=N",
-        )  # fmt: skip
+        )
 
 
 def _ending(run: dict[str, Any] | None, reports: list[RankReport], output: Path) -> Iterator[Finding]:

@@ -82,10 +82,12 @@ class Signs:
             return None
         self._reported.add("data")
         return warning(
-            "data loader", what=f"{share:.0%} of a step waits for its batch", fix=self._data_fix,
+            "data loader",
+            what=f"{share:.0%} of a step waits for its batch",
+            fix=self._data_fix,
             evidence=f"{1000 * waited:.1f} of {1000 * total:.1f} ms a step, median of the last {len(last)}",
             cause="batches are made slower than the step uses them up",
-        )  # fmt: skip
+        )
 
     def _recompiles(self) -> Finding | None:
         last = list(self._newest)
@@ -97,10 +99,12 @@ class Signs:
         slow = sum(step.seconds for step, count in zip(last[1:], compilations, strict=True) if count > 0)
         all_seconds = sum(step.seconds for step in last[1:])
         return warning(
-            "recompiles", what=f"{num_compiling} of the last {len(compilations)} steps compiled again",
+            "recompiles",
+            what=f"{num_compiling} of the last {len(compilations)} steps compiled again",
             evidence=f"{sum(compilations)} compilations; these steps took {slow:.1f} s of {all_seconds:.1f} s",
-            cause="a tensor's shape, or a Python value that the graph depends on, is another one in each step", fix=RECOMPILE_FIX,
-        )  # fmt: skip
+            cause="a tensor's shape, or a Python value that the graph depends on, is another one in each step",
+            fix=RECOMPILE_FIX,
+        )
 
     def growth(self) -> float | None:
         """Return the bytes by which memory grows in each step, or None if it does not grow steadily or is not known yet.

@@ -33,21 +33,36 @@ def read_tpu_facts(*, data: str | None = None, devices: Path = Path("/dev")) -> 
     chips = [*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")]  # up to v4; from v5e on
     host = installed_version("tensorflow") or installed_version("tensorflow-cpu")
     return TpuFacts(
-        chips=len(chips), tensorflow=host, tensorflow_tpu=installed_version("tensorflow-tpu"), libtpu=installed_version("libtpu"),
-        jax=installed_version("jax"), data=data,
-    )  # fmt: skip
+        chips=len(chips),
+        tensorflow=host,
+        tensorflow_tpu=installed_version("tensorflow-tpu"),
+        libtpu=installed_version("libtpu"),
+        jax=installed_version("jax"),
+        data=data,
+    )
 
 
 def tpu_readiness(facts: TpuFacts) -> list[Finding]:
     """Return one finding for each step."""
     return [
-        _rules(facts), _rehearsal(facts), _data(facts), _machine(facts), _initializing(facts),
-        ok("6 strategy", what="TPUStrategy is chosen when a TPU answers, and weights, states and data are made in its scope",
-           evidence="upshift train --backend xla does it and says why"),
-        ok("7 jit_compile", what="it is not asked for on a TPU's host, where all of a step is compiled anyway",
-           evidence="upshift train --backend xla leaves it out there, and puts it inside the step elsewhere"),
-        _wheels(facts), _start(facts),
-    ]  # fmt: skip
+        _rules(facts),
+        _rehearsal(facts),
+        _data(facts),
+        _machine(facts),
+        _initializing(facts),
+        ok(
+            "6 strategy",
+            what="TPUStrategy is chosen when a TPU answers, and weights, states and data are made in its scope",
+            evidence="upshift train --backend xla does it and says why",
+        ),
+        ok(
+            "7 jit_compile",
+            what="it is not asked for on a TPU's host, where all of a step is compiled anyway",
+            evidence="upshift train --backend xla leaves it out there, and puts it inside the step elsewhere",
+        ),
+        _wheels(facts),
+        _start(facts),
+    ]
 
 
 def _rules(facts: TpuFacts) -> Finding:
@@ -62,14 +77,18 @@ def _rehearsal(facts: TpuFacts) -> Finding:
     name = "2 compiled elsewhere first"
     if facts.tensorflow is None:
         return hint(
-            name, what="no TensorFlow here that compiles for this host", fix="without a TPU: pip install 'upshift[xla]'",
+            name,
+            what="no TensorFlow here that compiles for this host",
+            fix="without a TPU: pip install 'upshift[xla]'",
             evidence="tensorflow-tpu alone compiles for TPUs only" if facts.tensorflow_tpu else "none installed",
-        )  # fmt: skip
+        )
     if facts.jax is None or facts.libtpu is None:
         return hint(
-            name, what="XLA compiles for this host; Google's TPU compiler is not here",
-            fix=f"pip install 'upshift[xla-compile]', then {REHEARSE}", evidence=f"tensorflow {facts.tensorflow}",
-        )  # fmt: skip
+            name,
+            what="XLA compiles for this host; Google's TPU compiler is not here",
+            fix=f"pip install 'upshift[xla-compile]', then {REHEARSE}",
+            evidence=f"tensorflow {facts.tensorflow}",
+        )
     evidence = f"tensorflow {facts.tensorflow}, jax {facts.jax}, libtpu {facts.libtpu}"
     return ok(name, what="XLA compiles here, for this host and for TPUs", evidence=evidence)
 
@@ -92,9 +111,11 @@ def _machine(facts: TpuFacts) -> Finding:
     if facts.chips:
         return ok(name, what="this machine has TPU chips", evidence=evidence)
     return hint(
-        name, what="there is no TPU here", evidence=evidence,
+        name,
+        what="there is no TPU here",
+        evidence=evidence,
         fix="gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v5litepod-4 --version v2-alpha-tpuv5-lite",
-    )  # fmt: skip
+    )
 
 
 def _initializing(facts: TpuFacts) -> Finding:

@@ -62,9 +62,11 @@ def measure_link(group: Any = None) -> Link | None:
     small, large = slowest.tolist()
     ring_bytes = 2.0 * (ranks - 1) / ranks * LINK_BYTES  # a ring all-reduce sends so many over each machine's port
     return Link(
-        name="network", bytes_per_second=ring_bytes / max(large - small, 0.1 * large), latency_seconds=small / (2 * (ranks - 1)),
+        name="network",
+        bytes_per_second=ring_bytes / max(large - small, 0.1 * large),
+        latency_seconds=small / (2 * (ranks - 1)),
         measured=True,
-    )  # fmt: skip
+    )
 
 
 def _ring_seconds(tensor: Any, group: Any) -> float:

@@ -16,9 +16,23 @@ from upshift.value import Value
 
 Precision = Literal["fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"]
 Isa = Literal[
-    "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_fp16", "amx_int8",
-    "neon", "neon_fp16", "neon_dotprod", "neon_bf16", "neon_i8mm", "sve", "sve2",
-]  # fmt: skip
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_fp16",
+    "amx_int8",
+    "neon",
+    "neon_fp16",
+    "neon_dotprod",
+    "neon_bf16",
+    "neon_i8mm",
+    "sve",
+    "sve2",
+]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Exchange = Literal[Collective, "send"]
 Backend = Literal["cuda", "rocm", "hpu", "xla", "mps"]  # PyTorch's backend for an accelerator
@@ -31,8 +45,13 @@ Seconds = Annotated[float, Field(ge=0)]
 
 # The first compute capability with matrix instructions for a precision: CUDA C Programming Guide, "Compute Capabilities".
 MIN_COMPUTE_CAPABILITY: dict[Precision, tuple[int, int]] = {
-    "fp32": (0, 0), "fp32_medium": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9), "int8": (7, 2),
-}  # fmt: skip
+    "fp32": (0, 0),
+    "fp32_medium": (8, 0),
+    "bf16": (8, 0),
+    "fp16": (7, 0),
+    "fp8": (8, 9),
+    "int8": (7, 2),
+}
 CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
     "bf16": ("avx512_bf16", "amx_bf16", "neon_bf16"),
     "fp16": ("avx512_fp16", "amx_fp16", "neon_fp16"),

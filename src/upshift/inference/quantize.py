@@ -102,9 +102,15 @@ def quantize(source: ModelSource, rounding: Rounding, output: Path, *, bits: Bit
 
 
 def _write_and_compare(
-    source: ModelSource, rounding: Rounding, output: Path, held_out: list[list[int]], calibration: list[list[int]], *, bits: Bits,
+    source: ModelSource,
+    rounding: Rounding,
+    output: Path,
+    held_out: list[list[int]],
+    calibration: list[list[int]],
+    *,
+    bits: Bits,
     engine: EngineName,
-) -> QuantizationReport:  # fmt: skip
+) -> QuantizationReport:
     temporary = output.with_name(f"{output.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -115,9 +121,16 @@ def _write_and_compare(
         texts = [row[: rounding.held_out_tokens] for row in held_out]
         before, after = _compare(source, quantized, engine, rounding, texts, Path(folder))
     report = QuantizationReport(
-        model=source.reference, task=rounding.task, bits=bits, engine=engine, calibrated_on=calibrated_on,
-        before=before, after=after, bytes_before=weights_size(source), bytes_after=weights_size(quantized),
-    )  # fmt: skip
+        model=source.reference,
+        task=rounding.task,
+        bits=bits,
+        engine=engine,
+        calibrated_on=calibrated_on,
+        before=before,
+        after=after,
+        bytes_before=weights_size(source),
+        bytes_after=weights_size(quantized),
+    )
     write_whole(temporary / REPORT, report.to_json())
     shutil.rmtree(output, ignore_errors=True)
     temporary.replace(output)
@@ -212,9 +225,13 @@ def _compare(
     runs = []
     for model, setup in ((source, original_setup), (quantized, quantized_setup)):
         contest = Contest(
-            task=rounding.task, source=model, asked=rounding.task_options, pad=rounding.pad, batches=(rounding.batch,),
+            task=rounding.task,
+            source=model,
+            asked=rounding.task_options,
+            pad=rounding.pad,
+            batches=(rounding.batch,),
             hint="latency",
-        )  # fmt: skip
+        )
         request = RaceRequest(contest=contest, setups=(setup,), sample=sample, reference=reference)
         runs += rounding.run_setup(request, setup, EarlyStopping(request))
     return runs[0], runs[1]

@@ -28,9 +28,20 @@ from upshift.value import Value
 Task = Literal["encode", "generate", "seq2seq"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
-    "fp32", "tf32", "bf16", "fp16", "fp8", "fp16-weights", "mixed-weights", "mixed", "int8-weights", "int8", "int4-weights",
-    "int4", "stored",
-]  # fmt: skip
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp16-weights",
+    "mixed-weights",
+    "mixed",
+    "int8-weights",
+    "int8",
+    "int4-weights",
+    "int4",
+    "stored",
+]
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
@@ -65,9 +76,7 @@ def added_engines() -> tuple[AddedEngine, ...]:
 def _read_declaration(path: Path) -> AddedEngine:
     """Read the declaration of an engine file. Raise RequestError for a missing or unknown key, or a wrong task."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (literal,) = (
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENGINE"
-    )  # fmt: skip
+    (literal,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENGINE")
     declaration: dict[str, Any] = {"libraries": (), "on_gpu": (), "kinds": "", **ast.literal_eval(literal)}
     keys = {"name", "task", "class", "libraries", "precisions", "on_gpu", "kinds"}
     folder = path.parents[1].name
@@ -90,9 +99,17 @@ if TYPE_CHECKING:  # the added engines are known only when their files are read
     EngineName = str
 else:
     EngineName = Literal[
-        "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing",
+        "torch",
+        "torch-graphs",
+        "torchao",
+        "onnxruntime",
+        "openvino",
+        "ctranslate2",
+        "llamacpp",
+        "torch-compiled",
+        "nothing",
         *(engine.name for engine in added_engines()),
-    ]  # fmt: skip
+    ]
 
 
 class EngineSetup(Value):
@@ -141,7 +158,8 @@ PACKAGES: dict[Task, str] = {
 ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the reference first, then by the time to convert a model
     "torch": EngineSpec(
-        ("torch",), "",
+        ("torch",),
+        "",
         {
             "encode": EngineFactory("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
             "generate": EngineFactory("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
@@ -149,15 +167,18 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         },
     ),
     "torch-graphs": EngineSpec(
-        ("torch",), "",
+        ("torch",),
+        "",
         {"generate": EngineFactory("torch_cuda_graphs:TorchGraphsDecoder", (), ON_GPU)},
     ),
     "torchao": EngineSpec(
-        ("torchao",), "quant",
+        ("torchao",),
+        "quant",
         {"generate": EngineFactory("torch_cuda_graphs:TorchaoDecoder", (), ("int8-weights", "int4-weights", "fp8"), "bf16")},
     ),
     "llamacpp": EngineSpec(
-        ("llama_cpp", "gguf"), "llamacpp",
+        ("llama_cpp", "gguf"),
+        "llamacpp",
         {
             "generate": EngineFactory(
                 "llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_families:FAMILIES"
@@ -165,11 +186,13 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         },
     ),
     "ctranslate2": EngineSpec(
-        ("ctranslate2",), "ctranslate2",
+        ("ctranslate2",),
+        "ctranslate2",
         {"encode": EngineFactory("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
     ),
     "openvino": EngineSpec(
-        ("openvino", "nncf"), "openvino",
+        ("openvino", "nncf"),
+        "openvino",
         {
             "encode": EngineFactory("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
             "generate": EngineFactory("openvino_decoder:build_decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
@@ -177,29 +200,32 @@ ENGINES: dict[EngineName, EngineSpec] = {  # in the order of a race: the referen
         },
     ),
     "onnxruntime": EngineSpec(
-        ("onnxruntime", "onnx", "onnxscript"), "onnx",
+        ("onnxruntime", "onnx", "onnxscript"),
+        "onnx",
         {"encode": EngineFactory("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
     ),
     "torch-compiled": EngineSpec(
-        ("torch",), "",
+        ("torch",),
+        "",
         {
             "encode": EngineFactory("torch_engine:TorchCompiledEngine", ("fp32", "tf32", "bf16")),
             "generate": EngineFactory("torch_decoder:TorchCompiledDecoder", ("fp32", "bf16")),
         },
         uncompiled="torch",
     ),
-}  # fmt: skip
+}
 for _added in added_engines():
     _factory = EngineFactory(_added.factory, _added.precisions, _added.on_gpu, kinds=_added.kinds)
     ENGINES[_added.name] = EngineSpec(_added.libraries, "", {_added.task: _factory})
 NULL_ENGINE = EngineSpec(  # computes nothing and cannot be chosen: it measures the time outside the engines
-    (), "",
+    (),
+    "",
     {
         "encode": EngineFactory("null_engine:NullEngine", ("fp32",)),
         "generate": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
         "seq2seq": EngineFactory("null_decoder:NullDecoder", ("fp32",)),
     },
-)  # fmt: skip
+)
 
 
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
@@ -227,9 +253,16 @@ def install_line(name: EngineName) -> str:
 
 
 def contestants(
-    task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None,
+    task: Task,
+    source: ModelSource,
+    host: Host,
+    *,
+    exact: bool,
+    batch: int,
+    hint: Hint,
+    stored: EngineName | None = None,
     reference: Precision = "fp32",
-) -> list[EngineSetup]:  # fmt: skip
+) -> list[EngineSetup]:
     """Return the setups of all engines that can run the model, installed or not, the reference first.
 
     Args:
@@ -254,10 +287,8 @@ def contestants(
         if factory is None or factory.needs in excluded:
             continue
         precisions = [
-            precision
-            for precision in factory.precisions_on(device)
-            if precision == reference or precision not in excluded
-        ]  # fmt: skip
+            precision for precision in factory.precisions_on(device) if precision == reference or precision not in excluded
+        ]
         if precisions and _supports(task, factory, source):
             setups += [base.changed(engine=name, precision=precision) for precision in precisions]
     return sorted(setups, key=lambda setup: setup != base.changed(precision=reference))
@@ -284,14 +315,12 @@ def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> Engi
     is not installed."""
     device = _device(host)
     valid_names = [
-        engine
-        for engine, spec in ENGINES.items()
-        if task in spec.factories and spec.factories[task].precisions_on(device)
-    ]  # fmt: skip
+        engine for engine, spec in ENGINES.items() if task in spec.factories and spec.factories[task].precisions_on(device)
+    ]
     if name not in valid_names:
         device_name = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
         raise RequestError(
-            f"--engine {name!r} is none for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
+            f"--engine {name!r} is no engine for {task}; use one of {', '.join(valid_names)} (on this machine's {device_name})"
         )
     if not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: {install_line(name)}")

@@ -12,8 +12,14 @@ from upshift.errors import RequestError
 from upshift.models.source import ModelSource
 
 FILES = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "*.model",
-)  # fmt: skip
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
 
 
 def load_tokenizer(source: ModelSource) -> Any:

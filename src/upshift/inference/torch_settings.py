@@ -17,8 +17,11 @@ TF32_MATMUL: dict[Device, str] = {  # torch's float32_matmul_precision under "tf
     "cuda": "high",
 }
 DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 # Rows and tokens to compile with. Sizes that are equal at that time, also numbers of heads, are taken as always equal by torch.
 COMPILE_SHAPE = (11, 13)
 

@@ -55,9 +55,11 @@ CHILDREN = Internal("torch", "Module._modules", MODULES)
 FORWARD_HOOKS = Internal("torch", "Module._forward_hooks", "Activation checkpointing of a model with frozen embeddings")
 APPLY = Internal("torch", "Module._apply", "Moving a rank's own part of a model", "use fully_shard=off")
 FLASH_FOR_CPU = Internal(
-    "torch", "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", "Selective activation checkpointing",
+    "torch",
+    "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu",
+    "Selective activation checkpointing",
     "use activation_checkpointing=full",
-)  # fmt: skip
+)
 ERASED = Internal("torch", "Node._erased", ONEDNN, ONEDNN_INSTEAD)
 METADATA_CHECK = Internal("torch", "torch.ops:aten._assert_tensor_metadata.default", ONEDNN, ONEDNN_INSTEAD)
 LINEAR_POINTWISE = Internal("torch", "torch.ops:mkldnn._linear_pointwise", ONEDNN, ONEDNN_INSTEAD)
@@ -75,13 +77,17 @@ BAD_FORK = Internal("torch", "torch.cuda:_is_in_bad_fork", "Starting processes t
 DEFAULT_STORE = Internal("torch", "torch.distributed.distributed_c10d:_get_default_store", "What ranks tell each other")
 FLIGHT_RECORDER = Internal("torch", "torch._C:_distributed_c10d", "Naming the collective that ranks wait in")
 FSDP_GATHER = Internal(
-    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather", "Going on after a rank ran out of memory",
+    "torch",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
+    "Going on after a rank ran out of memory",
     "use fully_shard=off",
-)  # fmt: skip
+)
 FSDP_SUM = Internal(
-    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter",
-    "Going on after one rank ran out of memory", "use fully_shard=off",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter",
+    "Going on after one rank ran out of memory",
+    "use fully_shard=off",
+)
 PIPELINE_STAGE = Internal("torch", "torch.distributed.pipelining.stage:_PipelineStageBase", PIPELINE, PIPELINE_INSTEAD)
 PIPELINE_SCHEDULE = Internal("torch", "torch.distributed.pipelining.schedules:PipelineScheduleSingle", PIPELINE, PIPELINE_INSTEAD)
 SCHEDULE_BACKWARD = Internal("torch", "Schedule._has_backward", PIPELINE, PIPELINE_INSTEAD)

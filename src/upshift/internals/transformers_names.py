@@ -77,9 +77,11 @@ SAFE_GLOBALS = Internal("transformers", "transformers.trainer_pt_utils:safe_glob
 NOT_SAVED = Mark("transformers", "transformers.modeling_utils:_keys_to_ignore_on_save", "Saving a model")
 INPUT_GRADIENTS = Mark("transformers", "transformers.modeling_utils:_require_grads_hook", "Activation checkpointing")
 CHECKPOINTED = Mark(
-    "transformers", "transformers.modeling_layers:_gradient_checkpointing_func", "Recomputing layers of offloaded weights",
+    "transformers",
+    "transformers.modeling_layers:_gradient_checkpointing_func",
+    "Recomputing layers of offloaded weights",
     "use activation_checkpointing=off",
-)  # fmt: skip
+)
 
 # Several processes.
 EXPAND_PLAN = Internal("transformers", "PreTrainedModel._expand_parallel_plan", TENSOR, TENSOR_INSTEAD)
@@ -96,9 +98,11 @@ PUSH_CHECKPOINT = Internal(
     "transformers", "Trainer._push_from_checkpoint", "push_to_hub of checkpoints", "leave push_to_hub unset"
 )
 SEARCH_BACKEND = Internal(
-    "transformers", "transformers.hyperparameter_search:default_hp_search_backend", "hyperparameter_search without a backend",
+    "transformers",
+    "transformers.hyperparameter_search:default_hp_search_backend",
+    "hyperparameter_search without a backend",
     'give backend="optuna"',
-)  # fmt: skip
+)
 
 # XLA.
 INITIALIZED = Mark("transformers", "transformers.initialization:_is_hf_initialized", XLA, XLA_INSTEAD)

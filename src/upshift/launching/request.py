@@ -46,17 +46,28 @@ class Launch(Value):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_command()
+        self._check_job()
+        self._check_hosts()
+        self._check_pairs()
+        return self
+
+    def _check_command(self) -> None:
         if self.train[:1] != ("train",):
             command = " ".join(self.train) or "nothing"
             raise RequestError(f"after -- comes the ranks' command, which is train: got {command!r}; write -- train MODEL ...")
         if "--overwrite" in self.train:
             raise RequestError("--overwrite would delete what a restart goes on from; leave it out, or give an empty --output")
+
+    def _check_job(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise RequestError(f"--nodes {self.min_nodes}:{self.max_nodes} is no range; give N, or MIN:MAX with 1 <= MIN <= MAX")
         if not _NAME.fullmatch(self.name):
             raise RequestError(f"--name {self.name!r} is not a job's name; use up to 40 of a-z, 0-9 and -, as in upshift-7b")
         if self.memory is not None and not _MEMORY.fullmatch(self.memory):
             raise RequestError(f"--memory {self.memory!r} is not an amount; use a whole number of Ki, Mi, Gi or Ti, as in 64Gi")
+
+    def _check_hosts(self) -> None:
         repeated = [host for host in self.hosts if self.hosts.count(host) > 1]
         if repeated or "" in self.hosts:
             problem = f"names {repeated[0]} twice" if repeated else "has an empty name"
@@ -69,13 +80,14 @@ class Launch(Value):
         for host in self.hosts:
             if host.startswith("-") or re.search(r"\s", host):
                 raise RequestError(f"--hosts: {host!r} is not the name of a host; give names or addresses, as ssh takes them")
+
+    def _check_pairs(self) -> None:
         for name, _ in self.environment:
             if not _VARIABLE.fullmatch(name):
                 raise RequestError(f"--env: {name!r} is not the name of a variable; write --env NAME=VALUE")
         for key, value in self.node_selector:
             if not _LABEL.fullmatch(key) or (value and not _LABEL.fullmatch(value)):
                 raise RequestError(f"--node-selector {key}={value} is not a label; write KEY=VALUE, as kubectl shows it")
-        return self
 
     @property
     def nodes(self) -> str:

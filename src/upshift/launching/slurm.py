@@ -10,9 +10,13 @@ from upshift.launching.torchrun import environment_lines, rank_count_lines, torc
 
 def sbatch_file(launch: Launch, *, hours: float | None = None, partition: str | None = None) -> str:
     flags = (
-        f"--nnodes={launch.nodes}", "--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID"', f'--rdzv-endpoint="$first:{launch.port}"',
-        '--rdzv-conf=is_host=$(( SLURM_NODEID == 0 ))', '--local-addr="$SLURMD_NODENAME"',
-    )  # fmt: skip
+        f"--nnodes={launch.nodes}",
+        "--rdzv-backend=c10d",
+        '--rdzv-id="$SLURM_JOB_ID"',
+        f'--rdzv-endpoint="$first:{launch.port}"',
+        "--rdzv-conf=is_host=$(( SLURM_NODEID == 0 ))",
+        '--local-addr="$SLURMD_NODENAME"',
+    )
     lines = [
         *_directives(launch, hours, partition),
         "",

@@ -40,9 +40,14 @@ def environment_lines(launch: Launch) -> list[str]:
 def torchrun_command(launch: Launch, *flags: str, ranks: str = '"$ranks"', python: str | None = None) -> str:
     """Return the command of torchrun. ``flags`` are quoted for the shell already."""
     arguments = [
-        shlex.quote(python or launch.python), "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-        f"--max-restarts={launch.max_restarts}", *flags, *(shlex.quote(word) for word in launch.command),
-    ]  # fmt: skip
+        shlex.quote(python or launch.python),
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={launch.max_restarts}",
+        *flags,
+        *(shlex.quote(word) for word in launch.command),
+    ]
     return " ".join(arguments)
 
 
@@ -55,10 +60,13 @@ def host_script(launch: Launch, number: int) -> str:
     host = launch.hosts[number]
     first = launch.hosts[0]
     rendezvous_flags = (
-        f"--nnodes={launch.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={launch.name}",
+        f"--nnodes={launch.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={launch.name}",
         f"--rdzv-endpoint={shlex.quote(f'{address(first)}:{launch.port}')}",
-        f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={shlex.quote(address(host))}",
-    )  # fmt: skip
+        f"--rdzv-conf=is_host={int(number == 0)}",
+        f"--local-addr={shlex.quote(address(host))}",
+    )
     flags = ("--standalone",) if launch.hosts == ("localhost",) else rendezvous_flags
     change_folder = [f"cd {shlex.quote(launch.folder)}"] if launch.folder else []
     return (

@@ -61,9 +61,14 @@ class Filling:
     that has preprocessed the model."""
 
     def __init__(
-        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: NameMapping, *, dtype: torch.dtype,
+        self,
+        model: PreTrainedModel,
+        tensors: Mapping[str, StoredTensor],
+        names: NameMapping,
+        *,
+        dtype: torch.dtype,
         quantizer: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.tensors = tensors
         self.names = names
@@ -76,9 +81,13 @@ class Filling:
         self._dtypes = DTYPE_PLAN.of(model)(dtype)
         self._dtype_patterns = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
         self.info = LOADING_REPORT.get()(
-            missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
-            error_msgs=[], skipped_pp_keys=set(),
-        )  # fmt: skip
+            missing_keys=set(self._empty),
+            unexpected_keys=set(names.unexpected),
+            mismatched_keys=set(),
+            conversion_errors={},
+            error_msgs=[],
+            skipped_pp_keys=set(),
+        )
 
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
         """Fill the model in the order of the files' bytes. Afterwards ``info`` lists the weights that no tensor fills.

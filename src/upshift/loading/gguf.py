@@ -126,7 +126,7 @@ def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrain
 
     Besides the model's weights, only the few that are being read are in memory."""
     if dtype not in (None, "auto", *COMPUTE_DTYPES, *map(partial(getattr, torch), COMPUTE_DTYPES)):
-        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}")
+        raise RequestError(f"dtype {dtype!r} cannot compute a model; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     opened = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
     state_dict = {name: _LazyTensor(opened, name) for name in opened.shapes}

@@ -39,10 +39,16 @@ QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip instal
 
 
 def load_model(
-    model: str, *, dtype: str | torch.dtype | None = None, device_map: str | int | Mapping[str, str | int] | None = None,
-    max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
-    quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
-) -> PreTrainedModel:  # fmt: skip
+    model: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device_map: str | int | Mapping[str, str | int] | None = None,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    quantize: Quantized | None = None,
+    model_class: type | None = None,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
     """Return the model in evaluation mode. Weights on the disk are read from the model's files when their module runs.
 
     ``dtype``: None means the config's dtype, or the stored one if the config has none. ``device_map``: None puts the whole
@@ -64,16 +70,27 @@ def load_model(
     folder = None if offload_folder is None else Path(offload_folder)
     placement_options = None if device_map is None else PlacementOptions(device_map, max_memory, folder)
     return load_source(
-        source, dtype=dtype, placement_options=placement_options, quantize=quantize, model_class=model_class, progress=progress,
+        source,
+        dtype=dtype,
+        placement_options=placement_options,
+        quantize=quantize,
+        model_class=model_class,
+        progress=progress,
         allow_missing=model_class is not None,
-    )  # fmt: skip
+    )
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, placement_options: PlacementOptions | None = None,
-    quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
-    allow_missing: bool = False, run: Run | None = None,
-) -> PreTrainedModel:  # fmt: skip
+    source: ModelSource,
+    *,
+    dtype: str | torch.dtype | None = None,
+    placement_options: PlacementOptions | None = None,
+    quantize: Quantized | None = None,
+    model_class: type | None = None,
+    progress: Progress | None = None,
+    allow_missing: bool = False,
+    run: Run | None = None,
+) -> PreTrainedModel:
     """Return the model of a source. ``model_class``: None means the class that the config names.
 
     ``allow_missing``: let transformers initialize, and report, weights that no file holds. Otherwise raise RequestError if the
@@ -207,9 +224,7 @@ def _set_dtype(config: PretrainedConfig, requested: str | torch.dtype | None, ch
     if isinstance(requested, torch.dtype):
         requested = str(requested).removeprefix("torch.")
     if requested not in (None, "auto", *COMPUTE_DTYPES):
-        raise RequestError(
-            f"dtype {requested!r} is none that models are computed in; use one of auto, {', '.join(COMPUTE_DTYPES)}"
-        )
+        raise RequestError(f"dtype {requested!r} cannot compute a model; use one of auto, {', '.join(COMPUTE_DTYPES)}")
     stored = () if checkpoint is None else checkpoint.tensors.values()
     floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     chosen = getattr(config, "dtype", None) if requested in (None, "auto") else getattr(torch, str(requested))

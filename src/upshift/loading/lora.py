@@ -113,7 +113,7 @@ class AdaptedModel:
             layers[weight_ids[base, getattr(layer, "parameter_name", "weight")]].append(layer)
             if layer.lora_bias.get(ADAPTER):
                 if (base, "bias") not in weight_ids:
-                    raise RequestError(f"{folder} has a bias for {name}, which has none itself; it cannot be merged")
+                    raise RequestError(f"{folder} has a bias for {name}, and the model has none, so it cannot be merged")
                 biases[weight_ids[base, "bias"]].append(layer)
         return layers, biases
 

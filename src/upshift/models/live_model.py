@@ -36,9 +36,14 @@ def source_of(model: nn.Module) -> ModelSource:
     dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
     base_dtype: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
     source = ModelSource(
-        reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name,
-        base_dtype=base_dtype, quantized_from=_quantized_from(base),
-    )  # fmt: skip
+        reference=type(base).__name__,
+        directory=None,
+        config=_config_of(base),
+        adapter=adapter,
+        adapter_name=adapter_name,
+        base_dtype=base_dtype,
+        quantized_from=_quantized_from(base),
+    )
     rebuilt = _rebuild_on_meta(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
     _check_parameters(model, rebuilt)

@@ -316,8 +316,11 @@ class ModelProfile(Value):
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool, tensor_parallel: int = 1) -> StepTrace | None:
         for step in self.steps:
             if (step.precision, step.attention, step.masked, step.tensor_parallel) == (
-                precision, attention, masked, tensor_parallel,
-            ):  # fmt: skip
+                precision,
+                attention,
+                masked,
+                tensor_parallel,
+            ):
                 return step
         return None
 

@@ -27,8 +27,13 @@ def profile_model(
 
         store = SegmentStore.for_source(source, sequence_length)
         return trace_model(
-            source, key=key_of(*identity), versions=versions, sequence_length=sequence_length, variants=variants, store=store,
+            source,
+            key=key_of(*identity),
+            versions=versions,
+            sequence_length=sequence_length,
+            variants=variants,
+            store=store,
             progress=progress,
-        )  # fmt: skip
+        )
 
     return load_or_compute("profiles", identity, ModelProfile, trace)

@@ -90,9 +90,11 @@ def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Paramete
         scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
         if settings.compress_statistics:
             nested = QuantState(
-                absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(NESTED_CODES), blocksize=NESTED_BLOCK,
+                absmax=torch.empty(-(-blocks // NESTED_BLOCK)),
+                code=torch.empty(NESTED_CODES),
+                blocksize=NESTED_BLOCK,
                 dtype=torch.float32,
-            )  # fmt: skip
+            )
             scales = {"absmax": torch.empty(blocks, dtype=torch.uint8), "offset": torch.empty(()), "state2": nested}
         state = QuantState(
             shape=weight.shape,
@@ -110,9 +112,17 @@ def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Paramete
 
 
 def multiply_4bit(
-    inputs: Tensor, weight: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    inputs: Tensor,
+    weight: Tensor,
+    shape: list[int],
+    absmax: Tensor,
+    blocksize: int,
+    kind: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
     """Multiply by a 4-bit weight as bitsandbytes::gemm_4bit does for many rows, as in training.
 
     The whole weight is dequantized to the dtype of the inputs."""

@@ -32,12 +32,17 @@ ADAPTER_INITIAL = "init_lora_weights"  # some of its schemes need the real weigh
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TASK_OF_HEAD = {  # with the task, peft trains such a head whole next to the adapter
-    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
-}  # fmt: skip
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
 QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:2305.14314)
-    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
-}  # fmt: skip
+}
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
 SHOWN_CHARACTERS = 100  # of a reference in a message

@@ -20,16 +20,28 @@ from upshift.models.profile import TensorParallel
 
 # For each style, the dimension of a weight that is divided, from the end. A bias is divided if its weight's rows are.
 DIVIDED_DIMENSION = {
-    "colwise": -2, "packed_colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2,
-    "rowwise": -1, "packed_rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1,
-    "embedding_rowwise": -2, "embedding_colwise": -1,
-}  # fmt: skip
+    "colwise": -2,
+    "packed_colwise": -2,
+    "colwise_gather_output": -2,
+    "colwise_rep": -2,
+    "rowwise": -1,
+    "packed_rowwise": -1,
+    "rowwise_split_input": -1,
+    "rowwise_rep": -1,
+    "embedding_rowwise": -2,
+    "embedding_colwise": -1,
+}
 PACKED_STYLES = ("packed_colwise", "packed_rowwise")  # two halves that are divided separately: gates, then their factors
 GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")  # every rank gathers the whole output
 UNDIVIDED_STYLES = (
-    "replicated_with_grad_allreduce", "all_reduce", "sequence_parallel", "moe_tp_experts", "moe_identity_expert", "replicate",
+    "replicated_with_grad_allreduce",
+    "all_reduce",
+    "sequence_parallel",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "replicate",
     "local_params",
-)  # fmt: skip
+)
 
 
 def declared_plan(model: PreTrainedModel) -> dict[str, str]:

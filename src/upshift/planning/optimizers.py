@@ -62,9 +62,10 @@ def added_optimizers() -> dict[str, AddedOptimizer]:
 
 def _read_declaration(path: Path, text: str) -> AddedOptimizer:
     (declaration,) = (
-        node.value for node in ast.parse(text).body
+        node.value
+        for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPTIMIZER"
-    )  # fmt: skip
+    )
     fields: dict[str, Any] = ast.literal_eval(declaration)
     try:
         return AddedOptimizer.model_validate({**fields, "module": path.stem})

@@ -153,40 +153,33 @@ class Plan(Value):
 
     def label(self) -> str:
         """Return one short line: ``bf16 · 4 x 2 · compile layer · adamw_torch_fused``."""
-        parts = [self.precision, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"]
-        if self.num_processes > 1:
-            ranks = f"{self.num_processes} ranks" if self.device != "cpu" else f"{self.num_processes} processes"
-            parts.append(ranks if self.device != "cpu" else f"{ranks} x {self.threads_per_process} threads")
-        if self.layout != ALONE:
-            parts.append(self.layout.label())
-        if self.activation_checkpointing:
-            parts.append(f"recompute {self.activation_checkpointing}{HOW_RECOMPUTED[self.recompute_granularity]}")
-        if self.attention != "sdpa":
-            parts.append(f"{self.attention} attention")
-        if self.torch_compile != "off":
-            parts.append(f"compile {self.torch_compile}")
-        if self.fused_kernels:
-            parts.append("fused kernels")
-        if self.loss_kernel != "eager":
-            parts.append(f"{self.loss_kernel} loss")
-        if self.loss_chunk_tokens:
-            parts.append("chunked loss")
-        if self.packing:
-            parts.append("packed")
-        if self.host_memory != "system":
-            parts.append("keep memory")
-        if self.weight_offload != "none":
-            parts.append(f"weights on {self.weight_offload}")
-        if self.activation_offload:
-            parts.append("activations on host")
-        parts.append(self.optim + (f" {self.optim_args}" if self.optim_args else ""))
-        if self.mup_base:
-            parts.append(f"muP from {self.mup_base}")
-        if self.optimizer_in_backward:
-            parts.append("in backward")
-        if self.optim_offload:
-            parts.append("optimizer on host")
-        return " · ".join(parts)
+        recomputed = f"recompute {self.activation_checkpointing}{HOW_RECOMPUTED[self.recompute_granularity]}"
+        parts = [
+            (True, self.precision),
+            (True, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"),
+            (self.num_processes > 1, self._processes_label()),
+            (self.layout != ALONE, self.layout.label()),
+            (self.activation_checkpointing > 0, recomputed),
+            (self.attention != "sdpa", f"{self.attention} attention"),
+            (self.torch_compile != "off", f"compile {self.torch_compile}"),
+            (self.fused_kernels, "fused kernels"),
+            (self.loss_kernel != "eager", f"{self.loss_kernel} loss"),
+            (self.loss_chunk_tokens > 0, "chunked loss"),
+            (self.packing, "packed"),
+            (self.host_memory != "system", "keep memory"),
+            (self.weight_offload != "none", f"weights on {self.weight_offload}"),
+            (self.activation_offload, "activations on host"),
+            (True, f"{self.optim} {self.optim_args}" if self.optim_args else self.optim),
+            (self.mup_base != "", f"muP from {self.mup_base}"),
+            (self.optimizer_in_backward, "in backward"),
+            (self.optim_offload, "optimizer on host"),
+        ]
+        return " · ".join(text for is_chosen, text in parts if is_chosen)
+
+    def _processes_label(self) -> str:
+        if self.device == "cpu":
+            return f"{self.num_processes} processes x {self.threads_per_process} threads"
+        return f"{self.num_processes} ranks"
 
 
 TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArguments

@@ -213,9 +213,15 @@ def calibrate_and_filter(
 
 
 def _search(
-    source: ModelSource, host: Host, workload: Workload, fixed: tuple[str, ...], progress: Progress, calibration: Calibration,
-    *, selective: bool,
-) -> tuple[ModelProfile, Ranking]:  # fmt: skip
+    source: ModelSource,
+    host: Host,
+    workload: Workload,
+    fixed: tuple[str, ...],
+    progress: Progress,
+    calibration: Calibration,
+    *,
+    selective: bool,
+) -> tuple[ModelProfile, Ranking]:
     profile = profile_model(
         source,
         sequence_length=workload.sequence_length,

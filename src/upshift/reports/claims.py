@@ -11,9 +11,14 @@ from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layou
 
 ROW_HEIGHT = 26  # pixels of a bar
 HEADS = (
-    ("claim", ""), ("number", "number"), ("goal", "number"), ("of the goal", "number"), ("rows", "number"), ("newest", ""),
+    ("claim", ""),
+    ("number", "number"),
+    ("goal", "number"),
+    ("of the goal", "number"),
+    ("rows", "number"),
+    ("newest", ""),
     ("command", "long"),
-)  # fmt: skip
+)
 
 
 def claims_page(statuses: Sequence[ClaimStatus]) -> str:
@@ -56,11 +61,17 @@ def _claims_table(statuses: Sequence[ClaimStatus]) -> Table:
         if status.readings:
             reading = status.readings[-1]
             newest = Cell(reading.time[:10], reading.commit or "no commit", whole_words=True)
-        rows.append([
-            Cell(status.name, f"{claim.text}: {claim.ours} against {claim.baseline}"),
-            number_cell(status.value, small=claim.unit), number(claim.goal), _share(status), str(len(status.readings)),
-            newest, Cell(status.command, whole_words=True, is_code=True),
-        ])  # fmt: skip
+        rows.append(
+            [
+                Cell(status.name, f"{claim.text}: {claim.ours} against {claim.baseline}"),
+                number_cell(status.value, small=claim.unit),
+                number(claim.goal),
+                _share(status),
+                str(len(status.readings)),
+                newest,
+                Cell(status.command, whole_words=True, is_code=True),
+            ]
+        )
     missed = frozenset(index for index, status in enumerate(statuses) if status.is_reached is False)
     return Table("Claims", HEADS, rows, missed)
 
@@ -84,11 +95,13 @@ def _distances(with_goal: Sequence[ClaimStatus]) -> Figure | None:
         return None
     shares = [status.share or 0.0 for status in with_goal]
     bars = {
-        "type": "bar", "orientation": "h", "x": [round(share, 4) for share in shares],
+        "type": "bar",
+        "orientation": "h",
+        "x": [round(share, 4) for share in shares],
         "y": [plot_text(status.name) for status in with_goal],
         "marker": {"color": [GREEN if status.is_reached else RED for status in with_goal]},
         "hovertemplate": "%{y}: %{x:.2f} of the goal<extra></extra>",
-    }  # fmt: skip
+    }
     line = {"color": "@text", "dash": "dot", "width": 1}
     goal = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
     x = axis("of the goal", **log_axis_if_wide(shares))
@@ -106,9 +119,15 @@ def _times(measured: Sequence[ClaimStatus]) -> Figure | None:
         is_higher_better = status.claim.better == "higher"
         ratios = [value / values[0] if is_higher_better else values[0] / value for value in values]
         colour = CURVE_COLOURS[len(traces) % len(CURVE_COLOURS)]
-        traces.append({
-            "type": "scatter", "mode": "lines+markers", "name": plot_text(status.name),
-            "x": [reading.time for reading in status.readings], "y": [round(ratio, 4) for ratio in ratios],
-            "line": {"color": colour, "width": 1.5}, "hovertemplate": "%{x}: %{y:.2f} of the first<extra></extra>",
-        })  # fmt: skip
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": plot_text(status.name),
+                "x": [reading.time for reading in status.readings],
+                "y": [round(ratio, 4) for ratio in ratios],
+                "line": {"color": colour, "width": 1.5},
+                "hovertemplate": "%{x}: %{y:.2f} of the first<extra></extra>",
+            }
+        )
     return {"data": traces, "layout": layout(x=axis("", type="date"), y=axis("over the first row"))} if traces else None

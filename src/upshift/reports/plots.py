@@ -31,9 +31,16 @@ GREY = "#8A929E"
 YELLOW = "#C9B800"
 VIOLET = "#7A5EA8"
 PART_COLOURS = {
-    "process base": GREY, "weights": BLUE, "gradients": SKY, "optimizer": GREEN, "activations": ORANGE, "loss": RED,
-    "workspace": PINK, "communication": YELLOW, "batch": VIOLET,
-}  # fmt: skip
+    "process base": GREY,
+    "weights": BLUE,
+    "gradients": SKY,
+    "optimizer": GREEN,
+    "activations": ORANGE,
+    "loss": RED,
+    "workspace": PINK,
+    "communication": YELLOW,
+    "batch": VIOLET,
+}
 CURVE_COLOURS = (GREY, BLUE, RED, GREEN, PINK, ORANGE, SKY)
 FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 READABLE_TEXT = {"minsize": 9, "mode": "hide"}  # Plotly leaves out smaller texts in bars
@@ -75,14 +82,17 @@ def layout(*, x: Figure, y: Figure, height: int = 460, **properties: Any) -> Fig
         "font": {"color": "@text", "size": 13, "family": FONTS},
         "legend": {"orientation": "h", "x": 0, "y": 1.04, "yanchor": "bottom", "bgcolor": "@surface"},
         "hoverlabel": {
-            "font": {"color": "@text", "family": FONTS}, "bgcolor": "@panel", "bordercolor": "@line", "align": "left",
+            "font": {"color": "@text", "family": FONTS},
+            "bgcolor": "@panel",
+            "bordercolor": "@line",
+            "align": "left",
         },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "@muted", "activecolor": "@text", "orientation": "v"},
         "uirevision": "keep",
         "xaxis": x,
         "yaxis": y,
         **properties,
-    }  # fmt: skip
+    }
 
 
 def round_value(value: float | None) -> float | None:
@@ -221,9 +231,18 @@ def limit_line(limit_gib: float | None, *, is_log: bool) -> Figure:
     line = {"color": "@muted", "width": 1.5, "dash": "dash"}
     shape = {"type": "line", "xref": "x", "yref": "paper", "x0": limit_gib, "x1": limit_gib, "y0": 0, "y1": 1, "line": line}
     note = {
-        "text": f"memory limit, {limit_gib:.2f} GiB", "font": {"color": "@muted", "size": 12}, "textangle": -90,
+        "text": f"memory limit, {limit_gib:.2f} GiB",
+        "font": {"color": "@muted", "size": 12},
+        "textangle": -90,
         # A shape takes the value on a logarithmic axis, an annotation its logarithm.
-        "x": math.log10(limit_gib) if is_log else limit_gib, "xref": "x", "xanchor": "right", "xshift": -5,
-        "y": 0, "yref": "paper", "yanchor": "bottom", "bgcolor": "@surface", "showarrow": False,
-    }  # fmt: skip
+        "x": math.log10(limit_gib) if is_log else limit_gib,
+        "xref": "x",
+        "xanchor": "right",
+        "xshift": -5,
+        "y": 0,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "bgcolor": "@surface",
+        "showarrow": False,
+    }
     return {"shapes": [shape], "annotations": [note]}

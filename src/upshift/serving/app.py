@@ -52,8 +52,13 @@ API_PREFIX = "/v1/"  # addresses that read a body
 MAX_DEPTH = 200  # of nested objects and lists
 JSON_TYPE = (b"content-type", b"application/json")
 TYPE_NAMES = {
-    list: "an array", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null",
-}  # fmt: skip
+    list: "an array",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,12 @@ class EngineProcess:
         self.heartbeat = IDLE
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *parent_process.command("upshift.serving.engine.main"), stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
-            )  # fmt: skip
+                *parent_process.command("upshift.serving.engine.main"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+            )
             error_reader = asyncio.create_task(self._read_errors())
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.write(self.request.to_json().encode() + b"\n")

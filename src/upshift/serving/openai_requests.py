@@ -204,7 +204,7 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_top(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("not_told", "top_logprobs is told of beside log-probabilities; ask for logprobs: true, too")
+            raise PydanticCustomError("not_told", "top_logprobs needs log-probabilities; set logprobs to true as well")
         return self
 
     @property

@@ -64,9 +64,15 @@ def serve(
     server = Server(ModelPool(engines, metrics, sizes, memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
-        make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
-    )  # fmt: skip
+        make_app(server),
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=30,
+        ws="none",
+        server_header=False,
+    )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
         runner.run(_run_server(server, config, listener, on_ready, on_open))
 

@@ -118,9 +118,11 @@ class TrainRequest(RunNumbers):
     def model_choice(self) -> ModelChoice:
         """Return the fields of a Job or a TrialRequest that say which model is trained."""
         return {
-            "model_reference": self.model, "from_config": self.from_config, "lora_rank": self.lora_rank,
+            "model_reference": self.model,
+            "from_config": self.from_config,
+            "lora_rank": self.lora_rank,
             "load_in_4bit": self.load_in_4bit,
-        }  # fmt: skip
+        }
 
     def source(self) -> ModelSource:
         return find_model_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

@@ -85,9 +85,14 @@ def compare_runs(one: Path, other: Path, *, tolerance: float | None = None) -> C
     checkpoint, tensors, weight_finding = _compare_checkpoints(*pair, weight_limit)
     findings += [loss_finding, weight_finding]
     return Comparison(
-        one=str(one), other=str(other), tolerance=limit, first_step=step, first_checkpoint=checkpoint, tensors=tensors,
+        one=str(one),
+        other=str(other),
+        tolerance=limit,
+        first_step=step,
+        first_checkpoint=checkpoint,
+        tensors=tensors,
         findings=tuple(findings),
-    )  # fmt: skip
+    )
 
 
 def read_run(folder: Path) -> Run:
@@ -205,10 +210,15 @@ def _compare_checkpoints(run: Run, other_run: Run, limit: float) -> tuple[int | 
             )
     total = sum(difference.numbers for difference in all_differences)
     furthest = max(all_differences, key=lambda difference: difference.relative)
-    return None, (), ok(
-        "weights", what=f"agree in checkpoints {', '.join(map(str, common))}",
-        evidence=f"{format_count(total)} numbers; largest difference {furthest.relative:.1e} in {furthest.name}",
-    )  # fmt: skip
+    return (
+        None,
+        (),
+        ok(
+            "weights",
+            what=f"agree in checkpoints {', '.join(map(str, common))}",
+            evidence=f"{format_count(total)} numbers; largest difference {furthest.relative:.1e} in {furthest.name}",
+        ),
+    )
 
 
 def compare_weights(folder: Path, other_folder: Path) -> list[Difference]:

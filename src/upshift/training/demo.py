@@ -94,10 +94,19 @@ def write_model(folder: Path, texts: list[str]) -> Any:
             size += len(text)
     tokenizer = train_byte_level_bpe(sample, VOCAB_SIZE)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=320, intermediate_size=864, num_hidden_layers=6, num_attention_heads=5,
-        num_key_value_heads=5, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=320,
+        intermediate_size=864,
+        num_hidden_layers=6,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -108,9 +117,14 @@ def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> PreparedR
     texts = write_corpus(folder / "text")
     write_model(folder / "model", texts)
     request = TrainRequest(
-        model=str(folder / "model"), data=str(folder / "text"), sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH,
-        max_steps=MAX_STEPS, from_config=True, trial_seconds=timing.trials,
-    )  # fmt: skip
+        model=str(folder / "model"),
+        data=str(folder / "text"),
+        sequence_length=SEQUENCE_LENGTH,
+        global_batch=GLOBAL_BATCH,
+        max_steps=MAX_STEPS,
+        from_config=True,
+        trial_seconds=timing.trials,
+    )
     prepared, _ = prepare_run(request, watcher=watcher)
     return prepared
 
@@ -124,15 +138,19 @@ def run_demo(prepared: PreparedRun, folder: Path, *, timing: Timing, on_baseline
     baseline_run = replace(prepared, plan=default_plan, predicted=predicted)
     baseline = run_job(
         baseline_run.job(arguments, output=folder / "plain", overwrite=True, stop_after_seconds=timing.baseline),
-        prepared.data, on_event=on_baseline, fresh_process=True,
-    )  # fmt: skip
+        prepared.data,
+        on_event=on_baseline,
+        fresh_process=True,
+    )
     tokens = int(baseline.details["loss_curve"][-1][0])
     chosen = run_job(
         prepared.job(
             arguments, output=folder / "trained", overwrite=True, stop_after_seconds=timing.training, evaluate_at_tokens=(tokens,)
         ),
-        prepared.data, on_event=on_chosen, fresh_process=True,
-    )  # fmt: skip
+        prepared.data,
+        on_event=on_chosen,
+        fresh_process=True,
+    )
     text = generate(folder / "trained")
     return DemoResult(prepared, baseline, tokens, chosen, text, folder / "trained")
 

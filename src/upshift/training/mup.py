@@ -34,8 +34,10 @@ from upshift.planning.search.constraints import base_text, read_base
 IGNORED_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
-    (nn.Linear, 1), (Conv1D, 0), *((convolution, 1) for convolution in CONVOLUTIONS),
-)  # fmt: skip
+    (nn.Linear, 1),
+    (Conv1D, 0),
+    *((convolution, 1) for convolution in CONVOLUTIONS),
+)
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,14 @@ def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rat
     factors = {parameter: scales[name].rate for name, parameter in whole.named_parameters()}
     return [
         {
-            **group, "params": [parameter for parameter in group["params"] if factors[parameter] == factor],
-            "lr": rate * factor, "weight_decay": group["weight_decay"] / factor,
+            **group,
+            "params": [parameter for parameter in group["params"] if factors[parameter] == factor],
+            "lr": rate * factor,
+            "weight_decay": group["weight_decay"] / factor,
         }
         for factor in sorted(set(factors.values()), key=lambda factor: factor != 1)
         for group in groups
-    ]  # fmt: skip
+    ]
 
 
 def _scale_of(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> MupScale:

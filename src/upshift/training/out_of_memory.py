@@ -29,10 +29,14 @@ FEW_TOKENS = 8
 OOM_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",  # c10/core/CPUAllocator.cpp
     "CUDA error: out of memory",  # from the driver, for a context, a graph or pinned memory
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
-    "HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # from NCCL, by version
-)  # fmt: skip
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "HIP error: out of memory",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",  # from NCCL, by version
+)
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -187,9 +191,12 @@ AUTOPSIES_NAME = "upshift_out_of_memory.jsonl"
 TRANSIENT = ("activations", "loss", "workspace")  # parts of the prediction that are measured together
 MIN_EXCESS_SHARE = 0.05  # a smaller excess over the prediction explains nothing
 ALLOCATOR_KEYS = (
-    "allocated_bytes.all.current", "reserved_bytes.all.current", "inactive_split_bytes.all.current", "num_alloc_retries",
+    "allocated_bytes.all.current",
+    "reserved_bytes.all.current",
+    "inactive_split_bytes.all.current",
+    "num_alloc_retries",
     "num_ooms",
-)  # fmt: skip
+)
 
 
 class PartMemory(Value):
@@ -276,11 +283,18 @@ def make_autopsy(
     parts.append(_part_memory("activations, loss and workspace", transient, remaining))
     planned = (plan.per_device_train_batch_size, plan.sequence_length)
     return Autopsy(
-        step=step, shape=shape, planned_shape=planned, smaller=smaller, words=" ".join(message.split())[:300], parts=tuple(parts),
-        held_gib=gib(readings.held), free_gib=gib(readings.free), allocator=readings.allocator,
+        step=step,
+        shape=shape,
+        planned_shape=planned,
+        smaller=smaller,
+        words=" ".join(message.split())[:300],
+        parts=tuple(parts),
+        held_gib=gib(readings.held),
+        free_gib=gib(readings.free),
+        allocator=readings.allocator,
         free_when_planned_gib=gib(free_when_planned) if free_when_planned else None,
         verdict=_verdict(parts, readings, predicted_held, free_when_planned, shape, planned),
-    )  # fmt: skip
+    )
 
 
 def _part_memory(name: str, predicted: float | None, measured: float) -> PartMemory:

@@ -130,15 +130,17 @@ def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result
 
 
 @contextmanager
-def join_group(plan: Plan, rank: int, **rendezvous: Any) -> Iterator[None]:
+def join_group(plan: Plan, rank: int, *, init_method: str | None = None, store: dist.Store | None = None) -> Iterator[None]:
     """Join the process group of the plan's ranks while open.
 
     All ranks leave together, because gloo's threads abort a process that ends while others still exchange with it.
-    ``rendezvous`` has the options of ``init_process_group`` by which ranks find each other.
+    Ranks find each other by ``init_method`` or ``store``, as in ``init_process_group``.
     """
     _rank_and_size[:] = [(rank, plan.num_processes)]
     backend = "nccl" if plan.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, timeout=GROUP_TIMEOUT, **rendezvous)
+    dist.init_process_group(
+        backend, init_method=init_method, timeout=GROUP_TIMEOUT, world_size=plan.num_processes, rank=rank, store=store
+    )
     try:
         try:
             yield

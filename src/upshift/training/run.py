@@ -130,7 +130,19 @@ class PreparedRun:
     plan: Plan
     predicted: Numbers
 
-    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **extra: Any) -> Job:
+    def job(
+        self,
+        arguments: Arguments,
+        *,
+        output: Path,
+        overwrite: bool = False,
+        resume: bool = False,
+        heal: bool = False,
+        stop_after_seconds: float | None = None,
+        evaluate_at_tokens: tuple[int, ...] = (),
+        evaluate_at_steps: tuple[int, ...] = (),
+    ) -> Job:
+        """Return the job of this run. The fields of ``Job`` with these names explain the arguments."""
         default_trial = self.proof.default if self.proof else None
         baseline = default_trial.numbers() if default_trial and default_trial.ok else None
         return Job(
@@ -143,10 +155,13 @@ class PreparedRun:
             output=str(output),
             overwrite=overwrite,
             resume=resume,
+            heal=heal,
+            stop_after_seconds=stop_after_seconds,
+            evaluate_at_tokens=evaluate_at_tokens,
+            evaluate_at_steps=evaluate_at_steps,
             predicted=self.predicted,
             baseline=baseline,
             baseline_name="plain default (trial)" if default_trial else None,
-            **extra,
         )
 
 
@@ -174,9 +189,13 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     global_batch = request.global_batch
     steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_histogram_unless_full(data), total_steps=steps,
-        allow=request.allow, clips_gradients=request.clips_gradients,
-    )  # fmt: skip
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        lengths=_histogram_unless_full(data),
+        total_steps=steps,
+        allow=request.allow,
+        clips_gradients=request.clips_gradients,
+    )
     planning = reject_unrunnable_plans(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     proof = None
@@ -320,10 +339,16 @@ def _prove(request: TrainRequest, data: TrainingData, planning: Planning, fixed:
         workload = planning.workload
         seconds = request.trial_seconds
         trial = TrialRequest(
-            **request.model_choice, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
-            limit_seconds=seconds, data=str(data.folder), seed=request.arguments.seed, total_steps=workload.total_steps,
+            **request.model_choice,
+            plan=planning.default.plan,
+            global_batch=workload.global_batch,
+            seconds=seconds,
+            limit_seconds=seconds,
+            data=str(data.folder),
+            seed=request.arguments.seed,
+            total_steps=workload.total_steps,
             clips_gradients=workload.clips_gradients,
-        )  # fmt: skip
+        )
         proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)
     watcher.proved(proof)
     return proof

@@ -20,7 +20,7 @@ from upshift.internals.torch_names import APPLY
 from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.files.tensors import read_tensor
 from upshift.loading.fill import CPU, Filling
-from upshift.loading.key_mapping import map_names
+from upshift.loading.key_mapping import Group, map_names
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.sharded import Piece, copy_overlap, piece_of, stages_of
@@ -101,21 +101,21 @@ def fill_model(model: nn.Module, empty: EmptyModel, plan: Plan) -> None:
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
             targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
-        local_targets = {}
-        for name in empty.filling.filled_shapes(group):
-            target_name = tied.get(name, name)
-            if target_name in targets:
-                local_targets[name] = targets[target_name]
-        if not local_targets:
-            continue
-        if group.converter is None:
-            ((_, stored),) = group.sources
-            values = {group.target: read_tensor(empty.filling.tensors[stored])}
-        else:
-            values = empty.filling.read_group(group, CPU)
-        for name, tensors in local_targets.items():
-            for tensor in tensors:
-                _copy_slice(tensor, values[name])
+        target_names = {name: tied.get(name, name) for name in empty.filling.filled_shapes(group)}
+        local_targets = {name: targets[target] for name, target in target_names.items() if target in targets}
+        if local_targets:
+            values = _read_values(empty.filling, group)
+            for name, tensors in local_targets.items():
+                for tensor in tensors:
+                    _copy_slice(tensor, values[name])
+
+
+def _read_values(filling: Filling, group: Group) -> dict[str, Tensor]:
+    """Return the whole weights that a group of stored tensors fills, by name."""
+    if group.converter is None:
+        ((_, stored),) = group.sources
+        return {group.target: read_tensor(filling.tensors[stored])}
+    return filling.read_group(group, CPU)
 
 
 def _materialize_on(device: str) -> Callable[[Tensor], Tensor]:

@@ -53,9 +53,14 @@ class TrainStep:
     """Run optimizer steps. It holds everything that a step changes: weights, optimizer, schedule and loss scale."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, arguments: Arguments, *,
-        on_halved: OnHalved = lambda old, new, message: None, copies: ReplicaGroup | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        arguments: Arguments,
+        *,
+        on_halved: OnHalved = lambda old, new, message: None,
+        copies: ReplicaGroup | None = None,
+    ) -> None:
         plan = mesh.plan
         conflict_message = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
         if conflict_message is not None:

@@ -38,7 +38,7 @@ def find_objectives(names: tuple[str, ...]) -> tuple[Objective, ...]:
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown or not names or len(set(names)) < len(names):
         text = repr(unknown[0] if unknown else ",".join(names))
-        raise RequestError(f"objective {text}: it is one or several, each once, of {', '.join(OBJECTIVES)}")
+        raise RequestError(f"objective {text} is not possible; give one or several of {', '.join(OBJECTIVES)}")
     return tuple(OBJECTIVES[name] for name in names)
 
 

@@ -75,9 +75,14 @@ def rebuild_study(result: TuneResult) -> optuna.Study:
     for row in result.trials:
         if row.values is not None:
             distributions = {name: spaces[name] for name in row.parameters}
-            study.add_trial(optuna.trial.create_trial(
-                state=TrialState.COMPLETE, values=list(row.values.values()), params=row.parameters, distributions=distributions,
-            ))  # fmt: skip
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=TrialState.COMPLETE,
+                    values=list(row.values.values()),
+                    params=row.parameters,
+                    distributions=distributions,
+                )
+            )
     return study
 
 

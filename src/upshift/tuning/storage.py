@@ -28,9 +28,12 @@ OPEN_TRIES = 20
 OPEN_RETRY_SECONDS = 0.1
 FILE = "study.db"
 DRIVERS = {  # packages by SQLAlchemy's names of the drivers
-    "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary", "mysqldb": "mysqlclient", "pymysql": "PyMySQL",
+    "psycopg": "psycopg[binary]",
+    "psycopg2": "psycopg2-binary",
+    "mysqldb": "mysqlclient",
+    "pymysql": "PyMySQL",
     "mysqlconnector": "mysql-connector-python",
-}  # fmt: skip
+}
 FORMS = "sqlite:///PATH, postgresql://USER:PASSWORD@HOST/NAME, mysql://USER:PASSWORD@HOST/NAME, or the path of a journal"
 
 
@@ -100,9 +103,11 @@ def _open_with_retries(url: str) -> optuna.storages.BaseStorage:
 def _database_storage(url: str) -> optuna.storages.BaseStorage:
     with ignore_experimental_warnings():
         return optuna.storages.RDBStorage(
-            url, heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
+            url,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=GRACE_SECONDS,
             heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
-        )  # fmt: skip
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -151,7 +156,7 @@ def best_points(source: str, study: optuna.Study, space: dict[str, BaseDistribut
             name: trial.params[name]
             for name, distribution in space.items()
             if name in trial.params and _contains(distribution, trial.params[name])
-        }  # fmt: skip
+        }
         if point and point not in points:
             points.append(point)
     if not points:

@@ -39,14 +39,10 @@ class SamplerByTrialNumber(BaseSampler):
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self._of(trial).infer_relative_search_space(study, trial)
 
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:  # fmt: skip
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         return self._of(trial).sample_relative(study, trial, search_space)
 
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:  # fmt: skip
+    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
         return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
@@ -121,9 +117,16 @@ RunTrial = Callable[[StudyTrial], Sequence[float]]  # raises NothingFits if no p
 
 
 def open_study(
-    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
-    identity: dict[str, Any], evaluations: int = EVALUATIONS,
-) -> optuna.Study:  # fmt: skip
+    *,
+    name: str,
+    storage: str | None,
+    folder: Path,
+    directions: Sequence[Direction],
+    pruner: str,
+    seed: int,
+    identity: dict[str, Any],
+    evaluations: int = EVALUATIONS,
+) -> optuna.Study:
     """Return the study of that name, and create it if there is none.
 
     ``storage``: a database URL (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
@@ -132,9 +135,13 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with ignore_experimental_warnings():
         study = optuna.create_study(
-            study_name=name, storage=open_storage(storage, folder), directions=list(directions), load_if_exists=True,
-            sampler=SamplerByTrialNumber(seed), pruner=study_pruner,
-        )  # fmt: skip
+            study_name=name,
+            storage=open_storage(storage, folder),
+            directions=list(directions),
+            load_if_exists=True,
+            sampler=SamplerByTrialNumber(seed),
+            pruner=study_pruner,
+        )
     check_identity(study, identity, alternative="another --output")
     return study
 
@@ -155,10 +162,15 @@ def check_identity(study: optuna.Study, identity: dict[str, Any], *, alternative
 
 
 def run_study(
-    study: optuna.Study, run_trial: RunTrial, *, trials: int, jobs: int = 1, seconds: float | None = None,
+    study: optuna.Study,
+    run_trial: RunTrial,
+    *,
+    trials: int,
+    jobs: int = 1,
+    seconds: float | None = None,
     catch: tuple[type[Exception], ...] = (),
     on_end: Callable[[optuna.trial.FrozenTrial], None] = lambda trial: None,
-) -> None:  # fmt: skip
+) -> None:
     """Run trials until the study has ``trials`` of them, those of other processes included, or until the time is over.
 
     Raise JobFailed if no trial of the study has a result."""
@@ -217,7 +229,7 @@ def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
 
 def _run_and_report(
     study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial, catch: tuple[type[Exception], ...]
-) -> Sequence[float]:  # fmt: skip
+) -> Sequence[float]:
     has_one_objective = len(study.directions) == 1
     expected: tuple[type[Exception], ...] = (UpshiftError, *catch)
 

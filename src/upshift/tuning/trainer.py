@@ -92,10 +92,14 @@ class SearchMixin(LibraryTrainer):
             from upshift.tuning.backends import native_space
 
             return super().hyperparameter_search(
-                hp_space=native_space(name, space), compute_objective=objective, n_trials=n_trials,
+                hp_space=native_space(name, space),
+                compute_objective=objective,
+                n_trials=n_trials,
                 direction=study_directions if len(study_directions) > 1 else study_directions[0],
-                backend=name, hp_name=hp_name, **kwargs,
-            )  # fmt: skip
+                backend=name,
+                hp_name=hp_name,
+                **kwargs,
+            )
         from upshift.tuning.trainer_study import search
 
         return search(

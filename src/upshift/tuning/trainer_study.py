@@ -26,14 +26,23 @@ WORKER = "upshift.tuning.trainer_trial"
 LONGEST_SECONDS = 1e9
 OPTIMIZE_OPTIONS = ("timeout", "n_jobs", "gc_after_trial", "catch")
 SAMPLERS: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
-    "random": optuna.samplers.RandomSampler, "bayes": optuna.samplers.TPESampler, "grid": optuna.samplers.BruteForceSampler,
-}  # fmt: skip
+    "random": optuna.samplers.RandomSampler,
+    "bayes": optuna.samplers.TPESampler,
+    "grid": optuna.samplers.BruteForceSampler,
+}
 
 
 def search(
-    trainer: Any, backend: str, *, space: Any, objective: Callable[[dict[str, float]], Any], trials: int,
-    directions: Sequence[Any], hp_name: Callable[[Any], str] | None, options: dict[str, Any],
-) -> BestRun | list[BestRun]:  # fmt: skip
+    trainer: Any,
+    backend: str,
+    *,
+    space: Any,
+    objective: Callable[[dict[str, float]], Any],
+    trials: int,
+    directions: Sequence[Any],
+    hp_name: Callable[[Any], str] | None,
+    options: dict[str, Any],
+) -> BestRun | list[BestRun]:
     """Run the search and return the best trial, or of several objectives the best trials.
 
     ``options``: arguments of optuna.create_study, and timeout, n_jobs, gc_after_trial and catch of ``Study.optimize``."""
@@ -56,9 +65,13 @@ def search(
     _check_same_study(study, directions, {"hp_space": space_identity, "compute_objective": _describe_objective(objective)})
     with ServerPool(partial(fork_server, WORKER)) as servers:
         run_study(
-            study, partial(_run_trial, recipe, servers), trials=trials, jobs=optimize_options.get("n_jobs", 1),
-            seconds=optimize_options.get("timeout"), catch=catch,
-        )  # fmt: skip
+            study,
+            partial(_run_trial, recipe, servers),
+            trials=trials,
+            jobs=optimize_options.get("n_jobs", 1),
+            seconds=optimize_options.get("timeout"),
+            catch=catch,
+        )
     best = [
         BestRun(str(trial.number), trial.values if len(directions) > 1 else trial.values[0], trial.params)
         for trial in study.best_trials

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -72,57 +72,11 @@ class Progress:
     ended: Callable[[TrialRow], None] = lambda row: None
 
 
-def tune(
-    model: str,
-    data: str,
-    *,
-    space: Path | str | dict[str, Any],
-    output: Path | str,
-    trials: int = 20,
-    objective: Sequence[str] = ("eval_loss",),
-    pruner: str = "halving",
-    evaluations: int = EVALUATIONS,
-    jobs: int = 1,
-    max_hours: float | None = None,
-    max_cost: float | None = None,
-    price_per_hour: float | None = None,
-    storage: str | None = None,
-    study_name: str = "upshift",
-    warm_start: Sequence[str] = (),
-    mup_width: int | None = None,
-    host: Host | None = None,
-    seed: int = 42,
-    arguments: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[PlanOptions],
-) -> TuneResult:
-    """Search ``space`` for the best training of ``model`` on ``data``.
+class SearchOptions(TypedDict, total=False):
+    """Options of ``tune`` about the search. The fields of ``TuneRequest`` with these names explain them."""
 
-    ``arguments``: fields of ``Arguments`` that all trials share. ``options``: fields of ``TrainRequest``. ``host``: the machine
-    that trials may use, by default this one. ``warm_start``: folders or databases of earlier searches, whose best values are
-    tried first. ``mup_width``: search on a copy of the model with this hidden_size, as ``mup_base`` of the training of the whole
-    model. An existing study goes on: ``trials`` counts the trials of all its calls. Raise RequestError for wrong arguments,
-    JobFailed if no trial completes."""
-    request = TuneRequest(
-        model=model, data=data, space=make_space(space) if isinstance(space, dict) else read_space(Path(space)),
-        output=Path(output), trials=trials, objectives=find_objectives(tuple(objective)), pruner=pruner, evaluations=evaluations,
-        jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour, storage=storage, study_name=study_name,
-        warm_start=tuple(warm_start), mup_width=mup_width, host=host, seed=seed,
-        arguments={name: value for name, value in (arguments or {}).items() if value is not None}, options=dict(options),
-    )  # fmt: skip
-    return _search(request, progress or Progress())
-
-
-@dataclass(frozen=True)
-class TuneRequest:
-    """The arguments of ``tune``. ``arguments``: without those that are None; ``options``: fields of ``TrainRequest``."""
-
-    model: str
-    data: str
-    space: Space
-    output: Path
     trials: int
-    objectives: tuple[Objective, ...]
+    objective: Sequence[str]
     pruner: str
     evaluations: int
     jobs: int
@@ -131,12 +85,81 @@ class TuneRequest:
     price_per_hour: float | None
     storage: str | None
     study_name: str
-    warm_start: tuple[str, ...]
+    warm_start: Sequence[str]
     mup_width: int | None
     host: Host | None
     seed: int
-    arguments: dict[str, Any]
-    options: dict[str, Any]
+
+
+class TuneOptions(SearchOptions, PlanOptions, total=False):
+    """Options of ``tune``: about the search, and about the training of every trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """A search as the user requests it."""
+
+    model: str
+    data: str
+    space: Space
+    output: Path
+    trials: int = 20  # of all calls for this study
+    objectives: tuple[Objective, ...]
+    pruner: str = "halving"
+    evaluations: int = EVALUATIONS  # of a trial, at which the pruner may end it
+    jobs: int = 1  # trials that run at the same time
+    max_hours: float | None = None
+    max_cost: float | None = None  # in the currency of ``price_per_hour``
+    price_per_hour: float | None = None  # of the machine
+    storage: str | None = None  # a database URL or the path of a journal; None: SQLite in the output folder
+    study_name: str = "upshift"
+    warm_start: tuple[str, ...] = ()  # folders or databases of earlier searches, whose best values are tried first
+    mup_width: int | None = None  # hidden_size of the copy to search on, which is ``mup_base`` of the whole model's training
+    host: Host | None = None  # the machine that trials may use; None: this one
+    seed: int = 42
+    arguments: dict[str, Any]  # fields of ``Arguments`` that all trials share, without those that are None
+    options: dict[str, Any]  # fields of ``TrainRequest``
+
+
+def tune(
+    model: str,
+    data: str,
+    *,
+    space: Path | str | dict[str, Any],
+    output: Path | str,
+    arguments: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[TuneOptions],
+) -> TuneResult:
+    """Search ``space`` for the best training of ``model`` on ``data``.
+
+    An existing study goes on: ``trials`` counts the trials of all its calls. Raise RequestError for wrong arguments, JobFailed
+    if no trial completes.
+
+    Args:
+        model: a local Hugging Face directory, a config.json, or a hub id.
+        data: the training data, as in ``train``.
+        space: the hyper-parameters and their values, or a YAML file with them.
+        output: the folder of the study and of the best models.
+        arguments: fields of ``Arguments`` that all trials share.
+        progress: callbacks that show progress.
+        options: fields of ``TuneRequest`` and of ``TrainRequest``; ``objective`` has the names of the objectives.
+    """
+    training_options: dict[str, Any] = dict(options)
+    search_options = {name: training_options.pop(name) for name in SearchOptions.__annotations__ if name in training_options}
+    objective_names = tuple(search_options.pop("objective", ("eval_loss",)))
+    search_options["warm_start"] = tuple(search_options.get("warm_start", ()))
+    request = TuneRequest(
+        model=model,
+        data=data,
+        space=make_space(space) if isinstance(space, dict) else read_space(Path(space)),
+        output=Path(output),
+        objectives=find_objectives(objective_names),
+        arguments={name: value for name, value in (arguments or {}).items() if value is not None},
+        options=training_options,
+        **search_options,
+    )
+    return _search(request, progress or Progress())
 
 
 def _search(request: TuneRequest, progress: Progress) -> TuneResult:
@@ -151,18 +174,28 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
     if request.mup_width is not None:
         model = str(write_search_model(training, request.mup_width, request.output / NARROW))
     study = open_study(
-        name=request.study_name, storage=request.storage, folder=request.output,
-        directions=[objective.direction for objective in request.objectives], pruner=request.pruner,
-        evaluations=request.evaluations, seed=request.seed, identity=_identity(request, model),
-    )  # fmt: skip
+        name=request.study_name,
+        storage=request.storage,
+        folder=request.output,
+        directions=[objective.direction for objective in request.objectives],
+        pruner=request.pruner,
+        evaluations=request.evaluations,
+        seed=request.seed,
+        identity=_identity(request, model),
+    )
     claim_folder(request.output, owner, study)
     mup_check = None if model == request.model else check_transfer(study, model, request.model)
     enqueue_warm_start(study, request.warm_start, optuna_distributions(request.space))
     runner = TrialRunner(
-        request=training.changed(model=model), output=request.output, arguments=request.arguments,
-        evaluations=request.evaluations, deciding=_deciding_evaluations(request, study), at_once=request.jobs,
-        host=request.host, on_step=progress.step,
-    )  # fmt: skip
+        request=training.changed(model=model),
+        output=request.output,
+        arguments=request.arguments,
+        evaluations=request.evaluations,
+        deciding=_deciding_evaluations(request, study),
+        at_once=request.jobs,
+        host=request.host,
+        on_step=progress.step,
+    )
 
     def run_trial(trial: StudyTrial) -> Sequence[float]:
         return read_values(runner.run(trial, draw_values(trial.trial, request.space)), request.objectives)
@@ -182,7 +215,8 @@ def _search(request: TuneRequest, progress: Progress) -> TuneResult:
 def _check_jobs(jobs: int, fixed: tuple[str, ...]) -> None:
     ranks = [assignment for assignment in fixed if assignment.startswith("num_processes=")]
     if jobs > 1 and ranks and ranks[0] != "num_processes=1":
-        raise RequestError(f"--jobs {jobs} beside {ranks[0]}: a trial of several ranks takes all cores; use --jobs 1")
+        reason = "a trial of several ranks takes all cores"
+        raise RequestError(f"--jobs {jobs} and {ranks[0]} exclude each other, because {reason}; use --jobs 1")
 
 
 def _training_request(request: TuneRequest) -> TrainRequest:
@@ -225,9 +259,13 @@ def _identity(request: TuneRequest, model: str) -> dict[str, Any]:
     """Return the settings that all trials of a study share. ``trial_seconds``, the time for testing plans, may differ."""
     options = {name: value for name, value in request.options.items() if name != "trial_seconds"}
     return {
-        "model": model, "data": request.data, "space": request.space.model_dump(), "arguments": request.arguments,
-        "request": options, "objectives": [objective.name for objective in request.objectives],
-    }  # fmt: skip
+        "model": model,
+        "data": request.data,
+        "space": request.space.model_dump(),
+        "arguments": request.arguments,
+        "request": options,
+        "objectives": [objective.name for objective in request.objectives],
+    }
 
 
 def _deciding_evaluations(request: TuneRequest, study: optuna.Study) -> tuple[int, ...]:
@@ -239,7 +277,7 @@ def _remove_beaten_models(study: optuna.Study, ended: FrozenTrial, runner: Trial
     """Remove the models of all trials but the best. The study keeps the numbers of all."""
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     best = {trial.number for trial in study.best_trials} if complete else set()
-    for number in {trial.number for trial in complete} | {ended.number}:
+    for number in sorted({trial.number for trial in complete} | {ended.number}):
         if number not in best:
             remove_trial(runner.folder(number))
 

@@ -69,9 +69,13 @@ class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
 
 
 def build(
-    reference: str | ModelSource, *, dtype: Dtype = "float32", weights_dtype: Dtype | None = None, from_config: bool = False,
+    reference: str | ModelSource,
+    *,
+    dtype: Dtype = "float32",
+    weights_dtype: Dtype | None = None,
+    from_config: bool = False,
     seed: int = 0,
-) -> XlaModel:  # fmt: skip
+) -> XlaModel:
     """Build a model. Raise RequestError for adapters, quantized weights, and directories without weights.
 
     Args:

@@ -33,9 +33,11 @@ def _arm(source: str, isa: tuple[Isa, ...], *, fp32: int, bf16: int | None, int8
 
 ARM_TABLE = "Software Optimization Guide (pipes and throughputs, as in LLVM's scheduling model)"
 ZEN = Core(
-    architecture="x86_64", isa=("avx2",), operations={"fp32": 32},
+    architecture="x86_64",
+    isa=("avx2",),
+    operations={"fp32": 32},
     source="AMD Software Optimization Guide, families 17h and 19h: two 256-bit FMA pipes",
-)  # fmt: skip
+)
 ZEN4 = Core(
     architecture="x86_64",
     isa=("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
@@ -49,16 +51,27 @@ ZEN5 = Core(
     source="AMD at Computex 2024: Zen 5's 512-bit data path has twice the AVX-512 and AI throughput of Zen 4",
 )
 AVX512_VNNI = Core(
-    architecture="x86_64", isa=("avx2", "avx512f", "avx512_vnni"), operations={"fp32": 64, "int8": 256},
+    architecture="x86_64",
+    isa=("avx2", "avx512f", "avx512_vnni"),
+    operations={"fp32": 64, "int8": 256},
     source="Intel Optimization Reference Manual: two 512-bit FMA ports",
-)  # fmt: skip
+)
 AMX_ISA: tuple[Isa, ...] = (
-    "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
-)  # fmt: skip
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+)
 AMX = Core(
-    architecture="x86_64", isa=AMX_ISA, operations={"fp32": 64, "bf16": 1024, "fp16": 128, "int8": 2048},
+    architecture="x86_64",
+    isa=AMX_ISA,
+    operations={"fp32": 64, "bf16": 1024, "fp16": 128, "int8": 2048},
     source="Intel AMX solution brief (2022), 1024 BF16 or 2048 INT8 operations; fp32, fp16: two 512-bit FMA ports",
-)  # fmt: skip
+)
 AMX_FP16 = Core(
     architecture="x86_64",
     isa=(*AMX_ISA[:-1], "amx_fp16", "amx_int8"),
@@ -83,9 +96,18 @@ def _peak(core: Core, cores: int, mhz: int, bytes_per_second: Rate) -> Rates:
 
 
 def _row(
-    key: str, model: str, source: str, core: Core, *, cores: int, mhz: int, memory: tuple[int, str, int], l2_kib: int,
-    l3_mib: float, sockets: int = 2,
-) -> tuple[str, CpuFacts]:  # fmt: skip
+    key: str,
+    model: str,
+    source: str,
+    core: Core,
+    *,
+    cores: int,
+    mhz: int,
+    memory: tuple[int, str, int],
+    l2_kib: int,
+    l3_mib: float,
+    sockets: int = 2,
+) -> tuple[str, CpuFacts]:
     """Return a key and its row. `memory`: channels, kind and 10**6 transfers per second. `l2_kib`: of one core."""
     channels, kind, transfers = memory
     peak = _peak(core, cores, mhz, channels * transfers * MEGA * 8)

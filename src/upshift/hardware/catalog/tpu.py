@@ -15,9 +15,17 @@ V4_LINKS = "Jouppi et al., TPU v4, ISCA 2023, table 4: 6 links of 50 GB/s"
 
 
 def _row(
-    version: str, tera: Tera, *, gib: float, gb_s: float, links: int, link_gb_s: float, pod: int, link_source: str = "",
+    version: str,
+    tera: Tera,
+    *,
+    gib: float,
+    gb_s: float,
+    links: int,
+    link_gb_s: float,
+    pod: int,
+    link_source: str = "",
     ethernet_per_chip: float | None = None,
-) -> tuple[str, GpuFacts]:  # fmt: skip
+) -> tuple[str, GpuFacts]:
     """Return a key and its row.
 
     `gib` and `gb_s`: of the memory. `link_gb_s`: of one link in one direction. `ethernet_per_chip`: ports of 100 Gb/s that leave
@@ -27,9 +35,14 @@ def _row(
     source = f"Google Cloud TPU {version} documentation (2025)"
     gpu = Gpu(name=f"TPU {version}", backend="xla", table_key=key, memory_bytes=round(gib * GIB), peak=rates(tera, gb_s))
     torus = Fabric(
-        name="ICI", topology="torus", link_bytes_per_second=link_gb_s * GIGA, links=links, largest=pod, spans_nodes=True,
+        name="ICI",
+        topology="torus",
+        link_bytes_per_second=link_gb_s * GIGA,
+        links=links,
+        largest=pod,
+        spans_nodes=True,
         source=link_source or f"{source}: bandwidth of a chip in both directions, halved",
-    )  # fmt: skip
+    )
     outside = None
     if ethernet_per_chip is not None:
         outside = ReferenceSystem(

@@ -141,9 +141,7 @@ class Encoder:
         hint: Hint = "latency" if self.limits else "throughput"
         batches = self._race_batches()
         sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * batches[-1])
-        contest = Contest(
-            task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint
-        )  # fmt: skip
+        contest = Contest(task="encode", source=self.source, asked=self.config.to_json(), pad=pad, batches=batches, hint=hint)
         forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
         policy = RacePolicy(self.quality, self.limits, total, engine=self._engine, seconds=self._race_seconds)
         self.race = race(contest, self.host, sample, policy, forecast=forecast, on_run=self._on_run)

@@ -19,9 +19,11 @@ CLASSIFIERS: dict[str, Output] = {"sequence-classification": "class scores", "to
 GENERATES = ("causal-lm", "seq2seq-lm")
 MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' name
 MODE_FLAGS = {  # of older files of sentence-transformers: mode by flag
-    "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "lasttoken",
-}  # fmt: skip
+}
 CONFIG_FILES = tuple(  # the first existing one counts; all but the first name are of early versions
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )

@@ -37,9 +37,17 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     build = EncoderBuild(source, config, setup, folder, example_batches(ids, tokenizer.pad))
     model_file = ModelFile(OPENVINO_FILE, partial(export, build), partial(_quantize, tokenizer.pad))
     return Rounding(
-        task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, task_options=config.to_json(), pad=tokenizer.pad, batch=batch,
-        run_setup=run_setup, model_class=model_class(source, config), files=(model_file,), fitted_bits=(4, 8),
-    )  # fmt: skip
+        task="encode",
+        ids=ids,
+        held_out_tokens=HELD_OUT_TOKENS,
+        task_options=config.to_json(),
+        pad=tokenizer.pad,
+        batch=batch,
+        run_setup=run_setup,
+        model_class=model_class(source, config),
+        files=(model_file,),
+        fitted_bits=(4, 8),
+    )
 
 
 def _quantize(pad: int, bits: Bits, model: Any, texts: list[list[int]]) -> Any:

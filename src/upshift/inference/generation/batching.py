@@ -79,9 +79,7 @@ def _run_pass(
     return live, decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
 
 
-def join_sequences(
-    decoder: Decoder, live: list[GeneratedSequence], new: list[tuple[GeneratedSequence, Prefix | None]]
-) -> None:  # fmt: skip
+def join_sequences(decoder: Decoder, live: list[GeneratedSequence], new: list[tuple[GeneratedSequence, Prefix | None]]) -> None:
     """Add new sequences to the rows of an engine that mixes, each with the computed beginning of its prompt."""
     for sequence, prefix in new:
         decoder.join(prefix)

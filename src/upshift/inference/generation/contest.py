@@ -103,9 +103,10 @@ def _with_agreement(run: Run, logits: np.ndarray, expected: np.ndarray) -> Run:
     cosine = cosines(logits.reshape(-1, width), expected.reshape(-1, width))
     return run.changed(
         largest_difference=float(np.abs(logits - expected).max() / max(float(np.abs(expected).max()), 1.0)),
-        worst_cosine=float(cosine.min()), median_cosine=float(np.median(cosine)),
+        worst_cosine=float(cosine.min()),
+        median_cosine=float(np.median(cosine)),
         same_tokens=float((logits.argmax(2) == expected.argmax(2)).mean()),
-    )  # fmt: skip
+    )
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
@@ -141,9 +142,11 @@ def _with_times(run: Run, passes: list[Pass], new_tokens: int) -> Run:
     seconds = [one_pass.first_seconds + step * (new_tokens - 1) for one_pass, step in zip(passes, steps, strict=True)]
     spread = Spread.of(seconds, num_warmup=1)
     return run.changed(
-        seconds=spread, per_second=run.setup.batch * new_tokens / spread.p50,
-        first_seconds=median(one_pass.first_seconds for one_pass in passes), step_seconds=median(steps),
-    )  # fmt: skip
+        seconds=spread,
+        per_second=run.setup.batch * new_tokens / spread.p50,
+        first_seconds=median(one_pass.first_seconds for one_pass in passes),
+        step_seconds=median(steps),
+    )
 
 
 def main(path: Path, answer: Callable[[RaceResult], None]) -> None:

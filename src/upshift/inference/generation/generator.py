@@ -195,9 +195,13 @@ class Generator:
         sample = pick_evenly(ids, max(sample_size, 1))
         task = GenerationTask.from_options(options, self._positions_left(ids))
         contest = Contest(
-            task=self.task, source=self.source, asked=task.to_json(), pad=0,
-            batches=self._batches(len(sample), self._max_rows(ids, options)), hint="latency",
-        )  # fmt: skip
+            task=self.task,
+            source=self.source,
+            asked=task.to_json(),
+            pad=0,
+            batches=self._batches(len(sample), self._max_rows(ids, options)),
+            hint="latency",
+        )
         lengths = [len(prompt) for prompt in sample]
         forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
         tokens_to_generate = total * options.max_new_tokens
@@ -209,8 +213,8 @@ class Generator:
         """Load the model partly on the disk. Return its setup as the result of a race without runs."""
         if self.limits:
             raise RequestError(
-                f"{self.source.reference!r} has no room in memory, and where it runs partly from the disk nothing is raced, so "
-                "--max-ttft-ms and --max-tpot-ms cannot be held; leave them out, or give more --max-memory"
+                f"{self.source.reference!r} does not fit in memory. It can run partly from the disk, but there Upshift does not "
+                "race engines and cannot keep --max-ttft-ms or --max-tpot-ms; leave them out, or give more --max-memory"
             )
         tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
         rows = self._max_rows(ids, options)

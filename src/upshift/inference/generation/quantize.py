@@ -28,10 +28,17 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     if task != "generate":
         files = _encoder_and_decoder(source)
     return Rounding(
-        task=task, ids=Prompts(source).tokenizer(texts).input_ids, held_out_tokens=HELD_OUT_TOKENS,
-        task_options=GenerationTask(new_tokens=COMPARED_TOKENS).to_json(), pad=0, batch=HELD_OUT, run_setup=run_setup,
-        model_class=None, files=files, fitted_bits=(4,),
-    )  # fmt: skip
+        task=task,
+        ids=Prompts(source).tokenizer(texts).input_ids,
+        held_out_tokens=HELD_OUT_TOKENS,
+        task_options=GenerationTask(new_tokens=COMPARED_TOKENS).to_json(),
+        pad=0,
+        batch=HELD_OUT,
+        run_setup=run_setup,
+        model_class=None,
+        files=files,
+        fitted_bits=(4,),
+    )
 
 
 def _encoder_and_decoder(source: ModelSource) -> tuple[ModelFile, ...]:

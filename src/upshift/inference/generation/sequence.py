@@ -118,6 +118,17 @@ def logits_processors(options: GenerationOptions, prompt_length: int) -> LogitsP
     if options.bad_words_ids:
         bad_words = [list(ids) for ids in options.bad_words_ids]
         processors.append(process.NoBadWordsLogitsProcessor(bad_words, list(options.eos_token_id) or None))
+    processors.extend(_length_processors(options, prompt_length))
+    if options.suppress_tokens:
+        processors.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
+    if options.do_sample:
+        processors.extend(_warpers(options))
+    return processors
+
+
+def _length_processors(options: GenerationOptions, prompt_length: int) -> list[Any]:
+    """Return the processors that allow or force a token by the number of tokens before it."""
+    processors: list[Any] = []
     eos_ids = list(options.eos_token_id)
     if options.min_length and not options.min_new_tokens and eos_ids:
         processors.append(process.MinLengthLogitsProcessor(options.min_length, eos_ids))
@@ -128,10 +139,6 @@ def logits_processors(options: GenerationOptions, prompt_length: int) -> LogitsP
     if options.forced_eos_token_id is not None:
         max_length = prompt_length + options.max_new_tokens
         processors.append(process.ForcedEOSTokenLogitsProcessor(max_length, options.forced_eos_token_id))
-    if options.suppress_tokens:
-        processors.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
-    if options.do_sample:
-        processors.extend(_warpers(options))
     return processors
 
 

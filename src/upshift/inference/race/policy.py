@@ -92,12 +92,10 @@ class RacePolicy:
         }
         stop_rules: dict[Stopped | None, Callable[[Run], bool]] = {
             "quality": lambda run: not run.meets(self.quality),
-            "behind": lambda run: (
-                not self.limits and (not run.meets(self.quality) or is_dominated(run, runs, self.quality))
-            ),
+            "behind": lambda run: not self.limits and (not run.meets(self.quality) or is_dominated(run, runs, self.quality)),
             "time": lambda run: not has_more_time,
             None: lambda run: True,
-        }  # fmt: skip
+        }
         skips_stay = all(skip_rules[skip.reason](skip) for skip in skipped)
         return skips_stay and all(stop_rules[run.stopped](run) for run in runs)
 
@@ -147,9 +145,7 @@ def finalists(runs: Sequence[Run], quality: Quality) -> list[Run]:
 
     Return nothing if no other setup comes near. An engine that compiles is left out, because it would compile in each
     turn."""
-    candidates = [
-        run for run in runs if run.meets(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled
-    ]  # fmt: skip
+    candidates = [run for run in runs if run.meets(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled]
     best_by_label: dict[str, Run] = {}
     for run in sorted(candidates, key=lambda run: -(run.per_second or 0.0)):
         best_by_label.setdefault(run.setup.label(), run)

@@ -32,8 +32,14 @@ from upshift.value import Value
 from upshift.versions import installed_versions
 
 LIBRARIES = (  # whose versions are part of a race's key
-    "torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2", "llama-cpp-python",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "ctranslate2",
+    "llama-cpp-python",
+)
 TIMEOUT_SECONDS = 300.0  # of one setup, with conversion and loading
 
 
@@ -91,14 +97,18 @@ def race(
     """
     reference = reference_precision(contest.source, host)
     candidates = contestants(
-        contest.task, contest.source, host, exact=policy.quality == "exact", batch=contest.batches[0], hint=contest.hint,
-        stored=stored_for(contest.source), reference=reference,
-    )  # fmt: skip
+        contest.task,
+        contest.source,
+        host,
+        exact=policy.quality == "exact",
+        batch=contest.batches[0],
+        hint=contest.hint,
+        stored=stored_for(contest.source),
+        reference=reference,
+    )
     installed = [setup for setup in candidates if is_installed(setup.engine)]
     missing = [setup for setup in candidates if setup not in installed]
-    requested = [
-        setup for index, setup in enumerate(installed) if index == 0 or policy.engine in (None, setup.engine)
-    ]  # fmt: skip
+    requested = [setup for index, setup in enumerate(installed) if index == 0 or policy.engine in (None, setup.engine)]
     folder = _race_folder(contest, host, sample, requested)
     recalled = _recall(folder, policy)
     if recalled is not None:
@@ -135,9 +145,7 @@ def _reference_alone(
     reference_rate, *rates = map(forecast(), requested)
     if any(pays_off(rate, reference_rate, policy.amount) for rate in rates):
         return None
-    skipped = [
-        Skipped(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(requested[1:], rates, strict=True)
-    ]  # fmt: skip
+    skipped = [Skipped(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(requested[1:], rates, strict=True)]
     return result.changed(left_out=tuple(skipped))
 
 
@@ -152,9 +160,14 @@ def _recall(folder: Path, policy: RacePolicy) -> Race | None:
 
 
 def _run_all(
-    contest: Contest, policy: RacePolicy, sample: list[list[int]], requested: list[EngineSetup], missing: list[EngineSetup],
-    make_forecast: Callable[[], Forecast], on_run: Callable[[Run], None],
-) -> Race:  # fmt: skip
+    contest: Contest,
+    policy: RacePolicy,
+    sample: list[list[int]],
+    requested: list[EngineSetup],
+    missing: list[EngineSetup],
+    make_forecast: Callable[[], Forecast],
+    on_run: Callable[[Run], None],
+) -> Race:
     """Run all requested setups, engine after engine, then the final.
 
     ``missing`` are setups of engines that are not installed: they get a forecast. The engine that computes nothing runs
@@ -166,11 +179,7 @@ def _run_all(
     forecast = make_forecast()
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
         forecast(requested[0])  # trace the model while the engines' process imports
-        request = RaceRequest(
-            contest=contest, setups=(), sample=Path(name) / "sample.json", reference=Path(name) / "reference.npy",
-            quality=policy.quality, limited=policy.is_limited,
-        )  # fmt: skip
-        request.sample.write_text(json.dumps(sample))
+        request = _first_request(contest, policy, sample, Path(name))
         for _, group in groupby(requested, key=lambda setup: (setup == requested[0], setup.engine)):
             admission = policy.admit(tuple(group), runs, forecast)
             skipped += admission.skipped
@@ -195,10 +204,30 @@ def _run_all(
             on_run(run)
     runs = [final.get(run.setup, run) for run in runs]
     return Race(
-        runs=tuple(runs), chosen=runs[0].setup, file=None, final=tuple(final), expected=_best_forecasts(missing, forecast),
-        left_out=tuple(skipped), ceiling=ceiling or None, seconds=time.perf_counter() - start,
+        runs=tuple(runs),
+        chosen=runs[0].setup,
+        file=None,
+        final=tuple(final),
+        expected=_best_forecasts(missing, forecast),
+        left_out=tuple(skipped),
+        ceiling=ceiling or None,
+        seconds=time.perf_counter() - start,
         allowed=policy.time_budget(runs),
-    )  # fmt: skip
+    )
+
+
+def _first_request(contest: Contest, policy: RacePolicy, sample: list[list[int]], folder: Path) -> RaceRequest:
+    """Write the sample to ``folder``, and return a request that names it and no setups yet."""
+    request = RaceRequest(
+        contest=contest,
+        setups=(),
+        sample=folder / "sample.json",
+        reference=folder / "reference.npy",
+        quality=policy.quality,
+        limited=policy.is_limited,
+    )
+    request.sample.write_text(json.dumps(sample))
+    return request
 
 
 def _best_forecasts(setups: list[EngineSetup], forecast: Forecast) -> dict[EngineName, float | None]:

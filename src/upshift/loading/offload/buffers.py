@@ -162,13 +162,12 @@ class _HostBuffer:
 
     def is_free(self) -> bool:
         self._content = None
-        return (
-            self._pinned_memory is not None or sys.getrefcount(self._pages) <= 2
-        )  # the attribute and the argument of getrefcount
+        only_own_references = 2  # the attribute, and the argument of getrefcount
+        return self._pinned_memory is not None or sys.getrefcount(self._pages) <= only_own_references
 
 
 def _open_files(files: Sequence[Path]) -> dict[Path, int]:
-    return {file: os.open(file, os.O_RDONLY) for file in set(files)}
+    return {file: os.open(file, os.O_RDONLY) for file in dict.fromkeys(files)}
 
 
 def _close_files(files: dict[Path, int]) -> None:

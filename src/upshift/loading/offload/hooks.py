@@ -141,7 +141,7 @@ class RoutedExperts:
         for content, _ in self._routed:
             drop_pages(content)
         if not self._keep:
-            for file in {weight.stored.file for _, weight in self._routed}:
+            for file in dict.fromkeys(weight.stored.file for _, weight in self._routed):
                 descriptor = os.open(file, os.O_RDONLY)
                 for content, weight in self._routed:
                     if weight.stored.file == file:
@@ -266,9 +266,13 @@ class Offload:
 
 
 def register_offload_hooks(
-    model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
+    model: nn.Module,
+    placement: Placement,
+    stored: Mapping[str, StoredTensor],
+    *,
+    buffer_bytes: int | None = None,
     copy_stream: CopyStream | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Register the hooks that load offloaded weights. All other weights must be on their device already.
 
     ``stored``: the stored tensor, in the model's dtype and shape, of each parameter on the disk. ``buffer_bytes``: the size of

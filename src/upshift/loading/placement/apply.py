@@ -65,9 +65,14 @@ def plan_placement(
     model: PreTrainedModel, checkpoint: Checkpoint | None, options: PlacementOptions, memory_bytes_per_second: float | None = None
 ) -> Placement:
     return place_model(
-        model, device_map=options.device_map, max_memory=options.max_memory, checkpoint=checkpoint, batch=options.batch,
-        sequence_length=options.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
-    )  # fmt: skip
+        model,
+        device_map=options.device_map,
+        max_memory=options.max_memory,
+        checkpoint=checkpoint,
+        batch=options.batch,
+        sequence_length=options.sequence_length,
+        memory_bytes_per_second=memory_bytes_per_second,
+    )
 
 
 def check_loose_parameters(placement: Placement) -> None:

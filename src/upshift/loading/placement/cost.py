@@ -14,9 +14,14 @@ PRODUCT_BOUND_SHARE = 0.8  # products are the bound if their rate is below this 
 
 
 def predict(
-    placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
-    stored_bytes: int | None = None, products_bytes_per_second: float | None = None,
-) -> Placement:  # fmt: skip
+    placement: Placement,
+    host: Host,
+    *,
+    memory_bytes_per_second: float | None = None,
+    disk_bytes_per_second: float | None = None,
+    stored_bytes: int | None = None,
+    products_bytes_per_second: float | None = None,
+) -> Placement:
     """Return the placement with its predicted times.
 
     ``memory_bytes_per_second``: the rate of the CPU's memory; those of GPUs are in ``host``. ``stored_bytes``: the size of the

@@ -52,7 +52,7 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
         if stated.setdefault(name, read_size(size)) != read_size(size):
             raise RequestError(f"max_memory gives {name} {format_bytes(stated[name])} and {size}; give it one of them")
     if "disk" in stated:
-        raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
+        raise RequestError("max_memory limits GPUs and the cpu; leave out the disk, which holds all other weights")
     free = _free_memory(host)
     limits: dict[str, int | None] = {}
     for device, free_bytes in free.items():

@@ -78,10 +78,13 @@ def place_model(
     if memory_bytes_per_second is None:
         return placement
     return predict(
-        placement, host, memory_bytes_per_second=memory_bytes_per_second,
+        placement,
+        host,
+        memory_bytes_per_second=memory_bytes_per_second,
         disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
-        stored_bytes=None if checkpoint is None else checkpoint.total_bytes, products_bytes_per_second=matmul_rate(model.dtype),
-    )  # fmt: skip
+        stored_bytes=None if checkpoint is None else checkpoint.total_bytes,
+        products_bytes_per_second=matmul_rate(model.dtype),
+    )
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
@@ -122,7 +125,7 @@ def placement_units(model: PreTrainedModel, *, divided_names: Mapping[str, objec
             streams=unit.streams,
         )
         for unit in merged
-    )  # fmt: skip
+    )
 
 
 def _walk_modules(

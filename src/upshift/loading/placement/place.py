@@ -75,6 +75,28 @@ class Placement(Value):
     tokens_per_second: float | None = None
     bound: str | None = None
 
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[ModulePlacement],
+        limits: Mapping[str, int],
+        main: str,
+        work: MemoryNeeds,
+        stream_bytes: dict[str, int],
+    ) -> Placement:
+        """Return the placement for a job's needs, without predicted times."""
+        return cls(
+            modules=tuple(modules),
+            limits=dict(limits),
+            main=main,
+            buffers=work.buffers,
+            activations=work.activations,
+            cache=work.cache,
+            batch=work.batch,
+            sequence=work.sequence,
+            stream_bytes=stream_bytes,
+        )
+
     @property
     def device_map(self) -> dict[str, str]:
         return {module.name: module.device for module in self.modules}
@@ -126,9 +148,11 @@ class _Assignment:
         slow = [unit for number, unit in enumerate(units) if self.devices[number] == DISK]
         host = [unit for number, unit in enumerate(units) if self.devices[number] == CPU != main]
         return (
-            sum(unit.read for unit in slow), sum(unit.read for unit in host), sum(unit.nbytes for unit in slow),
+            sum(unit.read for unit in slow),
+            sum(unit.read for unit in host),
+            sum(unit.nbytes for unit in slow),
             sum(self.reserves.values()),
-        )  # fmt: skip
+        )
 
 
 def place_units(units: Sequence[PlacementUnit], limits: Mapping[str, int], work: MemoryNeeds) -> Placement:
@@ -221,10 +245,7 @@ def _placement(
     for number, unit in enumerate(units):
         reason = _placement_reason(unit, assignment.devices[number], limits, assignment)
         modules += module_placements(unit, assignment.devices[number], reason)
-    return Placement(
-        modules=tuple(modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
-        cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream_bytes,
-    )  # fmt: skip
+    return Placement.of(modules, limits, main, work, stream_bytes)
 
 
 def follow_device_map(
@@ -244,11 +265,8 @@ def follow_device_map(
     from_disk = largest_streamed(placed_modules, (DISK,))
     from_host = largest_streamed(placed_modules, (CPU, DISK))
     stream = {CPU: 2 * from_disk} if main == CPU else {main: 2 * from_host, CPU: 2 * from_disk}
-    placement = Placement(
-        modules=tuple(placed_modules), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
-        cache=work.cache, batch=work.batch, sequence=work.sequence,
-        stream_bytes={device: size for device, size in stream.items() if size},
-    )  # fmt: skip
+    stream_bytes = {device: size for device, size in stream.items() if size}
+    placement = Placement.of(placed_modules, limits, main, work, stream_bytes)
     for device, peak in placement.peak_bytes.items():
         if peak > limits.get(device, 0) and placement.totals[device]:
             raise NothingFits(

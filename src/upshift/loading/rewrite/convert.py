@@ -33,12 +33,12 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
 
     Integer tensors stay as they are. Tensors that the model's class keeps in fp32 stay in fp32."""
     if dtype not in COMPUTE_DTYPES:
-        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTE_DTYPES))}")
+        raise RequestError(f"--dtype {dtype!r} cannot store weights; use one of {', '.join(sorted(COMPUTE_DTYPES))}")
     if Path(model).suffix == SUFFIX:
         return convert_gguf(Path(model), output, dtype=dtype, progress=progress)
     source, folder = find_model_folder(model)
     if "quantization_config" in source.config:
-        raise RequestError(f"the weights of {model!r} are quantized, which is no dtype; give the model that they were made from")
+        raise RequestError(f"the weights of {model!r} are quantized; give the model that they were made from")
     checkpoint = find_checkpoint(folder)
     new_dtypes = _new_dtypes(source, checkpoint, getattr(torch, dtype))
     noted: dict[str, int] = {}

@@ -40,13 +40,23 @@ if TYPE_CHECKING:
 
 # Prefixes of the tokenizer's files.
 TOKENIZER_PREFIXES = (
-    "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece",
-)  # fmt: skip
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "spiece",
+    "sentencepiece",
+)
 AUTO_CLASSES = {  # by peft's task type, as peft's AutoPeftModel classes choose
-    "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
-}  # fmt: skip
+}
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the base model
 UNMERGEABLE = {  # fields of peft's LoraConfig, and what each does
     "alora_invocation_tokens": "acts from some tokens on only",

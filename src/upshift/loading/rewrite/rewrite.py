@@ -85,10 +85,15 @@ def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
         with folder.report_interruption(len(shards)):
             _write(job, folder, shards, progress)
     return Rewritten(
-        output=output, tensors=len(job.tensors), bytes=_total_bytes(job.tensors), shards=len(shards),
-        kept_shards=num_kept, sha256=_digest(job.tensors, folder.manifest.shards), seconds=time.perf_counter() - start,
+        output=output,
+        tensors=len(job.tensors),
+        bytes=_total_bytes(job.tensors),
+        shards=len(shards),
+        kept_shards=num_kept,
+        sha256=_digest(job.tensors, folder.manifest.shards),
+        seconds=time.perf_counter() - start,
         noted=folder.manifest.noted,
-    )  # fmt: skip
+    )
 
 
 def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTensor]]:

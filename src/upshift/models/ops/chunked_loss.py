@@ -168,9 +168,11 @@ class DeferredLogits:
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a function of torch that is called with deferred logits."""
         methods: dict[Any, Callable[..., Any]] = {
-            nn.functional.cross_entropy: cls.cross_entropy, torch.tanh: cls.tanh,
-            torch.Tensor.add: _swap_arguments(cls.__add__), torch.Tensor.mul: _swap_arguments(cls.__mul__),
-        }  # fmt: skip
+            nn.functional.cross_entropy: cls.cross_entropy,
+            torch.tanh: cls.tanh,
+            torch.Tensor.add: _swap_arguments(cls.__add__),
+            torch.Tensor.mul: _swap_arguments(cls.__mul__),
+        }
         if function not in methods:
             raise ChunkedHeadError(f"the model takes torch's {getattr(function, '__name__', function)} of its logits")
         return methods[function](*args, **(kwargs or {}))

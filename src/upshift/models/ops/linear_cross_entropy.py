@@ -186,14 +186,8 @@ def _loss_and_gradient(
     loss's gradient.
 
     With a ``shard``, return only the terms of its words."""
-    logits = products.float()
+    logits = _complete_logits(products, bias, head)
     vocabulary = products.shape[1] if shard is None else shard.vocabulary
-    if head.scale != 1.0:
-        logits.mul_(head.scale)
-    if bias is not None:
-        logits.add_(bias)
-    if head.cap is not None:
-        logits.tanh_().mul_(head.cap)
     log_probabilities, normaliser = _log_softmax(logits, shard)
     columns, has_label = _label_columns(labels, shard, logits)
     loss = (log_probabilities.gather(1, columns) * has_label).sum() * (head.label_smoothing - 1.0)
@@ -215,6 +209,18 @@ def _loss_and_gradient(
         sums.bias.add_(logits_grad.sum(0))
     products.copy_(logits_grad.mul_(head.scale) if head.scale != 1.0 else logits_grad)
     return loss
+
+
+def _complete_logits(products: torch.Tensor, bias: torch.Tensor | None, head: HeadLoss) -> torch.Tensor:
+    """Return fp32 logits [C, V] with the head's scale, bias and cap, in the memory of ``products`` if these are fp32."""
+    logits = products.float()
+    if head.scale != 1.0:
+        logits.mul_(head.scale)
+    if bias is not None:
+        logits.add_(bias)
+    if head.cap is not None:
+        logits.tanh_().mul_(head.cap)
+    return logits
 
 
 def _log_softmax(logits: torch.Tensor, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,9 +64,10 @@ TRACED_INSIDE: dict[str, Callable[..., Any]] = {
 
 # Operators of fused attention.
 ATTENTION_FORWARD = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
-}  # fmt: skip
+}
 ATTENTION_BACKWARD = {f"{name}_backward" for name in ATTENTION_FORWARD}
 # Operators of a layer's experts, and how often each multiplies by every weight.
 GROUPED_PASSES = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}

@@ -34,14 +34,25 @@ from upshift.planning.workload import Workload
 from upshift.value import Value
 
 KINDS = (
-    "matrix products", "attention", "norms and elementwise", "head and loss", "communication", "optimizer", "data",
+    "matrix products",
+    "attention",
+    "norms and elementwise",
+    "head and loss",
+    "communication",
+    "optimizer",
+    "data",
     "idle and dispatch",
-)  # fmt: skip
+)
 PRODUCTS, ATTENTION, ELEMENTWISE, HEAD, COMMUNICATION, OPTIMIZER, DATA, IDLE = KINDS
 KIND_OF_TERM = {
-    "matrix products": PRODUCTS, "attention": ATTENTION, "memory traffic": ELEMENTWISE, "page faults": ELEMENTWISE,
-    "dispatch": IDLE, "pipeline idle": IDLE, "update": OPTIMIZER,
-}  # fmt: skip
+    "matrix products": PRODUCTS,
+    "attention": ATTENTION,
+    "memory traffic": ELEMENTWISE,
+    "page faults": ELEMENTWISE,
+    "dispatch": IDLE,
+    "pipeline idle": IDLE,
+    "update": OPTIMIZER,
+}
 
 
 def sum_by_kind(terms: dict[str, float]) -> dict[str, float]:
@@ -130,7 +141,7 @@ class Measured:
         predicted_there = sum_by_kind(candidate.time.terms)
         operator_ratio = predicted_there.get(IDLE, 0.0) / predicted_here[IDLE] if predicted_here.get(IDLE) else 1.0
         seconds_by_kind = {}
-        for kind in {*predicted_there, *self.seconds}:
+        for kind in predicted_there | self.seconds:
             predicted = predicted_here.get(kind, 0.0)
             measured = self.seconds.get(kind, 0.0)
             bound_by_rate = min(measured, BOUND_BY_RATE * predicted)
@@ -205,7 +216,7 @@ def _changed_values(old_plan: Plan, new_plan: Plan) -> dict[str, str]:
 def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
     seconds_now = measured.scaled_seconds(measured.candidate)
     seconds_then = measured.scaled_seconds(candidate)
-    differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in {*seconds_now, *seconds_then}}
+    differences = {kind: seconds_then.get(kind, 0.0) - seconds_now.get(kind, 0.0) for kind in seconds_now | seconds_then}
     large_differences = sorted(
         (item for item in differences.items() if abs(item[1]) > 0.002 * sum(seconds_now.values())), key=lambda item: item[1]
     )
@@ -214,9 +225,12 @@ def _describe_change(measured: Measured, choice: str, candidate: Candidate, gain
     allow = tuple(name for name in candidate.plan.changes_mathematics if name not in allowed)
     options = " ".join(f"--set {name}={value}" for name, value in values.items())
     return Change(
-        choice=choice, values=values, gain=gain,
+        choice=choice,
+        values=values,
+        gain=gain,
         saved_ms=1000 * (measured.total(measured.candidate) - measured.total(candidate)),
         why=", ".join(f"{kind} {1000 * seconds:+,.1f} ms" for kind, seconds in large_differences[:4]),
-        more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30, allow=allow,
+        more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30,
+        allow=allow,
         fix=f"upshift train ... {options}" + (f" --allow {','.join((*allowed, *allow))}" if allow else ""),
-    )  # fmt: skip
+    )

@@ -189,9 +189,12 @@ def compare(
     planned.sort(key=lambda row: (row.money if by_money else row.seconds) or 0.0)
     ordered = (*planned, *(row for row in rows if row.plan is None))
     return Comparison(
-        tokens=tokens, takes=unit, deadline_seconds=terms.deadline_seconds, sorted_by="money" if by_money else "time",
+        tokens=tokens,
+        takes=unit,
+        deadline_seconds=terms.deadline_seconds,
+        sorted_by="money" if by_money else "time",
         hosts=ordered,
-    )  # fmt: skip
+    )
 
 
 def _host_result(planning: Planning, tokens: int, terms: ComparisonTerms) -> HostResult:

@@ -61,9 +61,13 @@ def reasons(ranking: Ranking) -> tuple[Reason, ...]:
 
 
 def reasons_among(
-    candidates: Sequence[Choosable], blocked: Sequence[HasPlan], because: Mapping[str, str], *,
-    cost: Callable[[Choosable], str], blocked_cost: str,
-) -> tuple[Reason, ...]:  # fmt: skip
+    candidates: Sequence[Choosable],
+    blocked: Sequence[HasPlan],
+    because: Mapping[str, str],
+    *,
+    cost: Callable[[Choosable], str],
+    blocked_cost: str,
+) -> tuple[Reason, ...]:
     """Return one row for each choice in which a plan differs from the best.
 
     Args:

@@ -165,9 +165,15 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
     step = entry.predicted.step_ms.p50 if entry.predicted.step_ms else None
     if isinstance(candidate, Rejected):
         return Check(
-            moved=True, peak_gib=Change(name="peak", before=peak, now=None), step_ms=Change(name="step", before=step, now=None),
-            parts_gib=(), terms_ms=(), segments=(), versions=versions, problem=candidate.reason,
-        )  # fmt: skip
+            moved=True,
+            peak_gib=Change(name="peak", before=peak, now=None),
+            step_ms=Change(name="step", before=step, now=None),
+            parts_gib=(),
+            terms_ms=(),
+            segments=(),
+            versions=versions,
+            problem=candidate.reason,
+        )
     changes = (
         Change(name="peak", before=peak, now=candidate.memory.peak / GIB),
         Change(name="step", before=step, now=1000 * candidate.time.total),

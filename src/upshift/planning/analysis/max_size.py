@@ -298,10 +298,7 @@ class Dimension:
     def candidate_fits(self, candidate: Candidate | Rejected | TooBig, profile: ModelProfile, workload: Workload) -> bool:
         if isinstance(candidate, Rejected | TooBig):
             return False
-        calibrated = self.calibration.of(candidate, workload)
-        job_memory = JobMemory(self.host, profile, workload)
-        limit = job_memory.limit(calibrated)
-        return limit is None or (calibrated.resident <= limit and job_memory.describe_excess(calibrated) is None)
+        return JobMemory(self.host, profile, workload).fits(self.calibration.of(candidate, workload))
 
     def why_not(self, size: int, sharing: int | None) -> str:
         if size > self.ceiling:

@@ -69,9 +69,14 @@ def explain_choice(planning: Planning, choice: str, *, fixed: tuple[str, ...], t
     best = planning.ranking.candidates[0]
     if value_of(best.plan, field) == value:
         return Counterfactual(
-            asked=choice, outcome="chosen", plan=best.plan, predicted=planning.numbers(best), gain=0.0, more_gib=0.0,
+            asked=choice,
+            outcome="chosen",
+            plan=best.plan,
+            predicted=planning.numbers(best),
+            gain=0.0,
+            more_gib=0.0,
             why="the best plan has it",
-        )  # fmt: skip
+        )
     host = planning.host
     needed_allow = _needed_allowance(field, value, planning.workload)
     if field in Layout.model_fields and host.device != "cpu" and host.num_devices == 1:
@@ -144,10 +149,14 @@ def _answer(planning: Planning, choice: str, name: str, allow: tuple[str, ...], 
     if ranking.too_big:
         nearest = ranking.too_big[0]
         return Counterfactual(
-            asked=choice, outcome="does not fit", allow=allow, plan=nearest.plan, predicted=planning.numbers(nearest),
+            asked=choice,
+            outcome="does not fit",
+            allow=allow,
+            plan=nearest.plan,
+            predicted=planning.numbers(nearest),
             more_gib=gib(nearest.memory.peak - planning.ranking.candidates[0].memory.peak),
             why=changes + describe_shortage(nearest, planning.host, planning.workload),
-        )  # fmt: skip
+        )
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of the other choices is legal with it"
     return Counterfactual(asked=choice, outcome="not possible", allow=allow, why=changes + reason)
 
@@ -183,10 +192,16 @@ def _compare_with_best(
             "no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {choice}"
         )
     return Counterfactual(
-        asked=choice, outcome=outcome, allow=allow, plan=candidate.plan, predicted=planning.numbers(candidate), gain=gain,
-        more_gib=gib(candidate.memory.peak - best.memory.peak), more_ms=terms,
+        asked=choice,
+        outcome=outcome,
+        allow=allow,
+        plan=candidate.plan,
+        predicted=planning.numbers(candidate),
+        gain=gain,
+        more_gib=gib(candidate.memory.peak - best.memory.peak),
+        more_ms=terms,
         why=changes + ("; ".join(sentences) or "the two steps are the same to the accuracy of the prediction"),
-    )  # fmt: skip
+    )
 
 
 def _step_differences(best: Candidate, candidate: Candidate, total_steps: int) -> dict[str, float]:

@@ -24,15 +24,14 @@ from upshift.hardware.spec import Exchange as Operation
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
+from upshift.planning.cost.parallel_trace import expert_elements, layers_with_experts
 from upshift.planning.cost.partition import (
     MASTERED_BYTES,
     REDUCED_BYTES,
     Stage,
     compute_bytes,
     elements,
-    expert_elements,
     layer_elements,
-    layers_with_experts,
     residual_bytes,
 )
 from upshift.planning.plan import Plan

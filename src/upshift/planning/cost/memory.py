@@ -51,9 +51,15 @@ class Peak:
 
 # A step's moments, in order. At each of them a rank holds another amount of other ranks' parts (FsdpTransients).
 PHASE_OF_MOMENT = {
-    "start": "forward", "forward": "forward", "loss": "forward",
-    "head": "backward", "last_layer": "backward", "layers": "backward", "end": "backward", "outside": "backward",
-}  # fmt: skip
+    "start": "forward",
+    "forward": "forward",
+    "loss": "forward",
+    "head": "backward",
+    "last_layer": "backward",
+    "layers": "backward",
+    "end": "backward",
+    "outside": "backward",
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def offer_forward_peaks(
         if plan.activation_offload and item.is_layer:
             left_bytes = 0.0
             released_here = 0.0
-        for num_before in {0, item.count - 1}:
+        for num_before in dict.fromkeys((0, item.count - 1)):
             parts = {**resident, "gradients": gradients, **live, "workspace": 0.0}
             parts[own_part] += num_before * left_bytes
             parts["loss" if item.is_loss else "workspace"] += rise
@@ -182,7 +188,7 @@ def offer_backward_peaks(
         elif accumulating or plan.optimizer_in_backward:
             born_per_segment = 0.0
         rise, left_bytes = backward.rise_and_left(item)
-        for num_before in {0, item.count - 1}:
+        for num_before in dict.fromkeys((0, item.count - 1)):
             gradients_now = born_bytes + num_before * born_per_segment
             is_received = num_before > 0 or item is not placed[-1]
             live_here = live + num_before * left_bytes + (received if is_received else 0.0)

@@ -83,9 +83,13 @@ def _num_communicators(plan: Plan) -> int:
     num_summing = plan.data_parallel * layout.context_parallel
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
     sizes = (
-        layout.tensor_parallel, layout.context_parallel, layout.pipeline_parallel, layout.expert_parallel, sharded,
+        layout.tensor_parallel,
+        layout.context_parallel,
+        layout.pipeline_parallel,
+        layout.expert_parallel,
+        sharded,
         num_summing // sharded,
-    )  # fmt: skip
+    )
     return sum(size > 1 for size in sizes)
 
 

@@ -22,8 +22,13 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.plan import Plan
 
 MATRIX_PRECISION: dict[str, MatrixPrecision] = {
-    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16", "fp8": "fp8",
-}  # fmt: skip
+    "fp32": "fp32",
+    "tf32": "fp32_medium",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "bf16-weights": "bf16",
+    "fp8": "fp8",
+}
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
 CPU_ATTENTION_SHARE = 0.4
@@ -52,8 +57,10 @@ class Sustained(NamedTuple):
 # on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and nothing hidden; its
 # 405B and its mixtures of experts, in no fit, are then 3 to 4 % off. Other GPUs: between them, not checked.
 SUSTAINED = {
-    (8, 0): Sustained(0.80, 0.39, 1.0), (9, 0): Sustained(0.74, 0.22, 0.67), (10, 0): Sustained(0.8, 0.55, 0.4),
-}  # fmt: skip
+    (8, 0): Sustained(0.80, 0.39, 1.0),
+    (9, 0): Sustained(0.74, 0.22, 0.67),
+    (10, 0): Sustained(0.8, 0.55, 0.4),
+}
 SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
 

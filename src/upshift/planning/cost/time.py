@@ -139,9 +139,16 @@ def predict_time(
     """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
     memo = memo or Memo()
     key = (
-        "rates", plan.precision, plan.attention, plan.threads_per_process, plan.num_processes, plan.per_device_train_batch_size,
-        plan.sequence_length, plan.layout.tensor_parallel, plan.layout.context_parallel,
-    )  # fmt: skip
+        "rates",
+        plan.precision,
+        plan.attention,
+        plan.threads_per_process,
+        plan.num_processes,
+        plan.per_device_train_batch_size,
+        plan.sequence_length,
+        plan.layout.tensor_parallel,
+        plan.layout.context_parallel,
+    )
     rates = memo.get_or_compute(key, lambda: predict_rates(host, profile, plan))
     if rates is None:
         return None

@@ -181,9 +181,13 @@ class ReplicaMemory:
     def parts(self, sequences: int) -> dict[str, float]:
         """Return the bytes by part with a number of sequences."""
         sizes = (
-            self.weights, self.sequence_cache * sequences, self.step_activations + self.sequence_activations * sequences,
-            self.workspace, self.communication, self.context,
-        )  # fmt: skip
+            self.weights,
+            self.sequence_cache * sequences,
+            self.step_activations + self.sequence_activations * sequences,
+            self.workspace,
+            self.communication,
+            self.context,
+        )
         return dict(zip(PARTS, sizes, strict=True))
 
     def total(self, sequences: int) -> float:

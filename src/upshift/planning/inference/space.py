@@ -138,9 +138,15 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
 
 def _parse_value(name: str, text: str) -> Any:
     required = {
-        "device": "cpu", "host": "", "model": "", "weights": "bf16", "kv_cache": "bf16", "max_concurrency": 1,
-        "prefill_chunk_tokens": 1, "execution": "eager",
-    }  # fmt: skip
+        "device": "cpu",
+        "host": "",
+        "model": "",
+        "weights": "bf16",
+        "kv_cache": "bf16",
+        "max_concurrency": 1,
+        "prefill_chunk_tokens": 1,
+        "execution": "eager",
+    }
     options = get_args(get_type_hints(InferencePlan)[name])
     return parse_field(InferencePlan, required, name, text, valid=list_valid_values(options, "; use a whole number from 1"))
 

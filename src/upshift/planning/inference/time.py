@@ -213,9 +213,14 @@ class StepTime(NamedTuple):
 
 
 TERM_NAMES = (
-    "reading weights", "matrix products", "reading the cache", "attention of prompts", "activation traffic", "communication",
+    "reading weights",
+    "matrix products",
+    "reading the cache",
+    "attention of prompts",
+    "activation traffic",
+    "communication",
     "launches",
-)  # fmt: skip
+)
 
 
 class _ProductCost(NamedTuple):

@@ -10,6 +10,7 @@ the form that needs no multiplier in the forward pass, so that the trained model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -38,10 +39,13 @@ PACKED_KERNELS: dict[str, KernelFacts] = {
         ((8, 0), (99, 0)), "flash_attn", "pip install flash-attn --no-build-isolation", halves_only=True, one_row=True
     ),
     "flash_attention_3": KernelFacts(
-        ((9, 0), (10, 0)), "flash_attn_interface", "build the hopper folder of github.com/Dao-AILab/flash-attention",
-        halves_only=True, one_row=True,
+        ((9, 0), (10, 0)),
+        "flash_attn_interface",
+        "build the hopper folder of github.com/Dao-AILab/flash-attention",
+        halves_only=True,
+        one_row=True,
     ),
-}  # fmt: skip
+}
 
 
 def why_kernel_unusable(name: str, host: Host, profile: ModelProfile) -> str | None:
@@ -82,6 +86,8 @@ def base_text(fields: dict[str, int]) -> str:
 
 def conflict_with_mup(plan: Plan) -> str | None:
     """Return why muP cannot run with the plan's other choices, or None."""
+    if not plan.mup_base:
+        return None
     if optimizers()[plan.optim].allow not in ADAM:
         return f"muP's learning rates are those of AdamW's updates, not of optim={plan.optim}; use optim=adamw_torch_fused"
     if plan.layout != ALONE:
@@ -91,50 +97,53 @@ def conflict_with_mup(plan: Plan) -> str | None:
 
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
     """Return why this plan cannot run, or None."""
-    if plan.precision == "bf16-weights":
-        if not optimizers()[plan.optim].rounds:
-            rounding = ", ".join(name for name, facts in optimizers().items() if facts.rounds)
-            return (
-                f"optim={plan.optim} rounds its updates of bf16 weights to the nearest value and so loses small ones; "
-                f"with precision=bf16-weights use one of {rounding}"
-            )
-        if plan.num_processes > 1 and optimizers()[plan.optim].library is not None:
-            return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
-    if plan.attention in PACKED_KERNELS:
-        problem = _packed_kernel_conflict(plan)
-        if problem is not None:
-            return problem
-    layout = plan.layout
-    if not divides_evenly(layout, plan.gradient_accumulation_steps):
-        return (
-            f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
-            f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
-        )
-    if layout.splits_backward:
-        problem = _zero_bubble_conflict(plan)
-        if problem is not None:
-            return problem
-    if _chooses_operators(plan) and plan.torch_compile != "off":
-        return (
-            f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
-            "compiled; use torch_compile=off, or recompute_granularity=full"
-        )
-    if plan.weight_offload != "none":
-        problem = _weight_offload_conflict(plan)
-        if problem is not None:
-            return problem
-    problem = _fused_kernel_conflict(plan)
-    if problem is None and plan.mup_base:
-        problem = conflict_with_mup(plan)
+    problem = next(filter(None, (rule(plan) for rule in CONFLICT_RULES)), None)
     if problem is not None:
         return problem
     if plan.optimizer_in_backward:
         return _update_in_backward_conflict(plan, clips_gradients)
-    if plan.optim_offload:
-        if optimizers()[plan.optim].library is not None:
-            return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
-        if plan.precision == "fp16":
-            return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
+    return _optim_offload_conflict(plan)
+
+
+def _bf16_weights_conflict(plan: Plan) -> str | None:
+    if plan.precision != "bf16-weights":
+        return None
+    if not optimizers()[plan.optim].rounds:
+        rounding = ", ".join(name for name, facts in optimizers().items() if facts.rounds)
+        return (
+            f"optim={plan.optim} rounds its updates of bf16 weights to the nearest value and so loses small ones; "
+            f"with precision=bf16-weights use one of {rounding}"
+        )
+    if plan.num_processes > 1 and optimizers()[plan.optim].library is not None:
+        return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    return None
+
+
+def _interleaving_conflict(plan: Plan) -> str | None:
+    if divides_evenly(plan.layout, plan.gradient_accumulation_steps):
+        return None
+    return (
+        f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={plan.layout.pipeline_parallel}, and "
+        f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
+    )
+
+
+def _selective_recomputation_conflict(plan: Plan) -> str | None:
+    if not _chooses_operators(plan) or plan.torch_compile == "off":
+        return None
+    return (
+        f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
+        "compiled; use torch_compile=off, or recompute_granularity=full"
+    )
+
+
+def _optim_offload_conflict(plan: Plan) -> str | None:
+    if not plan.optim_offload:
+        return None
+    if optimizers()[plan.optim].library is not None:
+        return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
+    if plan.precision == "fp16":
+        return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
     return None
 
 
@@ -144,6 +153,8 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
 
 
 def _zero_bubble_conflict(plan: Plan) -> str | None:
+    if not plan.layout.splits_backward:
+        return None
     request = "pipeline_schedule=zero_bubble"
     advice = "use pipeline_schedule=1f1b"
     if plan.loss_chunk_tokens:
@@ -156,6 +167,8 @@ def _zero_bubble_conflict(plan: Plan) -> str | None:
 
 
 def _packed_kernel_conflict(plan: Plan) -> str | None:
+    if plan.attention not in PACKED_KERNELS:
+        return None
     if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
         return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
     if _chooses_operators(plan):
@@ -171,6 +184,8 @@ def _chooses_operators(plan: Plan) -> bool:
 
 
 def _weight_offload_conflict(plan: Plan) -> str | None:
+    if plan.weight_offload == "none":
+        return None
     request = f"weight_offload={plan.weight_offload}"
     if plan.num_processes > 1:
         return f"{request} reads each layer for one process, and several would read it as often; use num_processes=1"
@@ -212,6 +227,19 @@ def _update_in_backward_conflict(plan: Plan, clips_gradients: bool) -> str | Non
     if plan.optim_offload:
         return "optimizer_in_backward and optim_offload exclude each other; use one of them"
     return None
+
+
+# Each returns why a plan cannot run, or None. The first reason is the one that the user sees.
+CONFLICT_RULES: tuple[Callable[[Plan], str | None], ...] = (
+    _bf16_weights_conflict,
+    _packed_kernel_conflict,
+    _interleaving_conflict,
+    _zero_bubble_conflict,
+    _selective_recomputation_conflict,
+    _weight_offload_conflict,
+    _fused_kernel_conflict,
+    conflict_with_mup,
+)
 
 
 def is_redundant(plan: Plan) -> bool:

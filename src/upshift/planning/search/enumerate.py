@@ -140,10 +140,13 @@ class PlanSpace:
     def _start(self) -> Plan:
         """Return the plan from which all plans are made."""
         return Plan(
-            device=self.host.device, host=self.host.fingerprint, model=self.profile.model_hash,
-            sequence_length=self.workload.sequence_length, per_device_train_batch_size=1,
+            device=self.host.device,
+            host=self.host.fingerprint,
+            model=self.profile.model_hash,
+            sequence_length=self.workload.sequence_length,
+            per_device_train_batch_size=1,
             **{name: self.fixed[name] for name in (*FIXED_IN_SEARCH, "optim_args", "mup_base") if name in self.fixed},
-        )  # fmt: skip
+        )
 
 
 def enumerate_plans(

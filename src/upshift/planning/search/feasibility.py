@@ -82,6 +82,11 @@ class JobMemory:
         needed = f"needs {format_bytes(held_bytes)} of {format_bytes(limit)}"
         return f"{STEP_FITS_PREFIX} {largest_phase} does not: {needed} ({named_parts})"
 
+    def fits(self, candidate: Candidate) -> bool:
+        """Return whether the step and every other phase of the job fit. A host of unknown memory takes every plan."""
+        limit = self.limit(candidate)
+        return limit is None or (candidate.resident <= limit and self.describe_excess(candidate) is None)
+
     def describe_problems(self, candidate: Candidate) -> tuple[str, ...]:
         """Describe the phase that does not fit, and evaluation with logits if it does not fit: a user may want it later."""
         reasons = [self.describe_excess(candidate), self._describe_logits(candidate)]

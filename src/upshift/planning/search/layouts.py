@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from math import lcm
 from typing import Any
@@ -72,10 +73,17 @@ def enumerate_layouts(
         sequence_values = _sequence_parallel_values(host, tensor)
         for shard, schedule, expert_parallel, sequence_parallel in product(shardings, schedules, expert_degrees, sequence_values):
             layout = Layout(
-                fully_shard=shard[0], shard_size=shard[1], tensor_parallel=tensor, sequence_parallel=sequence_parallel,
-                context_parallel=context, context_kind=kind, pipeline_parallel=pipeline, pipeline_schedule=schedule[0],
-                virtual_stages=schedule[1], expert_parallel=expert_parallel,
-            )  # fmt: skip
+                fully_shard=shard[0],
+                shard_size=shard[1],
+                tensor_parallel=tensor,
+                sequence_parallel=sequence_parallel,
+                context_parallel=context,
+                context_kind=kind,
+                pipeline_parallel=pipeline,
+                pipeline_schedule=schedule[0],
+                virtual_stages=schedule[1],
+                expert_parallel=expert_parallel,
+            )
             layout = layout.model_copy(update=_requested_fields(layout, profile, fixed))
             if why_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
                 yield data, layout
@@ -87,9 +95,10 @@ def _requested_fields(layout: Layout, profile: ModelProfile, fixed: dict[str, An
         layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
     )
     possible = {
-        "master_weights": layout.fully_shard == "optimizer", "gather_again": layout.sequence_parallel,
+        "master_weights": layout.fully_shard == "optimizer",
+        "gather_again": layout.sequence_parallel,
         "vocabulary_parallel": divides_vocabulary and profile.objective == "causal-lm",
-    }  # fmt: skip
+    }
     requested = {name: True for name, is_possible in possible.items() if is_possible and fixed.get(name)}
     if "overlap" in fixed:
         requested["overlap"] = fixed["overlap"]
@@ -203,6 +212,32 @@ def check_processes(fixed: dict[str, Any], host: Host) -> None:
             )
 
 
+def _valid_values(
+    fixed: dict[str, Any],
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    fields: dict[str, Any],
+    name: str,
+    *,
+    searches_degrees: bool = False,
+) -> list[Any]:
+    """Return the values of a field in the layouts that have the given fields.
+
+    ``searches_degrees``: on CPUs, also search layouts with as many processes as other degrees need.
+    """
+    counts = fixed if "num_processes" in fixed else fields
+    candidates = [fields]
+    if searches_degrees and name in DEGREES and host.device == "cpu":
+        candidates = [fields | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
+    values = set()
+    for candidate in candidates:
+        for ranks in rank_counts(host, {**candidate, **counts}):
+            matching = enumerate_layouts(host, profile, workload, fixed=candidate, ranks=ranks)
+            values |= {getattr(layout, name) for _, layout in matching}
+    return sorted(values)
+
+
 def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workload: Workload) -> None:
     """Raise RequestError if no layout here has the requested fields. The message names the value, the valid ones and the reason.
 
@@ -211,23 +246,7 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
     if not shares_work(host, fixed):
         return
     requested = {name: value for name, value in fixed.items() if name in Layout.model_fields}
-
-    def valid_values(fields: dict[str, Any], name: str, *, searches_degrees: bool = False) -> list[Any]:
-        """Return the values of a field in the layouts that have the given fields.
-
-        ``searches_degrees``: on CPUs, also search layouts with as many processes as other degrees need.
-        """
-        counts = fixed if "num_processes" in fixed else fields
-        candidates = [fields]
-        if searches_degrees and name in DEGREES and host.device == "cpu":
-            candidates = [fields | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
-        values = set()
-        for candidate in candidates:
-            for ranks in rank_counts(host, {**candidate, **counts}):
-                matching = enumerate_layouts(host, profile, workload, fixed=candidate, ranks=ranks)
-                values |= {getattr(layout, name) for _, layout in matching}
-        return sorted(values)
-
+    valid_values = partial(_valid_values, fixed, host, profile, workload)
     for name, value in requested.items():
         if not valid_values({name: value}, name):
             valid = ", ".join(map(str, valid_values({}, name, searches_degrees=True)))

@@ -26,8 +26,11 @@ from upshift.planning.workload import Workload
 Chains = list[list[dict[str, Any]]]
 NUM_BEST_LAYOUTS = 24  # the fastest of the first round, around which every other choice is searched
 SEARCHED_TOGETHER = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "recompute_granularity",
-)  # fmt: skip
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "recompute_granularity",
+)
 
 
 def search(host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any]) -> Ranking:

@@ -209,12 +209,10 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     They are also checked against what is legal here, as far as that is known before a model is traced. ``quantized``: the
     model's weights are stored in 4 bits.
     """
-    settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
+    settable = [name for name in (*Plan.model_fields, *Layout.model_fields) if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     layout_text = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
-    if host.num_devices > 1 or host.device == "cpu":
-        settable += Layout.model_fields
-    elif layout_text is not None:
+    if layout_text is not None and host.num_devices == 1 and host.device != "cpu":
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
     check_processes(fixed, host)
@@ -327,13 +325,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
     return _reason_not_legal_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
 
 
-def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
-    """Return why a value of a field is not legal here for any model, in brackets.
-
-    Raises MissingExtra where only a library is missing.
-    """
-    if quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
-        return " (the model's weights are stored in 4 bits)"
+def _reason_not_legal_anywhere(name: str) -> str | None:
+    """Return what a field needs that this host or this request lacks, in brackets; None if the field needs nothing."""
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name == WEIGHT_OFFLOAD:
@@ -342,15 +335,29 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload
         return " (it needs a CUDA device whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
+    return None
+
+
+def _needs_of(name: str, value: Any) -> tuple[str | None, str | None]:
+    """Return the change of mathematics that a value is, and the library that it needs."""
     if name == "precision":
-        change = value
-        library = LIBRARY_OF_PRECISION.get(value)
-    elif name == "optim":
-        change = optimizers()[value].allow
-        library = optimizers()[value].library
-    else:
-        change = None
-        library = None
+        return value, LIBRARY_OF_PRECISION.get(value)
+    if name == "optim":
+        return optimizers()[value].allow, optimizers()[value].library
+    return None, None
+
+
+def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
+    """Return why a value of a field is not legal here for any model, in brackets.
+
+    Raises MissingExtra where only a library is missing.
+    """
+    if quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
+        return " (the model's weights are stored in 4 bits)"
+    reason = _reason_not_legal_anywhere(name)
+    if reason is not None:
+        return reason
+    change, library = _needs_of(name, value)
     if change in changes_of_mathematics() and change not in workload.allow:
         return f" (it changes the mathematics; add --allow {change})"
     if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from pydantic import Field
 
@@ -100,9 +100,9 @@ class TrialServer:
         return _failure_of(ending).changed(wall_seconds=wall_seconds)
 
 
-def unfinished_result(**measured: Any) -> TrialResult:
-    """Return the result of a trial that ends now. It is a failure if ``measured`` has no speed."""
-    return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
+def unfinished_result() -> TrialResult:
+    """Return the result of a trial that ends before it has measured a speed."""
+    return TrialResult(failure="took longer than the trial's limit", timed_out=True)
 
 
 def _failure_of(ending: ChildExit) -> TrialResult:

@@ -436,8 +436,9 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
 def _memory_pairs(best: TrialResult, candidate: Candidate) -> list[tuple[Number, float, float]]:
     """Return (number, its measured value, its prediction for the largest micro-batch that the run may have)."""
     pairs: list[tuple[Number, int | None, float]] = [
-        ("allocated", best.peak_bytes, candidate.memory.peak), ("held", best.resident_bytes, candidate.resident),
-    ]  # fmt: skip
+        ("allocated", best.peak_bytes, candidate.memory.peak),
+        ("held", best.resident_bytes, candidate.resident),
+    ]
     return [(name, float(measured), predicted) for name, measured, predicted in pairs if measured]
 
 
@@ -469,10 +470,16 @@ def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
     predicted = _formula_candidate(plan, planning)
     predicted_memory = _formula_candidate(plan, planning, best.largest_micro_batch)
     step_seconds = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
-    return sample_of(plan, planning.workload, "trial", {
-        "step": (predicted.time.total, step_seconds), "allocated": (predicted_memory.memory.peak, best.peak_bytes),
-        "held": (predicted_memory.resident, best.resident_bytes),
-    })  # fmt: skip
+    return sample_of(
+        plan,
+        planning.workload,
+        "trial",
+        {
+            "step": (predicted.time.total, step_seconds),
+            "allocated": (predicted_memory.memory.peak, best.peak_bytes),
+            "held": (predicted_memory.resident, best.resident_bytes),
+        },
+    )
 
 
 def remember_run(record: Record, planning: Planning) -> None:

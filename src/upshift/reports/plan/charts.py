@@ -88,10 +88,16 @@ def memory_traces(memory: Mapping[str, Mapping[str, float]]) -> list[Figure]:
     """Return a trace for each part of memory, with a bar for each phase."""
     phases = [plot_text(phase) for phase in memory]
     return [
-        {"type": "bar", "name": plot_text(name), "x": phases, "y": rounded_values(row.get(name, 0.0) for row in memory.values()),
-         "marker": {"color": colour}, "hovertemplate": "%{y:.2f} GiB"}
+        {
+            "type": "bar",
+            "name": plot_text(name),
+            "x": phases,
+            "y": rounded_values(row.get(name, 0.0) for row in memory.values()),
+            "marker": {"color": colour},
+            "hovertemplate": "%{y:.2f} GiB",
+        }
         for name, colour in part_colours(parts_of(memory)).items()
-    ]  # fmt: skip
+    ]
 
 
 def memory_levels(planning: Planning, candidate: Candidate) -> list[tuple[str, float]]:
@@ -110,8 +116,19 @@ def level_shapes(levels: Sequence[tuple[str, float]]) -> list[Figure]:
     for (name, level), line, position in zip(levels, lines, ("start", "middle"), strict=False):
         label = {"text": name, "textposition": position, "yanchor": "bottom", "font": {"color": "@muted", "size": 12}}
         height = round_value(level)
-        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": height, "y1": height, "line": line,
-                       "label": label})  # fmt: skip
+        shapes.append(
+            {
+                "type": "line",
+                "xref": "paper",
+                "x0": 0,
+                "x1": 1,
+                "yref": "y",
+                "y0": height,
+                "y1": height,
+                "line": line,
+                "label": label,
+            }
+        )
     return shapes
 
 
@@ -124,10 +141,13 @@ def memory_figure(selected: Selected, planning: Planning) -> Figure:
         "layout": layout(
             x=axis("phase of the job", showgrid=False),
             y=axis("GiB", range=selected(heights)),
-            height=440, barmode="stack", bargap=0.45, hovermode="x unified",
+            height=440,
+            barmode="stack",
+            bargap=0.45,
+            hovermode="x unified",
             shapes=selected(lambda candidate: level_shapes(memory_levels(planning, candidate))),
         ),
-    }  # fmt: skip
+    }
 
 
 def time_traces(candidate: Candidate) -> list[Figure]:
@@ -138,13 +158,21 @@ def time_traces(candidate: Candidate) -> list[Figure]:
     for name, seconds in sorted(candidate.time.terms.items(), key=lambda item: -item[1]):
         if seconds > SMALL_SHARE * total:
             colour = TERM_COLOURS.get(name) or next(spare)
-            traces.append({
-                "type": "bar", "orientation": "h", "y": [""], "x": rounded_values([seconds]),
-                "name": plot_text(name) + (" (binding)" if name == candidate.time.binding_term else ""),
-                "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
-                "text": [f"{seconds / total:.0%}"], "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
-                "hovertemplate": f"%{{x:.4g}} s, {seconds / total:.1%}",
-            })  # fmt: skip
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "y": [""],
+                    "x": rounded_values([seconds]),
+                    "name": plot_text(name) + (" (binding)" if name == candidate.time.binding_term else ""),
+                    "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
+                    "text": [f"{seconds / total:.0%}"],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textangle": 0,
+                    "hovertemplate": f"%{{x:.4g}} s, {seconds / total:.1%}",
+                }
+            )
     return traces
 
 
@@ -197,11 +225,15 @@ def draw_plans(planning: Planning) -> PlansFigure:
     dots = []
     for index, candidate in enumerate((*ranking.candidates, *near_too_big)):
         group = group_of(candidate.plan)
-        dots.append(plots.Candidate(
-            label=candidate.plan.label(), tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
-            status="chosen" if index == 0 else "candidate" if index < len(ranking.candidates) else "rejected",
-            group=group if group in colours else OTHERS,
-        ))  # fmt: skip
+        dots.append(
+            plots.Candidate(
+                label=candidate.plan.label(),
+                tokens_per_second=candidate.tokens_per_second,
+                peak_gib=held_gib(candidate),
+                status="chosen" if index == 0 else "candidate" if index < len(ranking.candidates) else "rejected",
+                group=group if group in colours else OTHERS,
+            )
+        )
         candidate_of[id(dots[-1])] = candidate
     points = placed_candidates(dots)
     front = frontier(points)
@@ -221,9 +253,12 @@ def draw_plans(planning: Planning) -> PlansFigure:
     limits = limit_line(limit, is_log=x.get("type") == "log")
     return PlansFigure(
         figure={"data": traces, "layout": layout(x=x, y=y, height=560, hovermode="closest", **limits)},
-        num_drawn=len(drawn), num_known=len(points), num_too_far=len(ranking.too_big) - len(near_too_big), grouping=grouping_name,
+        num_drawn=len(drawn),
+        num_known=len(points),
+        num_too_far=len(ranking.too_big) - len(near_too_big),
+        grouping=grouping_name,
         front=tuple(candidate_of[id(point.candidate)] for point in front),
-    )  # fmt: skip
+    )
 
 
 def group_traces(drawn: Sequence[PlacedCandidate], colours: Mapping[str, str], trace: Callable[..., Figure]) -> list[Figure]:
@@ -276,14 +311,24 @@ def schedule_figure(plan: Plan) -> Figure:
         for chunk in range(stages):
             bars = [step for step in passes if (step.kind, step.chunk) == (kind, chunk)]
             if bars:
-                traces.append({
-                    "type": "bar", "orientation": "h", "name": words + (f", stage {chunk + 1} of its rank" if stages > 1 else ""),
-                    "y": [bar.rank for bar in bars], "x": [bar.duration for bar in bars], "base": [bar.start for bar in bars],
-                    "width": 0.92, "text": [pass_label(bar, stages) for bar in bars],
-                    "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "opacity": 1.0 - 0.6 * chunk / stages,
-                    "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
-                    "hovertemplate": f"rank %{{y}}, {words} of micro-batch %{{text}}, from %{{base}} on<extra></extra>",
-                })  # fmt: skip
+                traces.append(
+                    {
+                        "type": "bar",
+                        "orientation": "h",
+                        "name": words + (f", stage {chunk + 1} of its rank" if stages > 1 else ""),
+                        "y": [bar.rank for bar in bars],
+                        "x": [bar.duration for bar in bars],
+                        "base": [bar.start for bar in bars],
+                        "width": 0.92,
+                        "text": [pass_label(bar, stages) for bar in bars],
+                        "textposition": "inside",
+                        "insidetextanchor": "middle",
+                        "textangle": 0,
+                        "opacity": 1.0 - 0.6 * chunk / stages,
+                        "marker": {"color": colour, "line": {"color": "@surface", "width": 1}},
+                        "hovertemplate": f"rank %{{y}}, {words} of micro-batch %{{text}}, from %{{base}} on<extra></extra>",
+                    }
+                )
     ranks = plan.layout.pipeline_parallel
     y = axis("pipeline rank", autorange="reversed", showgrid=False, zeroline=False, **({"dtick": 1} if ranks <= 24 else {}))
     x = axis("time, in forward passes of one stage", zeroline=False)

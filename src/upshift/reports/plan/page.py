@@ -91,14 +91,16 @@ def plan_page_html(planning: Planning, *, model: str) -> str:
         Section("reasons", "Why this plan", "Reasons", reasons_section(planning)),
         Section("rejected", "What was rejected", "Rejected", rejected_section(planning)),
     ]
-    return page_html(Page(
-        title=f"Plan for {planning.profile.architecture} on {planning.host.name}",
-        summary=summary(planning),
-        tiles=tiles(planning),
-        sections=sections,
-        figures={"plot-plans": plans.figure, **step_figures, **schedule_figures, **family_figures},
-        words=words | family_words,
-    ))  # fmt: skip
+    return page_html(
+        Page(
+            title=f"Plan for {planning.profile.architecture} on {planning.host.name}",
+            summary=summary(planning),
+            tiles=tiles(planning),
+            sections=sections,
+            figures={"plot-plans": plans.figure, **step_figures, **schedule_figures, **family_figures},
+            words=words | family_words,
+        )
+    )
 
 
 def summary(planning: Planning) -> str:
@@ -124,7 +126,9 @@ def tiles(planning: Planning) -> list[Tile]:
     numbers = planning.numbers(best)
     limit = limit_gib(planning)
     total = best.time.total
-    speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
+    speed = "the plain default does not fit"
+    if planning.job_memory.fits(default):
+        speed = f"{best.tokens_per_second / default.tokens_per_second:,.1f} times the plain default"
     outcome = [
         Tile(speed_words(planning).capitalize(), number(best.tokens_per_second, 0), speed),
         Tile("Step", format_seconds(total), f"bound by {best.time.binding_term}"),
@@ -144,16 +148,21 @@ def request_facts(planning: Planning, model: str) -> Facts:
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
     size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
-    return Facts([
-        ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
-        ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
-        ("workload", f"{workload.task}: global batch {workload.global_batch:,} {size}{lengths}, {workload.total_steps:,} steps"),
-        ("allowed to change", ", ".join(workload.allow) or "nothing of the mathematics"),
-        ("best plan", sentence(planning.best, profile.num_layers)),
-        ("its label", planning.best.label()),
-        ("versions", ", ".join(f"{name} {version}" for name, version in profile.versions.items())),
-        ("counted as FLOPs", profile.flop_convention),
-    ])  # fmt: skip
+    return Facts(
+        [
+            ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
+            ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
+            (
+                "workload",
+                f"{workload.task}: global batch {workload.global_batch:,} {size}{lengths}, {workload.total_steps:,} steps",
+            ),
+            ("allowed to change", ", ".join(workload.allow) or "nothing of the mathematics"),
+            ("best plan", sentence(planning.best, profile.num_layers)),
+            ("its label", planning.best.label()),
+            ("versions", ", ".join(f"{name} {version}" for name, version in profile.versions.items())),
+            ("counted as FLOPs", profile.flop_convention),
+        ]
+    )
 
 
 def selectable_plans(planning: Planning, front: Sequence[Candidate]) -> Selectable:
@@ -169,10 +178,11 @@ def selectable_plans(planning: Planning, front: Sequence[Candidate]) -> Selectab
     smaller = [
         candidate for candidate in reversed(front[::stride]) if (candidate.tokens_per_second, candidate.resident) not in distinct
     ]
+    default_name = "plain default" if planning.job_memory.fits(planning.default) else "plain default, which does not fit"
     return [
         *((f"{rank}: {candidate.plan.label()}", candidate) for rank, candidate in distinct.values()),
         *((f"{held_gib(candidate):.1f} GiB: {candidate.plan.label()}", candidate) for candidate in smaller),
-        (f"plain default: {planning.default.plan.label()}", planning.default),
+        (f"{default_name}: {planning.default.plan.label()}", planning.default),
     ]
 
 
@@ -204,16 +214,28 @@ def plans_table(planning: Planning, listed: Selectable) -> Table:
     predicted = [(label, candidate, planning.numbers(candidate)) for label, candidate in listed]
     is_reserved = any(numbers.reserved_gib is not None for _, _, numbers in predicted)
     heads = [
-        ("Plan", "long"), (speed_words(planning).capitalize(), "number"), ("Step, ms", "number"), ("Allocated, GiB", "number"),
-        *([("Reserved, GiB", "number")] if is_reserved else []), ("Held, GiB", "number"), ("Bound by", ""),
+        ("Plan", "long"),
+        (speed_words(planning).capitalize(), "number"),
+        ("Step, ms", "number"),
+        ("Allocated, GiB", "number"),
+        *([("Reserved, GiB", "number")] if is_reserved else []),
+        ("Held, GiB", "number"),
+        ("Bound by", ""),
         ("Known from", "long"),
-    ]  # fmt: skip
+    ]
     rows = [
-        [label, number(candidate.tokens_per_second, 0), number(1000 * candidate.time.total, 0), number(numbers.peak_gib, 2),
-         *([number(numbers.reserved_gib, 2)] if is_reserved else []), number(held_gib(candidate), 2),
-         candidate.time.binding_term, basis_words(candidate)]
+        [
+            label,
+            number(candidate.tokens_per_second, 0),
+            number(1000 * candidate.time.total, 0),
+            number(numbers.peak_gib, 2),
+            *([number(numbers.reserved_gib, 2)] if is_reserved else []),
+            number(held_gib(candidate), 2),
+            candidate.time.binding_term,
+            basis_words(candidate),
+        ]
         for label, candidate, numbers in predicted
-    ]  # fmt: skip
+    ]
     return Table("Best plans", heads, rows, marked=frozenset([0]))
 
 
@@ -274,11 +296,14 @@ def memory_table(planning: Planning) -> Table:
 def time_table(best: Candidate) -> Table:
     heads = [("Term", ""), ("Milliseconds", "number"), ("Share", "number")]
     rows: list[Row] = [
-        [Cell(name, "binding" if name == best.time.binding_term else None), number(1000 * seconds, 1),
-         f"{seconds / best.time.total:.1%}"]
+        [
+            Cell(name, "binding" if name == best.time.binding_term else None),
+            number(1000 * seconds, 1),
+            f"{seconds / best.time.total:.1%}",
+        ]
         for name, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1])
         if seconds > 0.0
-    ]  # fmt: skip
+    ]
     return Table("The best plan's time by term", heads, rows)
 
 

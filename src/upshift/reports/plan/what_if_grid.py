@@ -124,13 +124,17 @@ def plans_by_size(planning: Planning, length: int, sizes: Sequence[int]) -> Iter
     rank_batch = workload.global_batch // planning.best.data_parallel
     for size in sizes:
         plans = [
-            planning.best.model_copy(update={
-                "sequence_length": length, "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": rank_batch // size,
-                "activation_checkpointing": layers, "recompute_granularity": granularity,
-            })
+            planning.best.model_copy(
+                update={
+                    "sequence_length": length,
+                    "per_device_train_batch_size": size,
+                    "gradient_accumulation_steps": rank_batch // size,
+                    "activation_checkpointing": layers,
+                    "recompute_granularity": granularity,
+                }
+            )
             for layers, granularity in recomputations(planning)
-        ]  # fmt: skip
+        ]
         legal = [plan for plan in plans if conflict(plan, clips_gradients=workload.clips_gradients) is None]
         costed = [candidate for candidate in map(coster.cost, legal) if isinstance(candidate, Candidate)]
         yield size, [planning.calibration.of(candidate, workload) for candidate in costed]
@@ -155,14 +159,18 @@ def selected_cell(grid: Grid, content: Callable[[Cell], Any]) -> Figure:
 
 def place_dots(candidates: Sequence[Candidate], planning: Planning) -> list[PlacedCandidate]:
     limit = limit_gib(planning)
-    return placed_candidates([
-        plots.Candidate(
-            label=candidate.plan.label(), status="candidate" if is_fitting(candidate, planning) else "rejected",
-            tokens_per_second=candidate.tokens_per_second, peak_gib=held_gib(candidate),
-        )
-        for candidate in candidates
-        if limit is None or held_gib(candidate) <= FARTHEST * limit
-    ])  # fmt: skip
+    return placed_candidates(
+        [
+            plots.Candidate(
+                label=candidate.plan.label(),
+                status="candidate" if is_fitting(candidate, planning) else "rejected",
+                tokens_per_second=candidate.tokens_per_second,
+                peak_gib=held_gib(candidate),
+            )
+            for candidate in candidates
+            if limit is None or held_gib(candidate) <= FARTHEST * limit
+        ]
+    )
 
 
 def family_figure(grid: Grid, planning: Planning) -> Figure:

@@ -17,7 +17,6 @@ SMALL_GIB = 0.0005
 STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
 TIERS = {
     "formula": "from formulas and the host's rates; nothing was run",
-    "traced": "from a trace of the real step; nothing was run",
     "transferred": "corrected by other runs on this machine",
     "calibrated": "corrected by a trial",
     "measured": "measured here",
@@ -67,8 +66,12 @@ def layout_words(layout: Layout) -> str:
 
 def layout_kind(layout: Layout) -> str:
     """Return which kinds of parallelism a layout combines, whatever their degrees."""
-    degrees = {"tensor": layout.tensor_parallel, "context": layout.context_parallel, "pipeline": layout.pipeline_parallel,
-               "expert": layout.expert_parallel}  # fmt: skip
+    degrees = {
+        "tensor": layout.tensor_parallel,
+        "context": layout.context_parallel,
+        "pipeline": layout.pipeline_parallel,
+        "expert": layout.expert_parallel,
+    }
     names = [name for name, degree in degrees.items() if degree > 1]
     if names:
         return f"{' + '.join(names)} parallel"

@@ -93,8 +93,17 @@ def tried_marks(points: Sequence[PlacedCandidate]) -> list[Figure]:
         join_x = [x for predicted_point, measured_point in pairs for x in (predicted_point.peak, measured_point.peak, None)]
         join_y = [y for predicted_point, measured_point in pairs for y in (predicted_point.speed, measured_point.speed, None)]
         line = {"color": "@text", "width": 1}
-        traces.append({"type": "scatter", "mode": "lines", "x": rounded_values(join_x), "y": rounded_values(join_y), "line": line,
-                       "hoverinfo": "skip", "showlegend": False})  # fmt: skip
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": rounded_values(join_x),
+                "y": rounded_values(join_y),
+                "line": line,
+                "hoverinfo": "skip",
+                "showlegend": False,
+            }
+        )
     markers = {"tried": (BLUE, {**STAR, "symbol": "circle", "size": 10}), "chosen": (RED, STAR)}
     for status, (colour, marker) in markers.items():
         predicted = [point for point in points if point.candidate.status == status]
@@ -128,16 +137,26 @@ def loss_traces(index: int, curve: LossCurve) -> list[Figure]:
     colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
     name = plot_text(curve.name)
     each_step = {
-        "name": f"{name}, each step", "mode": "lines", "line": {"color": colour, "width": 1}, "opacity": 0.28,
-        "hoverinfo": "skip", "showlegend": False,
-    }  # fmt: skip
+        "name": f"{name}, each step",
+        "mode": "lines",
+        "line": {"color": colour, "width": 1},
+        "opacity": 0.28,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
     mean = {
-        "name": f"{name}, training", "mode": "lines", "line": {"color": colour, "width": 2.4}, "hovertemplate": "%{y:.4f}",
-    }  # fmt: skip
+        "name": f"{name}, training",
+        "mode": "lines",
+        "line": {"color": colour, "width": 2.4},
+        "hovertemplate": "%{y:.4f}",
+    }
     held_out = {
-        "name": f"{name}, held out", "mode": "lines+markers", "line": {"color": colour, "width": 1.6, "dash": "dot"},
-        "marker": {"size": 9, "symbol": "diamond", "line": {"color": "@surface", "width": 1}}, "hovertemplate": "%{y:.4f}",
-    }  # fmt: skip
+        "name": f"{name}, held out",
+        "mode": "lines+markers",
+        "line": {"color": colour, "width": 1.6, "dash": "dot"},
+        "marker": {"size": 9, "symbol": "diamond", "line": {"color": "@surface", "width": 1}},
+        "hovertemplate": "%{y:.4f}",
+    }
     series = ((curve.training, each_step), (moving_mean(curve.training), mean), (curve.held_out, held_out))
     traces = []
     for points, style in series:
@@ -182,16 +201,34 @@ def phase_marks(samples: Sequence[MemorySample]) -> Figure:
     spans = phase_spans(samples)
     length = spans[-1][2] - spans[0][1] or 1.0
     shapes = [
-        {"type": "rect", "xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": 0, "y1": 1, "layer": "below",
-         "fillcolor": "@panel", "line": {"width": 0}}
+        {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": start,
+            "x1": end,
+            "y0": 0,
+            "y1": 1,
+            "layer": "below",
+            "fillcolor": "@panel",
+            "line": {"width": 0},
+        }
         for _, start, end in spans[::2]
-    ]  # fmt: skip
+    ]
     annotations = [
-        {"x": (start + end) / 2, "y": 1, "xref": "x", "yref": "paper", "yanchor": "top", "showarrow": False,
-         "text": plot_text(phase), "font": {"color": "@muted", "size": 12}}
+        {
+            "x": (start + end) / 2,
+            "y": 1,
+            "xref": "x",
+            "yref": "paper",
+            "yanchor": "top",
+            "showarrow": False,
+            "text": plot_text(phase),
+            "font": {"color": "@muted", "size": 12},
+        }
         for phase, start, end in spans
         if (end - start) / length >= MIN_LABELLED_SHARE
-    ]  # fmt: skip
+    ]
     return {"shapes": shapes, "annotations": annotations}
 
 
@@ -205,22 +242,38 @@ def memory_figure(history: MemoryHistory, *, limit_gib: float | None) -> Figure 
     traces: list[Figure] = []
     for name, colour in part_colours(name for sample in samples for name in sample.parts).items():
         heights = rounded_values(sample.parts.get(name, 0.0) for sample in samples)
-        traces.append({**curve, "name": plot_text(name), "stackgroup": "parts", "line": {"width": 0}, "fillcolor": colour,
-                       "y": heights})  # fmt: skip
+        traces.append(
+            {**curve, "name": plot_text(name), "stackgroup": "parts", "line": {"width": 0}, "fillcolor": colour, "y": heights}
+        )
     if any(sample.resident_gib is not None for sample in samples):
         resident = rounded_values(sample.resident_gib for sample in samples)
-        traces.append({**curve, "name": "measured, resident", "y": resident, "line": {"color": "@text", "width": 2},
-                       "text": [plot_text(sample.phase) for sample in samples],
-                       "hovertemplate": "%{y:.2f} GiB (%{text})"})  # fmt: skip
+        traces.append(
+            {
+                **curve,
+                "name": "measured, resident",
+                "y": resident,
+                "line": {"color": "@text", "width": 2},
+                "text": [plot_text(sample.phase) for sample in samples],
+                "hovertemplate": "%{y:.2f} GiB (%{text})",
+            }
+        )
     top = max(sample_height(sample) for sample in samples)
     levels = [("predicted", history.predicted_peak_gib, {"color": RED, "width": 2, "dash": "dash"})]
     if limit_gib is not None and limit_gib <= 2 * max(top, history.predicted_peak_gib or 0.0):  # a far line flattens the curves
         levels.append(("host limit", limit_gib, {"color": "@muted", "width": 2, "dash": "dot"}))
     for name, level, line in levels:
         if level is not None:
-            traces.append({"type": "scatter", "mode": "lines", "x": [seconds[0], seconds[-1]],
-                           "y": rounded_values([level, level]), "line": line, "name": f"{name}, {level:.2f} GiB",
-                           "hoverinfo": "skip"})  # fmt: skip
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "x": [seconds[0], seconds[-1]],
+                    "y": rounded_values([level, level]),
+                    "line": line,
+                    "name": f"{name}, {level:.2f} GiB",
+                    "hoverinfo": "skip",
+                }
+            )
             top = max(top, level)
     y = axis("GiB", range=[0, round_value(top * 1.12) or 1])
     x = axis("seconds since the start", unifiedhovertitle={"text": "%{x:.1f} s"}, showgrid=False)

@@ -35,25 +35,31 @@ def write_demo_page(result: Any, path: Path) -> Path:
     speedup = chosen.measured.tokens_per_second / baseline.measured.tokens_per_second
     limit = planning.host.cpu.free_memory_bytes if planning.host.cpu else None
     label = prepared.plan.label()
-    write_run_page(path, RunPage(
-        title="Upshift demo",
-        summary=f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
-        facts=_facts(result),
-        comparison=(_comparison("plain default", "default", baseline.measured), _comparison(label, "chosen", at_equal_tokens)),
-        predictions=tuple(
-            PredictionRow(quantity=name, predicted=predicted, measured=measured)
-            for name, predicted, measured in compared_numbers(chosen.predicted, chosen.measured)
+    write_run_page(
+        path,
+        RunPage(
+            title="Upshift demo",
+            summary=f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
+            facts=_facts(result),
+            comparison=(
+                _comparison("plain default", "default", baseline.measured),
+                _comparison(label, "chosen", at_equal_tokens),
+            ),
+            predictions=tuple(
+                PredictionRow(quantity=name, predicted=predicted, measured=measured)
+                for name, predicted, measured in compared_numbers(chosen.predicted, chosen.measured)
+            ),
+            reasons=planning.reasons_for(prepared.plan),
+            candidates=_candidates(prepared),
+            memory_limit_gib=limit / GIB if limit else None,
+            memory=_memory(chosen),
+            loss_curves=(_curve("plain default", baseline), _curve("chosen plan", chosen)),
+            samples=(Sample(prompt="", text=result.text),),
+            commands=COMMANDS,
+            environment=tuple(Fact(label=name, text=version) for name, version in chosen.environment.versions.items()),
+            flop_convention=chosen.flop_convention,
         ),
-        reasons=planning.reasons_for(prepared.plan),
-        candidates=_candidates(prepared),
-        memory_limit_gib=limit / GIB if limit else None,
-        memory=_memory(chosen),
-        loss_curves=(_curve("plain default", baseline), _curve("chosen plan", chosen)),
-        samples=(Sample(prompt="", text=result.text),),
-        commands=COMMANDS,
-        environment=tuple(Fact(label=name, text=version) for name, version in chosen.environment.versions.items()),
-        flop_convention=chosen.flop_convention,
-    ))  # fmt: skip
+    )
     return path
 
 
@@ -73,10 +79,14 @@ def _facts(result: Any) -> tuple[Fact, ...]:
 
 def _comparison(plan: str, role: Role, numbers: Numbers) -> ComparisonRow:
     return ComparisonRow(
-        plan=plan, role=role, tokens_per_second=numbers.tokens_per_second,
+        plan=plan,
+        role=role,
+        tokens_per_second=numbers.tokens_per_second,
         step_ms=numbers.step_ms.p50 if numbers.step_ms else None,
-        peak_gib=numbers.peak_gib, resident_gib=numbers.resident_gib, held_out_loss=numbers.evaluation_loss,
-    )  # fmt: skip
+        peak_gib=numbers.peak_gib,
+        resident_gib=numbers.resident_gib,
+        held_out_loss=numbers.evaluation_loss,
+    )
 
 
 def _candidates(prepared: Any) -> tuple[Candidate, ...]:
@@ -90,9 +100,12 @@ def _candidates(prepared: Any) -> tuple[Candidate, ...]:
         for candidate in group:
             label = candidate.plan.label()
             row = Candidate(
-                label=label, status=status, tokens_per_second=candidate.tokens_per_second, peak_gib=candidate.memory.peak / GIB,
+                label=label,
+                status=status,
+                tokens_per_second=candidate.tokens_per_second,
+                peak_gib=candidate.memory.peak / GIB,
                 changes_mathematics=bool(candidate.plan.changes_mathematics),
-            )  # fmt: skip
+            )
             trial = trials.pop(label, None)
             rows.append(row if trial is None else _tried(row, trial, is_chosen=trial is proof.chosen))
     return tuple(rows)
@@ -119,11 +132,13 @@ def _memory(record: Record) -> MemoryHistory:
     base = min((resident for _, _, resident in memory_samples), default=0) / GIB
     samples = tuple(
         MemorySample(
-            seconds=seconds, phase=phase, resident_gib=resident / GIB,
+            seconds=seconds,
+            phase=phase,
+            resident_gib=resident / GIB,
             parts={"process base": base, **parts_of.get(phase, lasting_parts)},
         )
         for seconds, phase, resident in memory_samples
-    )  # fmt: skip
+    )
     return MemoryHistory(samples=samples, predicted_peak_gib=predicted.resident_gib if predicted else None)
 
 

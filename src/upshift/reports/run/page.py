@@ -116,9 +116,13 @@ def comparison(plans: Sequence[ComparisonRow]) -> list[Block]:
         "Small figures compare with the plain default." if base else "The plain default was not measured."
     )
     heads = [
-        ("Plan", "long"), ("Tokens per second", "number"), ("Step, ms (median)", "number"), ("Peak allocated, GiB", "number"),
-        ("Peak resident, GiB", "number"), ("Held-out loss", "number"),
-    ]  # fmt: skip
+        ("Plan", "long"),
+        ("Tokens per second", "number"),
+        ("Step, ms (median)", "number"),
+        ("Peak allocated, GiB", "number"),
+        ("Peak resident, GiB", "number"),
+        ("Held-out loss", "number"),
+    ]
     rows = [comparison_row(plan, base if base is not plan else None) for plan in plans]
     below = (
         "Allocated is what the job's tensors take at the highest moment; resident is all memory of the process. The "
@@ -204,17 +208,22 @@ def tried(plans: Sequence[Candidate]) -> list[Block]:
     if not listed:
         return []
     heads = [
-        ("Plan", "long"), ("Tokens per second, predicted", "number"), ("Tokens per second, measured", "number"),
-        ("Peak GiB, predicted", "number"), ("Peak GiB, measured", "number"),
-    ]  # fmt: skip
+        ("Plan", "long"),
+        ("Tokens per second, predicted", "number"),
+        ("Tokens per second, measured", "number"),
+        ("Peak GiB, predicted", "number"),
+        ("Peak GiB, measured", "number"),
+    ]
     rows: list[Row] = [
         [
             Cell(plan.label, "chosen" if plan.status == "chosen" else None),
-            number(plan.tokens_per_second, 0), number(plan.measured_tokens_per_second, 0),
-            number(plan.peak_gib, 2), number(plan.measured_peak_gib, 2),
+            number(plan.tokens_per_second, 0),
+            number(plan.measured_tokens_per_second, 0),
+            number(plan.peak_gib, 2),
+            number(plan.measured_peak_gib, 2),
         ]
         for plan in listed[:MAX_TRIED_LISTED]
-    ]  # fmt: skip
+    ]
     chosen = frozenset(index for index, plan in enumerate(listed) if plan.status == "chosen")
     remainder = [Paragraph(f"and {len(listed) - MAX_TRIED_LISTED:,} more")] if len(listed) > MAX_TRIED_LISTED else []
     return [Heading("Tried on this machine"), Table("Tried plans", heads, rows, chosen), *remainder]
@@ -251,9 +260,12 @@ def memory_phases(memory_samples: Sequence[MemorySample]) -> Table:
     for phase, start, end in phase_spans(memory_samples):
         seconds[phase] = seconds.get(phase, 0.0) + end - start
     heads = [
-        ("Phase", ""), ("Seconds", "number"), ("Highest sum of parts, GiB", "number"), ("Largest part then", ""),
+        ("Phase", ""),
+        ("Seconds", "number"),
+        ("Highest sum of parts, GiB", "number"),
+        ("Largest part then", ""),
         ("Highest resident, GiB", "number"),
-    ]  # fmt: skip
+    ]
     rows = []
     for phase, length in seconds.items():
         phase_samples = [sample for sample in memory_samples if sample.phase == phase]

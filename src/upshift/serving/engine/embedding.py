@@ -50,9 +50,12 @@ class EmbeddingWorker:
         start = time.perf_counter()
         self.request = request
         self.encoder = Encoder(
-            request.model, quality=request.quality, engine=request.engine, max_latency_ms=request.max_ttft_ms,
+            request.model,
+            quality=request.quality,
+            engine=request.engine,
+            max_latency_ms=request.max_ttft_ms,
             race_seconds=request.race_seconds,
-        )  # fmt: skip
+        )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
         texts = _expected_texts(request)
@@ -64,10 +67,15 @@ class EmbeddingWorker:
         warmup_seconds = time.perf_counter() - start
         self.text_seconds = warmup_seconds / len(texts)
         self.ready = Ready(
-            task="encode", setup=self.encoding.setup.label(), rows=MAX_BATCH_TEXTS, cache_tokens=None, positions=None,
-            resident_bytes=resident_bytes(), seconds=seconds | {"proving": warmup_seconds},
+            task="encode",
+            setup=self.encoding.setup.label(),
+            rows=MAX_BATCH_TEXTS,
+            cache_tokens=None,
+            positions=None,
+            resident_bytes=resident_bytes(),
+            seconds=seconds | {"proving": warmup_seconds},
             capacity=len(texts) / warmup_seconds,
-        )  # fmt: skip
+        )
 
     def take(self, message: Embed | Cancel) -> list[Value]:
         """Add a request to the queue, or cancel one. Return the refusal if the queue is full, else nothing."""
@@ -147,10 +155,7 @@ def _expected_texts(request: EngineRequest) -> list[str]:
             raise RequestError(f"--prompts {path} has chats alone, and {request.model!r} encodes texts; write a text a line")
         return texts
     words_per_text = request.prompt_length or EXPECTED_TOKENS[0]
-    return [
-        " ".join(WORDS[(first + offset) % len(WORDS)] for offset in range(words_per_text))
-        for first in range(len(WORDS))
-    ]  # fmt: skip
+    return [" ".join(WORDS[(first + offset) % len(WORDS)] for offset in range(words_per_text)) for first in range(len(WORDS))]
 
 
 def shorten(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray:

@@ -121,13 +121,21 @@ class GenerationWorker:
         start = time.perf_counter()
         memory = read_max_memory(list(request.max_memory) or None)
         self.generator = Generator(
-            request.model, quality=request.quality, engine=request.engine, max_ttft_ms=request.max_ttft_ms,
-            max_tpot_ms=request.max_tpot_ms, max_memory=memory, race_seconds=request.race_seconds,
-        )  # fmt: skip
+            request.model,
+            quality=request.quality,
+            engine=request.engine,
+            max_ttft_ms=request.max_ttft_ms,
+            max_tpot_ms=request.max_tpot_ms,
+            max_memory=memory,
+            race_seconds=request.race_seconds,
+        )
         self.prompt_length, self.output_length = prompt_and_answer_lengths(
-            self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED_TOKENS,
+            self.generator.source,
+            request.prompt_length,
+            request.output_length,
+            defaults=EXPECTED_TOKENS,
             options=("--prompt-length", "--output-length"),
-        )  # fmt: skip
+        )
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
@@ -144,10 +152,12 @@ class GenerationWorker:
         rows = min(race.chosen.batch, self.request.concurrency)
         start = time.perf_counter()
         self.scheduler = Scheduler(
-            self.generator.decoder, rows, self._cache_tokens(),
+            self.generator.decoder,
+            rows,
+            self._cache_tokens(),
             TtftEstimator(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
-        )  # fmt: skip
+        )
         times = measure_passes(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
         output_length = self.output_length
@@ -161,11 +171,18 @@ class GenerationWorker:
         steps = output_length - (not self.scheduler.decoder.mixes)
         batch_seconds = rows * prompt_length * times.prompt_token + times.step * steps
         return Ready(
-            task="generate", setup=race.chosen.label(), rows=rows, cache_tokens=self.scheduler.cache_tokens,
-            positions=self.generator.longest, resident_bytes=resident_bytes(), seconds=self.seconds,
-            predicted_capacity=self._predict_capacity(race), capacity=rows / batch_seconds,
-            ttft_ms=1e3 * times.first_token, tpot_ms=1e3 * times.step,
-        )  # fmt: skip
+            task="generate",
+            setup=race.chosen.label(),
+            rows=rows,
+            cache_tokens=self.scheduler.cache_tokens,
+            positions=self.generator.longest,
+            resident_bytes=resident_bytes(),
+            seconds=self.seconds,
+            predicted_capacity=self._predict_capacity(race),
+            capacity=rows / batch_seconds,
+            ttft_ms=1e3 * times.first_token,
+            tpot_ms=1e3 * times.step,
+        )
 
     def _predict_capacity(self, race: Race) -> float | None:
         """Return the requests per second that follow from the race's times, or None without such times."""
@@ -305,9 +322,14 @@ def _make_piece(tokens: list[NewToken]) -> Piece | Refused:
     if last.ending is not None:
         ending = "length" if last.ending == "length" else "stop"
     return Piece(
-        id=ticket.id, text=text, tokens=len(tokens), prompt_tokens=len(ticket.sequence.prompt),
-        cached_tokens=ticket.cached_tokens, scores=scores, ending=ending,
-    )  # fmt: skip
+        id=ticket.id,
+        text=text,
+        tokens=len(tokens),
+        prompt_tokens=len(ticket.sequence.prompt),
+        cached_tokens=ticket.cached_tokens,
+        scores=scores,
+        ending=ending,
+    )
 
 
 def _make_score(logprob: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenScore:

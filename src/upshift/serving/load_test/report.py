@@ -65,11 +65,15 @@ def _milliseconds(seconds: dict[str, float], name: str) -> float:
 def _table_row(phase: Phase) -> list[str | None]:
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(phase.statuses.items()))
     return [
-        number(phase.rate), number(phase.asked), statuses, number(phase.answered_per_second), number(phase.tokens_per_second),
+        number(phase.rate),
+        number(phase.asked),
+        statuses,
+        number(phase.answered_per_second),
+        number(phase.tokens_per_second),
         *(number(_milliseconds(phase.first_token, name)) for name in ("p50", "p95", "p99")),
         *(number(_milliseconds(phase.token, name)) for name in ("p50", "p95")),
         None if phase.within_promise is None else f"{phase.within_promise:.1%}",
-    ]  # fmt: skip
+    ]
 
 
 def _line_figure(title: str, rates: list[float], curves: dict[str, list[float]]) -> Figure:

@@ -54,9 +54,14 @@ class LoadTest(Value):
 
 
 def load_test(
-    url: str, traffic: Traffic, *, model: str | None = None, key: str | None = None,
-    promised_ttft_ms: float | None = None, on_phase: Callable[[Phase], None] = lambda phase: None,
-) -> LoadTest:  # fmt: skip
+    url: str,
+    traffic: Traffic,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    promised_ttft_ms: float | None = None,
+    on_phase: Callable[[Phase], None] = lambda phase: None,
+) -> LoadTest:
     """Run a load test on the server at ``url``.
 
     ``model`` names one of several served models. ``promised_ttft_ms`` replaces the server's own promise. Raise
@@ -99,9 +104,14 @@ async def _load_test(
         reason = next((reason for phase in phases for reason in phase.reasons), "")
         raise JobFailed(f"no request was answered by {url}: {reason}")
     return LoadTest(
-        url=url, model=name, traffic=traffic, promised_ttft_ms=promised, phases=tuple(phases),
-        predicted_capacity=health.get("predicted_capacity"), capacity=health.get("capacity"),
-    )  # fmt: skip
+        url=url,
+        model=name,
+        traffic=traffic,
+        promised_ttft_ms=promised,
+        phases=tuple(phases),
+        predicted_capacity=health.get("predicted_capacity"),
+        capacity=health.get("capacity"),
+    )
 
 
 async def _choose_model(client: httpx2.AsyncClient, url: str, model: str | None) -> str:

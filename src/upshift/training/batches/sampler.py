@@ -217,9 +217,12 @@ def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> U
             longest = largest
             longest_step = step
     return UpcomingSizes(
-        steps=steps, longest_step=longest_step, longest_tokens=longest[0], num_tokens=num_tokens / steps,
+        steps=steps,
+        longest_step=longest_step,
+        longest_tokens=longest[0],
+        num_tokens=num_tokens / steps,
         num_padded_tokens=num_padded_tokens / steps,
-    )  # fmt: skip
+    )
 
 
 def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None) -> MicroBatch:

@@ -33,7 +33,14 @@ from upshift.training.checkpoint.directory import (
     writing,
 )
 from upshift.training.checkpoint.model import PARTS_TEMPORARY, extra_bytes, save_model, write_tokenizer
-from upshift.training.checkpoint.optimizer import class_name, decode, describe_optimizer, encode, restore_options
+from upshift.training.checkpoint.optimizer import (
+    cannot_divide,
+    check_same_optimizer,
+    decode,
+    describe_optimizer,
+    encode,
+    restore_options,
+)
 from upshift.training.checkpoint.rng import RngState, read_rng, restore_rng, seed_rng, write_rngs
 from upshift.training.checkpoint.sharded import (
     Piece,
@@ -104,9 +111,12 @@ def save_shards(
                 write_tokenizer(temporary, tokenizer)
             write_rngs(temporary, rngs)
             saved = SavedState(
-                train=state, optimizer=saved_optimizer, scheduler=encode(scheduler_state), scaler=encode(scaler_state),
+                train=state,
+                optimizer=saved_optimizer,
+                scheduler=encode(scheduler_state),
+                scaler=encode(scaler_state),
                 files=file_sizes(temporary),
-            )  # fmt: skip
+            )
             saved.write(temporary, earlier_checksums=checksums_of_ranks(temporary))
             put_in_place(temporary, final)
             remove_older(directory, newest=final, keep=keep)
@@ -133,6 +143,26 @@ def make_shared_directory(temporary: Path, num_bytes: int, name: str, mesh: Mesh
         _check_directory_is_shared(temporary)
 
 
+def restore_shards(
+    directory: Path,
+    saved: SavedOptimizer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stored: dict[str, StoredPieces] | None = None,
+) -> None:
+    """Load the weights and the optimizer state of this rank's shards.
+
+    ``stored`` are the pieces of the checkpoint's files; None: read them from the files. Raise RequestError if the checkpoint is
+    of another optimizer, or its state cannot be divided.
+    """
+    check_same_optimizer(directory, saved.optimizer_class, optimizer)
+    if saved.subclasses:
+        raise cannot_divide(directory)
+    restore_options(directory, saved, optimizer, updated_names(model, optimizer), allow_subset=True)
+    load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
+
+
 def load_sharded_checkpoint(
     directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, mesh: Mesh
 ) -> TrainState:
@@ -144,16 +174,7 @@ def load_sharded_checkpoint(
     saved = check_checkpoint(directory, contents=mesh.rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
-    if saved.optimizer.optimizer_class != class_name(optimizer):
-        raise RequestError(
-            f"{directory} was trained with {saved.optimizer.optimizer_class}, this run uses {class_name(optimizer)}; "
-            "resume with the optim that the run was started with"
-        )
-    if saved.optimizer.subclasses:
-        raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
-    names = updated_names(model, optimizer)
-    restore_options(directory, saved.optimizer, optimizer, names, allow_subset=True)
-    load_shards(directory, model, optimizer, lambda name: decode(saved.optimizer.numbers.get(name, {})))
+    restore_shards(directory, saved.optimizer, model, optimizer)
     scheduler.load_state_dict(decode(saved.scheduler))
     if saved.scaler is not None:
         scaler.load_state_dict(decode(saved.scaler))

@@ -116,7 +116,7 @@ def _move_into(directory: Path, temporary: Path) -> None:
     for config_name in CONFIG_NAMES:
         (directory / config_name).unlink(missing_ok=True)
     replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *earlier_names})))
-    for name in set(earlier_names) - set(names):
+    for name in sorted(set(earlier_names) - set(names)):
         (directory / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name in CONFIG_NAMES):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)

@@ -93,6 +93,20 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer.inner if isinstance(optimizer, (HostOptimizer, ShardedOptimizer)) else optimizer).__name__
 
 
+def check_same_optimizer(directory: Path, saved_class: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise RequestError if a checkpoint is of another optimizer. ``saved_class``: the name of its class."""
+    if saved_class != class_name(optimizer):
+        raise RequestError(
+            f"{directory} was trained with {saved_class}, this run uses {class_name(optimizer)}; "
+            "resume with the optim that the run was started with"
+        )
+
+
+def cannot_divide(directory: Path) -> RequestError:
+    """Return the error for a state of tensor subclasses, which cannot be read in pieces."""
+    return RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state cannot be divided; resume in one process")
+
+
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
     names = updated_parameter_names(optimizer, model)
     tensors: dict[str, Tensor] = {}
@@ -209,11 +223,7 @@ def _rebuild_subclass(saved: SavedSubclass, components: dict[str, Tensor]) -> Te
 
 def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Restore state and options in place. Raise RequestError if another optimizer was saved."""
-    if saved.optimizer_class != class_name(optimizer):
-        raise RequestError(
-            f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
-            "resume with the optim that the run was started with"
-        )
+    check_same_optimizer(directory, saved.optimizer_class, optimizer)
     names = updated_parameter_names(optimizer, model)
     restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}

@@ -223,9 +223,11 @@ class ContextParallel:
         if labels is not None:
             argument = "shift_labels" if self._shifts_labels else "labels"
             output.loss = model.loss_function(
-                logits=output.logits, vocab_size=output.logits.shape[-1], num_items_in_batch=self._num_labels,
+                logits=output.logits,
+                vocab_size=output.logits.shape[-1],
+                num_items_in_batch=self._num_labels,
                 **{"labels": None, argument: labels},
-            )  # fmt: skip
+            )
         return output
 
     def make_mask(self, *, mask_function: Any, attention_mask: Any, **settings: Any) -> Any:

@@ -77,7 +77,11 @@ def trim_storage(parameter: nn.Parameter | None) -> nn.Parameter:
     if local.untyped_storage().nbytes() <= local.nbytes:
         return parameter
     copy = DTensor.from_local(
-        local.clone(), parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        local.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
     return nn.Parameter(copy, requires_grad=parameter.requires_grad)

@@ -233,11 +233,16 @@ class Watchdog:
             self._reported = step
             self._report("stalled", step, f"in step {step} since {format_seconds(seconds)}", waiting)
         return Heartbeat(
-            rank=self.rank, beat=self._beat, step=step, in_step=in_step, seconds=seconds,
+            rank=self.rank,
+            beat=self._beat,
+            step=step,
+            in_step=in_step,
+            seconds=seconds,
             own_seconds=statistics.median(own for _, own in times) if self._schedstat and len(times) >= ENOUGH_STEPS else None,
             step_seconds=statistics.median(whole for whole, _ in times) if times else None,
-            waiting=waiting, at=self._current_line() if is_late else None,
-        )  # fmt: skip
+            waiting=waiting,
+            at=self._current_line() if is_late else None,
+        )
 
     def _check_all_ranks(self, own: Heartbeat) -> None:
         """Read the heartbeats of all ranks if rank 0 is late, and now and then to find the slowest rank."""
@@ -364,10 +369,12 @@ def active_collective() -> PendingCollective | None:
     oldest = min(active, key=lambda entry: entry["time_created_ns"])
     number = oldest["p2p_seq_id"] if oldest["is_p2p"] else oldest["collective_seq_id"]
     return PendingCollective(
-        name=oldest["profiling_name"].partition(":")[2] or oldest["profiling_name"], number=number,
-        group=" ".join(oldest["process_group"]), bytes=_bytes(oldest),
+        name=oldest["profiling_name"].partition(":")[2] or oldest["profiling_name"],
+        number=number,
+        group=" ".join(oldest["process_group"]),
+        bytes=_bytes(oldest),
         seconds=max(time.time() - oldest["time_created_ns"] * 1e-9, 0.0),
-    )  # fmt: skip
+    )
 
 
 def _bytes(entry: dict[str, object]) -> int:

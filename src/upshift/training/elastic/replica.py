@@ -84,12 +84,24 @@ class ReplicaGroup:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         group = ProcessGroupNCCL if device == "cuda" else ProcessGroupGloo
         self._manager = Manager(
-            pg=group(timeout=STEP_TIMEOUT), state_dict=dict, load_state_dict=self._transport.load_state,
-            checkpoint_transport=self._transport, min_replica_size=1, use_async_quorum=False, timeout=STEP_TIMEOUT,
-            quorum_timeout=STEP_TIMEOUT, connect_timeout=CONNECT_TIMEOUT, rank=0, world_size=1, store_addr="localhost",
-            store_port=self._store.port, lighthouse_addr=self._lighthouse, replica_id=f"copy-{self.number}",
-            hostname="localhost", init_sync=False,
-        )  # fmt: skip
+            pg=group(timeout=STEP_TIMEOUT),
+            state_dict=dict,
+            load_state_dict=self._transport.load_state,
+            checkpoint_transport=self._transport,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=STEP_TIMEOUT,
+            quorum_timeout=STEP_TIMEOUT,
+            connect_timeout=CONNECT_TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=self._store.port,
+            lighthouse_addr=self._lighthouse,
+            replica_id=f"copy-{self.number}",
+            hostname="localhost",
+            init_sync=False,
+        )
 
     def join(self, training_run: TransferableRun, *, device: str) -> None:
         """Join the other replicas once the model is there.

@@ -32,7 +32,13 @@ from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.files.safetensors_header import StoredTensor, read_header
 from upshift.models.build import build_model
-from upshift.training.checkpoint.by_ranks import describe_all_ranks, drop_tied_names, export_weights, make_shared_directory
+from upshift.training.checkpoint.by_ranks import (
+    describe_all_ranks,
+    drop_tied_names,
+    export_weights,
+    make_shared_directory,
+    restore_shards,
+)
 from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     check_checkpoint,
@@ -43,12 +49,10 @@ from upshift.training.checkpoint.directory import (
     writing,
 )
 from upshift.training.checkpoint.model import checked_target, extra_bytes, has_adapter, write_adapter, write_weights
-from upshift.training.checkpoint.optimizer import class_name, decode, encode, plain_name, restore_options
+from upshift.training.checkpoint.optimizer import class_name, encode, plain_name
 from upshift.training.checkpoint.sharded import (
     Piece,
-    StoredPieces,
     is_sharded,
-    load_shards,
     read_pieces,
     shards_to_write,
     updated_names,
@@ -71,10 +75,14 @@ TRAINER_STATE_NAME = "trainer_state.json"
 PICKLED_ADAPTER = "adapter_model.bin"
 WEIGHT_FILES = frozenset(
     {
-        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-        "adapter_model.safetensors", PICKLED_ADAPTER,
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "adapter_model.safetensors",
+        PICKLED_ADAPTER,
     }
-)  # fmt: skip
+)
 NOT_WRITTEN_KEY = "not_written"  # the key for arguments that JSON cannot hold
 
 
@@ -359,7 +367,7 @@ def read_into_shards(directory: Path, model: nn.Module, optimizer: torch.optim.O
         save_file(tensors, file)
         stored = read_pieces(directory)
         stored["optimizer"] = {tensor.name: [(Piece(shape=tensor.shape), tensor)] for tensor in read_header(file).tensors}
-        _read_shards(directory, saved, model, optimizer, stored)
+        restore_shards(directory, saved, model, optimizer, stored=stored)
 
 
 def read_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -369,25 +377,7 @@ def read_shards(directory: Path, model: nn.Module, optimizer: torch.optim.Optimi
     """
     saved = read_saved_optimizer(directory)
     assert saved is not None  # the caller has checked that the file exists
-    _read_shards(directory, saved, model, optimizer, None)
-
-
-def _read_shards(
-    directory: Path,
-    saved: SavedOptimizer,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stored: dict[str, StoredPieces] | None,
-) -> None:
-    if saved.optimizer_class != class_name(optimizer):
-        raise RequestError(
-            f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
-            "resume with the optim that the run was started with"
-        )
-    if saved.subclasses:
-        raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
-    restore_options(directory, saved, optimizer, updated_names(model, optimizer), allow_subset=True)
-    load_shards(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
+    restore_shards(directory, saved, model, optimizer)
 
 
 def export_full_model(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, mesh: Mesh) -> None:

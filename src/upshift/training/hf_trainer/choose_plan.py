@@ -321,10 +321,16 @@ def _prove(
         source.write(reference)
         rows = write_stored_rows(folder, request.sample.batches, _row_format(request))
         trial = TrialRequest(
-            model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
-            seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
+            model_reference=str(reference),
+            from_config=True,
+            plan=planning.default.plan,
+            global_batch=request.global_batch,
+            seconds=seconds,
+            limit_seconds=seconds,
+            rows=str(rows),
+            total_steps=request.total_steps,
             clips_gradients=request.clips_gradients,
-        )  # fmt: skip
+        )
         limit = request.memory_limit_gib * GIB if request.memory_limit_gib is not None else None
         return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
 

@@ -30,9 +30,21 @@ TRAINER_ATTRIBUTES = frozenset(
      "model_wrapped", "optimizer", "processing_class", "state", "train_dataset"}
 )  # fmt: skip
 
+RANDOM_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
 
 def is_library_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+def _state_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return the functions that read and set the state of one of RANDOM_GENERATORS."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state, generator.set_state
 
 
 class StateSnapshot:
@@ -77,23 +89,10 @@ class StateSnapshot:
         """Record one value. Yield the names and values that it refers to."""
         if isinstance(value, Tensor):
             self._record_tensor(name, value)
-        elif isinstance(value, dict) and len(value) <= MAX_CONTAINER_ITEMS:
-            self._record_mapping(name, value)
-            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
-        elif isinstance(value, list | set | deque) and len(value) <= MAX_CONTAINER_ITEMS:
-            self._record_items(name, value)
-            yield from ((name, item) for item in value)
-        elif isinstance(value, tuple) and len(value) <= MAX_CONTAINER_ITEMS:
-            yield from ((name, item) for item in value)
-        elif isinstance(value, torch.Generator):
-            self._record_generator(name, value.get_state, value.set_state)
-        elif isinstance(value, random.Random):
-            self._record_generator(name, value.getstate, value.setstate)
-        elif isinstance(value, np.random.RandomState):
-            self._record_generator(name, value.get_state, value.set_state)
-        elif isinstance(value, np.random.Generator):
-            bits: Any = value.bit_generator
-            self._record_generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        elif isinstance(value, dict | list | set | deque | tuple) and len(value) <= MAX_CONTAINER_ITEMS:
+            yield from self._container_children(name, value)
+        elif isinstance(value, RANDOM_GENERATORS):
+            self._record_generator(name, *_state_accessors(value))
         elif isinstance(value, nn.Module):
             yield from self._module_children(name, value)
         elif isinstance(value, types.MethodType):
@@ -103,6 +102,17 @@ class StateSnapshot:
         elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not is_library_class(type(value)):
             self._record_mapping(name, vars(value))
             yield from ((f"{name}.{key}", item) for key, item in vars(value).items())
+
+    def _container_children(
+        self, name: str, container: dict[Any, Any] | list[Any] | set[Any] | deque[Any] | tuple[Any, ...]
+    ) -> Iterator[tuple[str, Any]]:
+        if isinstance(container, dict):
+            self._record_mapping(name, container)
+            yield from ((f"{name}[{key!r}]", item) for key, item in container.items())
+            return
+        if not isinstance(container, tuple):
+            self._record_items(name, container)
+        yield from ((name, item) for item in container)
 
     def _module_children(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         for submodule_name, submodule in module.named_modules():

@@ -161,10 +161,13 @@ class PlanMixin(LibraryTrainer):
         options = self._upshift_planned
         device = torch.device(self.args.device).type
         plain = plain_plan(
-            self._upshift_host(probe=False), device=device, batch=self._train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps, num_processes=self.args.world_size,
+            self._upshift_host(probe=False),
+            device=device,
+            batch=self._train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            num_processes=self.args.world_size,
             layout=self._upshift_requested_layout,
-        )  # fmt: skip
+        )
         not_split = Split(None)
         if self._upshift_updates_in_backward:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), not_split
@@ -277,9 +280,12 @@ class PlanMixin(LibraryTrainer):
         )
         with self._upshift_without_logging() as logged, exact_matmuls():
             state = StateSnapshot(
-                without=TRAINER_ATTRIBUTES, Trainer=self, model=self.model, compute_loss=self.compute_loss,
+                without=TRAINER_ATTRIBUTES,
+                Trainer=self,
+                model=self.model,
+                compute_loss=self.compute_loss,
                 function=self.compute_loss_func,
-            )  # fmt: skip
+            )
             split = measure_split(rows, probes, model=self.model, num_first=len(first_batch))
             changed_name = state.changed()
             state.restore()

@@ -349,10 +349,17 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     def _upshift_on_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
         assert self.upshift_choice is not None and self._upshift_memory_readings is not None
         autopsy = make_autopsy(
-            self._upshift_memory_readings, step=self.state.global_step + 1, plan=self.upshift_choice.plan, model=self.model,
-            optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
-            shape=largest, smaller=smaller, message=message,
-        )  # fmt: skip
+            self._upshift_memory_readings,
+            step=self.state.global_step + 1,
+            plan=self.upshift_choice.plan,
+            model=self.model,
+            optimizer=self.optimizer,
+            predicted=self.upshift_choice.predicted,
+            free_when_planned=self.upshift_choice.free_bytes,
+            shape=largest,
+            smaller=smaller,
+            message=message,
+        )
         self.upshift_choice = shrink_micro_batch(self.upshift_choice, rows=max(smaller[0], 1))
         if not self.args.should_log:
             return

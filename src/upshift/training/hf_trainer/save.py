@@ -169,10 +169,7 @@ class CheckpointSaving(LibraryTrainer):
         if self._upshift_has_shards():
             self._upshift_save_shards(run_dir, temporary, final)
             return
-        finish = partial(
-            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
-            limit=self.args.save_total_limit,
-        )  # fmt: skip
+        finish = self._upshift_finisher(run_dir, temporary, final)
         with writing(run_dir, name=final.name, temporary=temporary):
             num_bytes = self._upshift_checkpoint_bytes()
             if self.args.should_save:
@@ -187,6 +184,17 @@ class CheckpointSaving(LibraryTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
+    def _upshift_finisher(self: Any, run_dir: Path, temporary: Path, final: Path) -> Callable[[], None]:
+        """Return a function that completes the checkpoint which is the best model so far, as the state is now."""
+        return partial(
+            finish_checkpoint,
+            run_dir,
+            final=final,
+            temporary=temporary,
+            best=self.state.best_model_checkpoint,
+            limit=self.args.save_total_limit,
+        )
+
     def _upshift_has_shards(self: Any) -> bool:
         """Return whether this rank has only shards of the model or of the optimizer state."""
         mesh = getattr(self, "_upshift_mesh", None)
@@ -196,10 +204,7 @@ class CheckpointSaving(LibraryTrainer):
         """Save the shards of all ranks while training waits."""
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
-        finish = partial(
-            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
-            limit=self.args.save_total_limit,
-        )  # fmt: skip
+        finish = self._upshift_finisher(run_dir, temporary, final)
 
         def seal() -> None:
             self._upshift_write_extras(temporary)
@@ -209,12 +214,16 @@ class CheckpointSaving(LibraryTrainer):
             finish()
 
         write_shards(
-            temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
-            tokenizer=self._upshift_tokenizer(), write_rank_files=partial(self._save_rng_state, str(temporary)), seal=seal,
+            temporary,
+            model=self._upshift_plain_model(),
+            optimizer=self._upshift_plain_optimizer(),
+            tokenizer=self._upshift_tokenizer(),
+            write_rank_files=partial(self._save_rng_state, str(temporary)),
+            seal=seal,
             mesh=self._upshift_mesh,
-        )  # fmt: skip
+        )
 
-    def _upshift_save_now(self: Any, temporary: Path, finish: Any) -> None:
+    def _upshift_save_now(self: Any, temporary: Path, finish: Callable[[], None]) -> None:
         self._upshift_unfinished_checkpoint = temporary
         self.save_model(str(temporary), _internal_call=True)
         self._upshift_unfinished_checkpoint = None

@@ -28,6 +28,8 @@ from upshift.internals.transformers_names import SAFE_GLOBALS
 from upshift.training.checkpoint.async_save import HostCopies
 from upshift.training.checkpoint.optimizer import (
     IMPLEMENTATION_OPTIONS,
+    cannot_divide,
+    check_same_optimizer,
     class_name,
     encode,
     place_state,
@@ -157,11 +159,7 @@ def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Opt
             )
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return [_Match(group, saved, tuple(group["params"])) for group, saved in pairs]
-    if names.optimizer_class != class_name(optimizer):
-        raise RequestError(
-            f"{directory} was trained with {names.optimizer_class}, this run uses {class_name(optimizer)}; "
-            "resume with the optim that the run was started with"
-        )
+    check_same_optimizer(directory, names.optimizer_class, optimizer)
     name_of = updated_parameter_names(optimizer, model)
     saved_sets = [frozenset(group) for group in names.groups]
     running_sets = [frozenset(name_of[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
@@ -240,9 +238,7 @@ def optimizer_by_names(
             if type(value) is Tensor:
                 tensors[f"{name_of[number]}.{key}"] = value.clone()
             elif isinstance(value, Tensor):
-                raise RequestError(
-                    f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process"
-                )
+                raise cannot_divide(directory)
             else:
                 numbers.setdefault(name_of[number], {})[key] = encode(value)
     skipped = {"params", *IMPLEMENTATION_OPTIONS}

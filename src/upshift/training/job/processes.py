@@ -41,9 +41,13 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
     """Run the job by ``module`` in a fresh process. Pass its events on, and return the record of rank 0."""
     with job_folder(job, data) as folder:
         process = subprocess.Popen(
-            parent_process.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
-        )  # fmt: skip
+            parent_process.command(PROCESS, module, str(folder)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            pass_fds=held_descriptors(Path(job.output)),
+        )
         assert process.stdout is not None
         with StopRequest(on_request=partial(process.send_signal, signal.SIGINT)) as stop:
             try:

@@ -30,9 +30,12 @@ def meet(ranks: Ranks) -> Store:
         )
     try:
         store = TCPStore(
-            ranks.address, ranks.port, is_master=ranks.rank == 0 and not ranks.store_is_there, wait_for_workers=False,
+            ranks.address,
+            ranks.port,
+            is_master=ranks.rank == 0 and not ranks.store_is_there,
+            wait_for_workers=False,
             timeout=timedelta(seconds=MAX_ARRIVAL_SECONDS),
-        )  # fmt: skip
+        )
     except RuntimeError as error:  # torch raises it if the connection fails
         reason = str(error).splitlines()[0]
         raise JobFailed(f"rank {ranks.rank} cannot reach {ranks.address}:{ranks.port}, where ranks meet: {reason}") from None

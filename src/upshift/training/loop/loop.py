@@ -90,9 +90,16 @@ class TrainingLoop:
     """One rank's training run, from loading the model to saving it."""
 
     def __init__(
-        self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
+        self,
+        job: Job,
+        data: TrainingData,
+        *,
+        rank: int,
+        on_event: OnEvent,
+        stop: StopRequest,
+        recorder: MemoryRecorder,
         copies: ReplicaGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.start = time.perf_counter()
         self.copies = copies
         self.job = job
@@ -108,9 +115,12 @@ class TrainingLoop:
         self.mesh = init_mesh(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.mesh.data_rank)
         self.source = BatchSource(
-            sequences=data.training, global_batch=job.global_batch, layout=self.layout,
-            objective=data.objective, seed=self.arguments.seed,
-        )  # fmt: skip
+            sequences=data.training,
+            global_batch=job.global_batch,
+            layout=self.layout,
+            objective=data.objective,
+            seed=self.arguments.seed,
+        )
         self.progress = Progress(job)
         self.checkpoint: Path | None = None
         if job.checkpoint:
@@ -197,19 +207,27 @@ class TrainingLoop:
         seconds = time.perf_counter() - self.start
         self._send_event(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
         return RunResult(
-            reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
-            evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
-            resumed_step=self.resumed_step, seconds=seconds, waited_share=self.meter.waited_share,
+            reason=reason,
+            measured=self._numbers(),
+            loss_curve=self.progress.loss_curve,
+            evaluations=tuple(self.progress.evaluations),
+            memory_samples=self.recorder.samples,
+            resumed_step=self.resumed_step,
+            seconds=seconds,
+            waited_share=self.meter.waited_share,
             cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
-        )  # fmt: skip
+        )
 
     def _send_started(self) -> None:
         progress = self.progress
         event = Started(
-            step=progress.step, max_steps=self.arguments.max_steps, tokens=progress.tokens[-1],
-            num_parameters=self.num_parameters, plan_label=self.plan.label(),
+            step=progress.step,
+            max_steps=self.arguments.max_steps,
+            tokens=progress.tokens[-1],
+            num_parameters=self.num_parameters,
+            plan_label=self.plan.label(),
             resumed_from=str(self.checkpoint) if self.checkpoint else None,
-        )  # fmt: skip
+        )
         self._send_event(event)
 
     def _run_steps(self) -> str:
@@ -252,20 +270,32 @@ class TrainingLoop:
         resident = self.meter.held_bytes()
         self.held_memory.after_step(resident)
         event = StepDone(
-            step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=result.loss,
-            learning_rate=result.learning_rate, gradient_norm=result.gradient_norm,
-            tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self.progress.seconds_left(self.meter),
+            step=self.progress.step,
+            max_steps=self.arguments.max_steps,
+            tokens=self.progress.tokens[-1],
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            gradient_norm=result.gradient_norm,
+            tokens_per_second=self.meter.recent_tokens_per_second,
+            seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=resident,
-        )  # fmt: skip
+        )
         self._send_event(event)
 
     def _report_out_of_memory(self, largest: Shape, smaller: Shape, message: str) -> None:
         """Write an autopsy of the step, and send an event with its verdict."""
         autopsy = make_autopsy(
-            self.train_step.memory_at_failure, step=self.progress.step + 1, plan=self.plan, model=self.train_step.model,
-            optimizer=self.train_step.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
-            smaller=smaller, message=message,
-        )  # fmt: skip
+            self.train_step.memory_at_failure,
+            step=self.progress.step + 1,
+            plan=self.plan,
+            model=self.train_step.model,
+            optimizer=self.train_step.optimizer,
+            predicted=self.job.predicted,
+            free_when_planned=None,
+            shape=largest,
+            smaller=smaller,
+            message=message,
+        )
         if self.leads:
             path = autopsy.write(self.output)
             self._send_event(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
@@ -340,12 +370,14 @@ class TrainingLoop:
         evaluations = self.progress.evaluations
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
-            resident_gib=gib(self.meter.held_peak()), step_ms=self.meter.step_ms, tokens_per_second=tokens_per_second,
+            resident_gib=gib(self.meter.held_peak()),
+            step_ms=self.meter.step_ms,
+            tokens_per_second=tokens_per_second,
             loss=sum(last_losses) / len(last_losses) if last_losses else None,
             evaluation_loss=evaluations[-1][2] if evaluations else None,
             model_flops_per_second=tokens_per_second * flops_per_token if tokens_per_second and flops_per_token else None,
             one_time_seconds=self.meter.one_time_seconds,
-        )  # fmt: skip
+        )
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

@@ -45,11 +45,16 @@ class CheckpointSaver:
         train_step = self.train_step
         device = next(train_step.model.parameters()).device
         options: dict[str, Any] = dict(
-            model=train_step.model, tokenizer=tokenizer, optimizer=train_step.optimizer, state=state,
+            model=train_step.model,
+            tokenizer=tokenizer,
+            optimizer=train_step.optimizer,
+            state=state,
             scheduler_state=train_step.schedule_state(),
             scaler_state=train_step.scaler.state_dict() if train_step.scaler.is_enabled() else None,
-            rngs=all_gather_objects(capture_rng(device), self.plan), writer=self._writer, keep=self.keep,
-        )  # fmt: skip
+            rngs=all_gather_objects(capture_rng(device), self.plan),
+            writer=self._writer,
+            keep=self.keep,
+        )
         self.meter.exclude_save(begins=True)
         if self._shares:
             path, self._seal = save_shards(output, mesh=self.mesh, **options)

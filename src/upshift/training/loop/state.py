@@ -198,10 +198,16 @@ class Progress:
     @property
     def state(self) -> TrainState:
         return TrainState(
-            step=self.step, position=self.position, seed=self.job.arguments.seed, tokens_seen=self.tokens[-1],
-            plan=self.job.recorded_plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
-            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None), run=self.run.id,
-        )  # fmt: skip
+            step=self.step,
+            position=self.position,
+            seed=self.job.arguments.seed,
+            tokens_seen=self.tokens[-1],
+            plan=self.job.recorded_plan.model_dump(),
+            loss_curve=tuple(self.losses),
+            versions=library_versions(),
+            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
+            run=self.run.id,
+        )
 
     def write_run(self, folder: Path, *, finished: bool = False) -> None:
         """Write the run file.
@@ -214,10 +220,14 @@ class Progress:
     def write_to(self, folder: Path, train_step: TrainStep) -> None:
         """Write everything that another process needs to go on from here."""
         save_checkpoint(
-            folder, model=train_step.model, tokenizer=None, optimizer=train_step.optimizer, state=self.state,
+            folder,
+            model=train_step.model,
+            tokenizer=None,
+            optimizer=train_step.optimizer,
+            state=self.state,
             scheduler_state=train_step.schedule_state(),
             scaler_state=train_step.scaler.state_dict() if train_step.scaler.is_enabled() else None,
-        )  # fmt: skip
+        )
         self.write_run(folder)
 
     def read_from(self, folder: Path, train_step: TrainStep, mesh: Mesh) -> None:

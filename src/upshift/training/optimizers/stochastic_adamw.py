@@ -74,9 +74,22 @@ def _adamw(tensors: list[Tensor], step: int, group: dict[str, Any]) -> None:
     weights, gradients, firsts, seconds = ([tensor] for tensor in tensors)
     beta1, beta2 = group["betas"]
     adamw(
-        weights, gradients, firsts, seconds, [], [previous_step], foreach=False, fused=True, amsgrad=False, maximize=False,
-        beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-    )  # fmt: skip
+        weights,
+        gradients,
+        firsts,
+        seconds,
+        [],
+        [previous_step],
+        foreach=False,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
 
 
 def _random_bits(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -103,13 +103,25 @@ def _make_report(prepared: PreparedRun, ranks: tuple[RankProfile, ...], output: 
     binding_kind, binding_words = find_binding_kind(kinds)
     predicted = prepared.predicted
     return ProfileReport(
-        model=str(prepared.source.config["model_type"]), host=planning.host.name, plan=plan, label=plan.label(), step_ms=step_ms,
-        roofline_ms=1000 * sum(bound.values()), predicted_ms=predicted.step_ms.p50 if predicted.step_ms else None,
-        tokens_per_second=1000 * tokens_per_step(profile, planning.workload) / step_ms, kinds=kinds, binding_term=binding_kind,
-        binding_words=binding_words, changes=tuple(_changes(prepared, candidate, ranks, fixed)[:NUM_CHANGES]), memory=memory,
-        resident_gib=max(rank.resident_gib for rank in ranks), predicted_resident_gib=predicted.resident_gib, ranks=ranks,
-        folder=str(output), findings=tuple(find_problems(ranks, kinds, memory)),
-    )  # fmt: skip
+        model=str(prepared.source.config["model_type"]),
+        host=planning.host.name,
+        plan=plan,
+        label=plan.label(),
+        step_ms=step_ms,
+        roofline_ms=1000 * sum(bound.values()),
+        predicted_ms=predicted.step_ms.p50 if predicted.step_ms else None,
+        tokens_per_second=1000 * tokens_per_step(profile, planning.workload) / step_ms,
+        kinds=kinds,
+        binding_term=binding_kind,
+        binding_words=binding_words,
+        changes=tuple(_changes(prepared, candidate, ranks, fixed)[:NUM_CHANGES]),
+        memory=memory,
+        resident_gib=max(rank.resident_gib for rank in ranks),
+        predicted_resident_gib=predicted.resident_gib,
+        ranks=ranks,
+        folder=str(output),
+        findings=tuple(find_problems(ranks, kinds, memory)),
+    )
 
 
 def _changes(prepared: PreparedRun, candidate: Candidate, ranks: tuple[RankProfile, ...], fixed: tuple[str, ...]) -> list[Change]:

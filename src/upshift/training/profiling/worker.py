@@ -87,13 +87,20 @@ class ProfiledLoop(TrainingLoop):
         recording = seconds_per_recording(breakdown, profiled=profiled_seconds, plain=step * PROFILED_STEPS)
         kinds = subtract_recording(breakdown, profiled=profiled_seconds, plain=step * PROFILED_STEPS)
         return RankProfile(
-            rank=self.rank, step_ms=1000 * step, recorded_ms=1000 * profiled_seconds / PROFILED_STEPS, num_steps=PROFILED_STEPS,
-            kinds_ms={kind: 1000 * value / PROFILED_STEPS for kind, value in kinds.items()}, head_ms=_head_ms(breakdown, kinds),
-            operators=_largest_operators(breakdown, recording, on_device=on_device), memory_gib=memory,
-            resident_gib=gib(resident), first_step_seconds=step_seconds[0],
+            rank=self.rank,
+            step_ms=1000 * step,
+            recorded_ms=1000 * profiled_seconds / PROFILED_STEPS,
+            num_steps=PROFILED_STEPS,
+            kinds_ms={kind: 1000 * value / PROFILED_STEPS for kind, value in kinds.items()},
+            head_ms=_head_ms(breakdown, kinds),
+            operators=_largest_operators(breakdown, recording, on_device=on_device),
+            memory_gib=memory,
+            resident_gib=gib(resident),
+            first_step_seconds=step_seconds[0],
             compiled=count_compiled_frames() - compiled_before,
-            why_compiled=recompile_reason(), trace=trace.name,
-        )  # fmt: skip
+            why_compiled=recompile_reason(),
+            trace=trace.name,
+        )
 
     def _time_step(self, batches: Iterator[GlobalBatch]) -> float:
         """Return the seconds of one step without the profiler."""
@@ -214,9 +221,14 @@ def profile_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequ
     rank_profile = loop.profile()
     (Path(job.output) / RANK_FILE.format(rank)).write_text(rank_profile.to_json(), encoding="utf-8")
     return Record(
-        kind="trial", name=str(job.source().config["model_type"]), plan=job.plan.model_dump(), predicted=job.predicted,
-        measured=None, flop_convention=f"model FLOPs: {FLOP_CONVENTION}", environment=environment(detect()),
-    )  # fmt: skip
+        kind="trial",
+        name=str(job.source().config["model_type"]),
+        plan=job.plan.model_dump(),
+        predicted=job.predicted,
+        measured=None,
+        flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
+        environment=environment(detect()),
+    )
 
 
 def run_folder(folder: Path) -> None:

@@ -72,9 +72,15 @@ def try_plans(
 
         start = time.monotonic()
         proof = prove(
-            planning.ranking.candidates, planning.default, workload=planning.workload, run=run, budget_seconds=seconds,
-            on_trial=tried, limit_bytes=limit_bytes, obeys=has_fixed_fields,
-        )  # fmt: skip
+            planning.ranking.candidates,
+            planning.default,
+            workload=planning.workload,
+            run=run,
+            budget_seconds=seconds,
+            on_trial=tried,
+            limit_bytes=limit_bytes,
+            obeys=has_fixed_fields,
+        )
     if time.monotonic() - start <= 2 * seconds + START_LIMIT_SECONDS:  # else other programs kept the machine busy
         store_proof(path, proof)
         remember_trials(proof.tried, planning)

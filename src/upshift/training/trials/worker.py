@@ -125,9 +125,10 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
         ``check_loss`` of ``result`` is the factor by which compiling changed the loss, or None if nothing was compiled yet.
         """
         return result.changed(
-            base_resident_bytes=base_bytes, check_loss=check_loss * (result.check_loss or 1.0),
+            base_resident_bytes=base_bytes,
+            check_loss=check_loss * (result.check_loss or 1.0),
             check_labels=max(batches.num_check_labels, 1),
-        )  # fmt: skip
+        )
 
     if mesh.rank == 0:
         send_partial(complete(unfinished_result()))
@@ -193,9 +194,12 @@ def _stored_batches(request: TrialRequest) -> Batches:
     sizes = [sorted((micro_batch.num_padded_tokens for micro_batch in batch.micro_batches), reverse=True) for batch in stored]
     longest = max(range(len(stored)), key=lambda number: sizes[number][:2])
     ahead = UpcomingSizes(
-        steps=len(stored), longest_step=longest, longest_tokens=sizes[longest][0],
-        num_tokens=statistics.fmean(batch.num_tokens for batch in stored), num_padded_tokens=statistics.fmean(map(sum, sizes)),
-    )  # fmt: skip
+        steps=len(stored),
+        longest_step=longest,
+        longest_tokens=sizes[longest][0],
+        num_tokens=statistics.fmean(batch.num_tokens for batch in stored),
+        num_padded_tokens=statistics.fmean(map(sum, sizes)),
+    )
     checked = cut_stored_rows(rows, schema, request.plan, range(min(CHECK_SEQUENCES, len(rows))))
     return Batches(cycle(stored), ahead, stored[longest], False, [checked])
 
@@ -266,11 +270,15 @@ class Trial:
         expected_seconds = timing.calm_seconds * share + update.calm_seconds
         if self.train_step.mesh.rank == 0:
             result = TrialResult(
-                rough=True, step_seconds=Spread.of([expected_seconds]), check_loss=factor,
-                tokens_per_second=self.batches.ahead.num_tokens / expected_seconds, one_time_seconds=one_time_seconds,
+                rough=True,
+                step_seconds=Spread.of([expected_seconds]),
+                check_loss=factor,
+                tokens_per_second=self.batches.ahead.num_tokens / expected_seconds,
+                one_time_seconds=one_time_seconds,
                 largest_micro_batch=self.batches.longest.micro_batches[0].shape,
-                largest_of_run=self.batches.largest_of_run, resident_bytes=self._held_bytes(),
-            )  # fmt: skip
+                largest_of_run=self.batches.largest_of_run,
+                resident_bytes=self._held_bytes(),
+            )
             self.send_rough(result)
         return expected_seconds
 
@@ -340,19 +348,31 @@ class Trial:
         return self._result(average, samples, update.calm_seconds, one_time_seconds, timings, resident, peak, scale)
 
     def _result(
-        self, average: float, samples: list[float], update_seconds: float, one_time_seconds: float, timings: list[Timing],
-        resident: int, peak: int | None, scale: float,
-    ) -> TrialResult:  # fmt: skip
+        self,
+        average: float,
+        samples: list[float],
+        update_seconds: float,
+        one_time_seconds: float,
+        timings: list[Timing],
+        resident: int,
+        peak: int | None,
+        scale: float,
+    ) -> TrialResult:
         total_seconds = sum(timing.seconds for timing in timings)
         return TrialResult(
             busy=all(timing.busy for timing in timings),
             waited_share=sum(timing.waited for timing in timings) / total_seconds if total_seconds else 0.0,
             cpu_seconds=statistics.fmean(timing.cpu_seconds for timing in timings) * scale,
-            step_seconds=Spread.of(samples, num_warmup=WARM_STEPS).changed(p50=average), update_seconds=update_seconds,
-            tokens_per_second=self.batches.ahead.num_tokens / average, one_time_seconds=max(one_time_seconds, 0.0),
-            largest_micro_batch=self.batches.longest.micro_batches[0].shape, largest_of_run=self.batches.largest_of_run,
-            peak_bytes=peak, resident_bytes=resident, check_loss=1.0,
-        )  # fmt: skip
+            step_seconds=Spread.of(samples, num_warmup=WARM_STEPS).changed(p50=average),
+            update_seconds=update_seconds,
+            tokens_per_second=self.batches.ahead.num_tokens / average,
+            one_time_seconds=max(one_time_seconds, 0.0),
+            largest_micro_batch=self.batches.longest.micro_batches[0].shape,
+            largest_of_run=self.batches.largest_of_run,
+            peak_bytes=peak,
+            resident_bytes=resident,
+            check_loss=1.0,
+        )
 
     def _needs_more(self, timed: list[Timing]) -> bool:
         """Return whether to time another step or micro-batch. If other programs use the cores, wait for undisturbed ones."""

@@ -60,9 +60,13 @@ def write_records(examples: Iterable[Example], folder: str, *, pad_token_id: int
             raise RequestError(f"there is no example to write to {folder}; give data with text")
         sorted_lengths = sorted(lengths)
         index = Index(
-            files=tuple(names), num_examples=total, num_tokens=tokens, lengths=tuple(sorted_lengths),
-            counts=tuple(lengths[length] for length in sorted_lengths), pad_token_id=pad_token_id,
-        )  # fmt: skip
+            files=tuple(names),
+            num_examples=total,
+            num_tokens=tokens,
+            lengths=tuple(sorted_lengths),
+            counts=tuple(lengths[length] for length in sorted_lengths),
+            pad_token_id=pad_token_id,
+        )
         with tf.io.gfile.GFile(f"{folder}/{INDEX}", "w") as file:  # written last: a folder without it is incomplete
             file.write(index.to_json())
     except tf.errors.OpError as error:
@@ -120,9 +124,13 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
             batch = 0
 
     return Batches(
-        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=index.pad_token_id, num_examples=index.num_examples,
+        start=start,
+        global_batch=global_batch,
+        buckets=buckets,
+        pad_token_id=index.pad_token_id,
+        num_examples=index.num_examples,
         identity=f"records {zlib.crc32(index.to_json().encode()):08x}",
-    )  # fmt: skip
+    )
 
 
 def _parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -31,10 +31,14 @@ def first_beams(prompts: int, options: XlaGeneration, fill: int) -> Beams:
     texts = tf.fill([prompts, beams, options.max_new_tokens], tf.constant(fill, tf.int64))
     scores = tf.constant([[0.0] + [UNLIKELY] * (beams - 1)])  # all beams start as the same text, so only the first one counts
     return Beams(
-        running=texts, running_scores=tf.repeat(scores, prompts, axis=0), finished=texts,
-        finished_scores=tf.fill([prompts, beams], UNLIKELY), is_finished=tf.zeros([prompts, beams], tf.bool),
-        can_improve=tf.ones([prompts, 1], tf.bool), can_continue=tf.constant(True),
-    )  # fmt: skip
+        running=texts,
+        running_scores=tf.repeat(scores, prompts, axis=0),
+        finished=texts,
+        finished_scores=tf.fill([prompts, beams], UNLIKELY),
+        is_finished=tf.zeros([prompts, beams], tf.bool),
+        can_improve=tf.ones([prompts, 1], tf.bool),
+        can_continue=tf.constant(True),
+    )
 
 
 def advance(beams: Beams, logits: Any, position: Any, options: XlaGeneration) -> tuple[Beams, Any, Any]:

@@ -200,9 +200,11 @@ def _draw_sampling(options: XlaGeneration, indices: Sequence[int]) -> Sampling:
             draws[row] = np.random.default_rng((options.seed, index)).random(options.max_new_tokens)
     top_k = options.top_k or np.iinfo(np.int32).max
     return Sampling(
-        tf.constant(options.temperature, tf.float32), tf.constant(top_k, tf.int32), tf.constant(options.top_p, tf.float32),
+        tf.constant(options.temperature, tf.float32),
+        tf.constant(top_k, tf.int32),
+        tf.constant(options.top_p, tf.float32),
         tf.constant(np.minimum(draws, np.float32(LARGEST_DRAW))),
-    )  # fmt: skip
+    )
 
 
 def _pad_prompts(prompts: Sequence[Sequence[int]], width: int, *, pads_left: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -33,9 +33,17 @@ def _per_dimension(values: Sequence[int], count: int) -> list[int]:
 
 @lowers("aten.convolution.default")
 def _convolution(
-    node: Node, value: tf.Tensor, weight: tf.Tensor, bias: tf.Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-) -> tf.Tensor:  # fmt: skip
+    node: Node,
+    value: tf.Tensor,
+    weight: tf.Tensor,
+    bias: tf.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tf.Tensor:
     rank = len(value.shape)
     space = rank - 2
     stride = _per_dimension(stride, space)
@@ -115,9 +123,14 @@ def _insert_zeros(value: tf.Tensor, dim: int, step: int) -> tf.Tensor:
 
 @lowers("aten.max_pool2d_with_indices.default")
 def _max_pool(
-    node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
-) -> tuple[tf.Tensor, None]:  # fmt: skip
+    node: Node,
+    value: tf.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[tf.Tensor, None]:
     """Lower the maximum. The indices of the maxima are not lowered, because no model of transformers reads them."""
     pads = _per_dimension(padding, 2)
     edges = [[0, 0], [0, 0]]
@@ -147,9 +160,15 @@ def _ceil_padding(node: Node, value: Any, kernel: Any, stride: Any, pads: list[i
 
 @lowers("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def _avg_pool(
-    node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
-    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> tf.Tensor:  # fmt: skip
+    node: Node,
+    value: tf.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> tf.Tensor:
     """Average each window with zeros beyond the edges included, then correct the windows where torch divides by less."""
     rank = len(value.shape)
     output_sizes = torch_result(node).shape[2:]
@@ -196,7 +215,7 @@ Array = np.ndarray
 @lowers("aten.upsample_bilinear2d.vec", "aten.upsample_linear1d.vec", "aten.upsample_trilinear3d.vec")
 def _interpolate_linear(
     node: Node, value: tf.Tensor, size: Sequence[int] | None, align_corners: bool, scales: Sequence[float] | None
-) -> tf.Tensor:  # fmt: skip
+) -> tf.Tensor:
     """Interpolate linearly between the two nearest numbers, at the positions of torch's area_pixel_compute_source_index."""
 
     def source_positions(count: int, length: int, scale: float | None) -> Array:

@@ -35,9 +35,9 @@ def _scalar_tensor(node: Node, value: Any, **_: Any) -> tf.Tensor:
     return as_dtype(value, result_dtype(node))
 
 
-@lowers("aten.fill.Tensor")
-def _fill(node: Node, value: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
-    return tf.broadcast_to(tf.cast(filled, value.dtype), value.shape)
+@lowers("aten.fill.Tensor", "aten.copy.default")
+def _fill(node: Node, value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    return tf.broadcast_to(tf.cast(source, value.dtype), value.shape)
 
 
 @lowers("aten.arange.start_step")

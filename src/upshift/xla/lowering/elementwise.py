@@ -68,19 +68,36 @@ def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 
 ARITHMETIC: dict[str, Binary] = {
-    "add": _add, "sub": tf.subtract, "mul": _multiply, "div": tf.divide, "pow": tf.pow, "minimum": tf.minimum,
-    "maximum": tf.maximum, "remainder": tf.math.floormod, "fmod": tf.math.mod, "floor_divide": tf.math.floordiv,
+    "add": _add,
+    "sub": tf.subtract,
+    "mul": _multiply,
+    "div": tf.divide,
+    "pow": tf.pow,
+    "minimum": tf.minimum,
+    "maximum": tf.maximum,
+    "remainder": tf.math.floormod,
+    "fmod": tf.math.mod,
+    "floor_divide": tf.math.floordiv,
     "atan2": tf.math.atan2,
     "bitwise_and": _by_dtype(tf.logical_and, tf.bitwise.bitwise_and),
     "bitwise_or": _by_dtype(tf.logical_or, tf.bitwise.bitwise_or),
     "bitwise_xor": _by_dtype(tf.math.logical_xor, tf.bitwise.bitwise_xor),
-    "bitwise_left_shift": tf.bitwise.left_shift, "bitwise_right_shift": tf.bitwise.right_shift,
-    "logical_and": tf.logical_and, "logical_or": tf.logical_or, "logical_xor": tf.math.logical_xor,
-    "__lshift__": tf.bitwise.left_shift, "__rshift__": tf.bitwise.right_shift,
-}  # fmt: skip
+    "bitwise_left_shift": tf.bitwise.left_shift,
+    "bitwise_right_shift": tf.bitwise.right_shift,
+    "logical_and": tf.logical_and,
+    "logical_or": tf.logical_or,
+    "logical_xor": tf.math.logical_xor,
+    "__lshift__": tf.bitwise.left_shift,
+    "__rshift__": tf.bitwise.right_shift,
+}
 COMPARISONS: dict[str, Binary] = {
-    "ge": tf.greater_equal, "gt": tf.greater, "le": tf.less_equal, "lt": tf.less, "eq": tf.equal, "ne": tf.not_equal,
-}  # fmt: skip
+    "ge": tf.greater_equal,
+    "gt": tf.greater,
+    "le": tf.less_equal,
+    "lt": tf.less,
+    "eq": tf.equal,
+    "ne": tf.not_equal,
+}
 LOGICAL = ("logical_and", "logical_or", "logical_xor")
 FUNCTIONS: dict[str, Unary] = {
     "acos": tf.acos, "acosh": tf.acosh, "asin": tf.asin, "asinh": tf.asinh, "atan": tf.atan, "atanh": tf.atanh, "cos": tf.cos,
@@ -92,12 +109,21 @@ FUNCTIONS: dict[str, Unary] = {
     "log10": lambda x: tf.math.log(x) / tf.constant(math.log(10), x.dtype),
 }  # fmt: skip
 EXACT: dict[str, Unary] = {
-    "abs": tf.abs, "ceil": tf.math.ceil, "floor": tf.floor, "neg": tf.negative, "relu": tf.nn.relu, "round": tf.round,
-    "sign": tf.sign, "trunc": lambda x: tf.where(x < 0, tf.math.ceil(x), tf.floor(x)),
+    "abs": tf.abs,
+    "ceil": tf.math.ceil,
+    "floor": tf.floor,
+    "neg": tf.negative,
+    "relu": tf.nn.relu,
+    "round": tf.round,
+    "sign": tf.sign,
+    "trunc": lambda x: tf.where(x < 0, tf.math.ceil(x), tf.floor(x)),
     "bitwise_not": lambda x: tf.logical_not(x) if x.dtype == tf.bool else tf.bitwise.invert(x),
-    "clone": tf.identity, "alias": tf.identity, "detach": tf.stop_gradient, "lift_fresh_copy": tf.identity,
+    "clone": tf.identity,
+    "alias": tf.identity,
+    "detach": tf.stop_gradient,
+    "lift_fresh_copy": tf.identity,
     "_to_copy": tf.identity,
-}  # fmt: skip
+}
 
 
 def _unary(compute: Unary) -> Callable[..., tf.Tensor]:
@@ -194,11 +220,6 @@ def _clamp(node: Node, value: tf.Tensor, minimum: Any = None, maximum: Any = Non
 def _select(node: Node, condition: tf.Tensor, left: Any, right: Any) -> tf.Tensor:
     dtype = result_dtype(node)
     return tf.where(condition, as_dtype(left, dtype), as_dtype(right, dtype))
-
-
-@lowers("aten.copy.default")
-def _copy(node: Node, value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    return tf.broadcast_to(tf.cast(source, value.dtype), value.shape)
 
 
 @lowers("aten.view_as_complex.default")

@@ -81,7 +81,7 @@ def _index(node: Node, value: tf.Tensor, indices: Sequence[tf.Tensor | None]) ->
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default")
 def _index_put(
     node: Node, value: tf.Tensor, indices: Sequence[tf.Tensor | None], source: tf.Tensor, accumulate: bool = False
-) -> tf.Tensor:  # fmt: skip
+) -> tf.Tensor:
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == tf.bool:
         mask = tf.reshape(indices[0], [*indices[0].shape, *[1] * (len(value.shape) - len(indices[0].shape))])
         if len(source.shape) == 0:

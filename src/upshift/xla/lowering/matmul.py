@@ -19,7 +19,7 @@ def _product(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 @lowers("aten.addmm.default", "aten.baddbmm.default")
 def _product_with_bias(
     node: Node, bias: tf.Tensor, left: tf.Tensor, right: tf.Tensor, *, beta: float = 1, alpha: float = 1
-) -> tf.Tensor:  # fmt: skip
+) -> tf.Tensor:
     """Add a bias to a product. Half precision is rounded once, after the bias."""
     product = _wide_product(left, right) if is_half(left.dtype) else tf.matmul(left, right)
     if alpha != 1:

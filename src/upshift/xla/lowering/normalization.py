@@ -50,9 +50,16 @@ def _layer_norm(
 
 @lowers("aten.native_group_norm.default")
 def _group_norm(
-    node: Node, value: tf.Tensor, weight: tf.Tensor | None, bias: tf.Tensor | None, batch: int, channels: int, size: int,
-    groups: int, epsilon: float,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:  # fmt: skip
+    node: Node,
+    value: tf.Tensor,
+    weight: tf.Tensor | None,
+    bias: tf.Tensor | None,
+    batch: int,
+    channels: int,
+    size: int,
+    groups: int,
+    epsilon: float,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     grouped = tf.reshape(value, [batch, groups, channels // groups, size])
     along = [1, groups, channels // groups, 1]
     shaped = [None if parameter is None else tf.reshape(parameter, along) for parameter in (weight, bias)]
@@ -62,9 +69,15 @@ def _group_norm(
 
 @lowers("aten._native_batch_norm_legit_no_training.default")
 def _batch_norm(
-    node: Node, value: tf.Tensor, weight: tf.Tensor | None, bias: tf.Tensor | None, mean: tf.Tensor, variance: tf.Tensor,
-    momentum: float, epsilon: float,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:  # fmt: skip
+    node: Node,
+    value: tf.Tensor,
+    weight: tf.Tensor | None,
+    bias: tf.Tensor | None,
+    mean: tf.Tensor,
+    variance: tf.Tensor,
+    momentum: float,
+    epsilon: float,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Normalize by the running statistics that the model stores. Statistics of the batch, as in training, are not lowered."""
     wide = widen_half(value)
     along = [1, int(value.shape[1]), *[1] * (len(value.shape) - 2)]

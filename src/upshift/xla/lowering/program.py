@@ -21,15 +21,25 @@ from upshift.xla.lowering.creation import SEED
 from upshift.xla.lowering.registry import DTYPES, LOWERINGS
 
 FAMILIES = (
-    "convolution", "creation", "elementwise", "indexing", "matmul", "normalization", "reductions", "shape",
-)  # fmt: skip
+    "convolution",
+    "creation",
+    "elementwise",
+    "indexing",
+    "matmul",
+    "normalization",
+    "reductions",
+    "shape",
+)
 for _family in FAMILIES:
     import_module(f"upshift.xla.lowering.{_family}")
 
 CHECKS = (  # torch's run-time checks; a program of static shapes was checked when it was exported
-    "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
-    "aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default",
-)  # fmt: skip
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten._assert_async.msg",
+    "aten.sym_constrain_range_for_size.default",
+    "aten.sym_constrain_range.default",
+)
 IGNORED_ARGUMENTS = ("dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "generator", "implicit")
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 

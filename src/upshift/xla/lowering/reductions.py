@@ -129,9 +129,14 @@ def _cumprod(node: Node, value: tf.Tensor, dim: int, **_: Any) -> tf.Tensor:
 
 @lowers("aten.var.correction", "aten.var.dim")
 def _var(
-    node: Node, value: tf.Tensor, dims: Dims = None, unbiased: bool = True, keepdim: bool = False, *,
+    node: Node,
+    value: tf.Tensor,
+    dims: Dims = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
     correction: float | None = None,
-) -> tf.Tensor:  # fmt: skip
+) -> tf.Tensor:
     reduced_dims = positive_dims(dims, len(value.shape))
     count = 1
     for dim in reduced_dims:
@@ -149,7 +154,7 @@ def _var(
 @lowers("aten.topk.default")
 def _topk(
     node: Node, value: tf.Tensor, count: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+) -> tuple[tf.Tensor, tf.Tensor]:
     order = swap_with_last(len(value.shape), dim)
     turned = permute(value, order)
     values, indices = tf.math.top_k(turned if largest else -turned, count)

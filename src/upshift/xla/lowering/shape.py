@@ -13,8 +13,15 @@ from upshift.xla.lowering.registry import LOWERINGS, as_dtype, lowers, permute, 
 LOWERINGS["<built-in function getitem>"] = lambda node, values, index: values[index]
 
 
-@lowers("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.squeeze.dims", "aten.squeeze.dim",
-        "aten.squeeze.default", "aten.unsqueeze.default")  # fmt: skip
+@lowers(
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.squeeze.dims",
+    "aten.squeeze.dim",
+    "aten.squeeze.default",
+    "aten.unsqueeze.default",
+)
 def _reshaped(node: Node, value: tf.Tensor, *_: Any) -> tf.Tensor:
     return tf.reshape(value, list(torch_result(node).shape))
 
@@ -64,7 +71,7 @@ def _select(node: Node, value: tf.Tensor, dim: int, index: int) -> tf.Tensor:
 @lowers("aten.slice_scatter.default")
 def _slice_scatter(
     node: Node, value: tf.Tensor, source: tf.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> tf.Tensor:  # fmt: skip
+) -> tf.Tensor:
     dim = positive_dim(dim, len(value.shape))
     cut = bounded_slice(value, dim, start, end, step)
     order = [dim, *(axis for axis in range(len(value.shape)) if axis != dim)]

@@ -59,10 +59,11 @@ def generation_program(source: ModelSource, options: XlaGeneration, *, rows: int
     data = [
         _Input("input_ids", "data", tf.TensorSpec((rows, width), tf.int64)),
         _Input("attention_mask", "data", tf.TensorSpec((rows, width), tf.int64)),
-        _Input("temperature", "data", tf.TensorSpec((), tf.float32)), _Input("top_k", "data", tf.TensorSpec((), tf.int32)),
+        _Input("temperature", "data", tf.TensorSpec((), tf.float32)),
+        _Input("top_k", "data", tf.TensorSpec((), tf.int32)),
         _Input("top_p", "data", tf.TensorSpec((), tf.float32)),
         _Input("uniform", "data", tf.TensorSpec((rows, max_new_tokens), tf.float32)),
-    ]  # fmt: skip
+    ]
     return _program(run, [*weights, *data], num_results=1, rows=rows, model=model)
 
 

@@ -103,9 +103,16 @@ class TpuProgram(Value):
 
 
 def compile_for_tpu(
-    model: str, topology: str, *, kind: Kind = "train", rows: int | None = None, length: int = 512, max_new_tokens: int = 128,
-    dtype: str = "bfloat16", on_step: Callable[[str], None] = lambda text: None,
-) -> TpuProgram:  # fmt: skip
+    model: str,
+    topology: str,
+    *,
+    kind: Kind = "train",
+    rows: int | None = None,
+    length: int = 512,
+    max_new_tokens: int = 128,
+    dtype: str = "bfloat16",
+    on_step: Callable[[str], None] = lambda text: None,
+) -> TpuProgram:
     """Compile a program and store its record. ``rows``: the sequences of all chips together; None: one for each chip.
 
     Raise NothingFits with the compiler's message if the program needs too much memory."""
@@ -121,29 +128,57 @@ def compile_for_tpu(
     on_step("Lowering to HLO")
     lowered = _lower_model(source, kind, rows=rows, length=length, max_new_tokens=max_new_tokens, dtype=dtype)
     on_step(f"Compiling for {tpu_slice.name}")
+    answer = _compile(lowered, tpu_slice)
+    weight_bytes = sum(argument.num_bytes for argument in lowered.arguments if argument.part == "weights")
+    optimizer_bytes = sum(argument.num_bytes for argument in lowered.arguments if argument.part == "optimizer")
+    compute, traffic = _roofline(
+        answer,
+        tpu_slice,
+        kind=kind,
+        parameters=lowered.num_parameters,
+        weights=weight_bytes,
+        tokens=rows * length // tpu_slice.chips,
+        steps=max_new_tokens - 1,
+    )
+    program = TpuProgram(
+        model=model,
+        model_hash=source.model_hash,
+        kind=kind,
+        topology=tpu_slice,
+        rows=rows,
+        length=length,
+        max_new_tokens=max_new_tokens if kind == "generate" else None,
+        dtype=dtype,
+        num_parameters=lowered.num_parameters,
+        answer=answer,
+        weight_bytes=weight_bytes,
+        optimizer_bytes=optimizer_bytes,
+        memory_bytes=tpu_slice.facts.gpu.memory_bytes or 0,
+        compute_seconds=compute,
+        traffic_seconds=traffic,
+        versions={name: installed_version(name) or "unknown" for name in COMPILER_LIBRARIES},
+    )
+    store_program(_record(program))
+    return program
+
+
+def _compile(lowered: Any, tpu_slice: Topology) -> CompileAnswer:
+    """Compile a lowered program. Raise NothingFits or JobFailed with the compiler's message if it has a problem."""
     with tempfile.TemporaryDirectory(prefix="upshift-tpu-") as folder:
         file = Path(folder) / "program.hlo"
         file.write_bytes(lowered.hlo)
         request = CompileRequest(
-            program=str(file), version=tpu_slice.version, grid=tpu_slice.grid, chips=tpu_slice.chips, arguments=lowered.arguments,
+            program=str(file),
+            version=tpu_slice.version,
+            grid=tpu_slice.grid,
+            chips=tpu_slice.chips,
+            arguments=lowered.arguments,
             num_results=lowered.num_results,
-        )  # fmt: skip
+        )
         answer = _run_compiler(request, tpu_slice, Path(folder))
     if answer.problem is not None:
         _raise_problem(answer.problem, tpu_slice)
-    weight_bytes = sum(argument.num_bytes for argument in lowered.arguments if argument.part == "weights")
-    optimizer_bytes = sum(argument.num_bytes for argument in lowered.arguments if argument.part == "optimizer")
-    compute, traffic = _roofline(answer, tpu_slice, kind=kind, parameters=lowered.num_parameters, weights=weight_bytes,
-                                 tokens=rows * length // tpu_slice.chips, steps=max_new_tokens - 1)  # fmt: skip
-    program = TpuProgram(
-        model=model, model_hash=source.model_hash, kind=kind, topology=tpu_slice, rows=rows, length=length,
-        max_new_tokens=max_new_tokens if kind == "generate" else None, dtype=dtype, num_parameters=lowered.num_parameters,
-        answer=answer, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes,
-        memory_bytes=tpu_slice.facts.gpu.memory_bytes or 0, compute_seconds=compute, traffic_seconds=traffic,
-        versions={name: installed_version(name) or "unknown" for name in COMPILER_LIBRARIES},
-    )  # fmt: skip
-    store_program(_record(program))
-    return program
+    return answer
 
 
 def _lower_model(source: ModelSource, kind: Kind, *, rows: int, length: int, max_new_tokens: int, dtype: str) -> Any:
@@ -162,15 +197,24 @@ def _record(program: TpuProgram) -> Record:
     """Return the record of a program that was compiled but not run. Only the time of the compilation is measured."""
     topology = program.topology
     return Record(
-        kind="trial", name="tpu program",
+        kind="trial",
+        name="tpu program",
         plan={
-            "model": program.model_hash, "device": f"tpu-{topology.version}", "topology": topology.name, "kind": program.kind,
-            "rows": program.rows, "length": program.length, "max_new_tokens": program.max_new_tokens, "dtype": program.dtype,
+            "model": program.model_hash,
+            "device": f"tpu-{topology.version}",
+            "topology": topology.name,
+            "kind": program.kind,
+            "rows": program.rows,
+            "length": program.length,
+            "max_new_tokens": program.max_new_tokens,
+            "dtype": program.dtype,
         },
-        predicted=None, flop_convention="as XLA's cost analysis counts", environment=environment(detect()),
+        predicted=None,
+        flop_convention="as XLA's cost analysis counts",
+        environment=environment(detect()),
         measured=Numbers(peak_gib=program.answer.peak_bytes / GIB, one_time_seconds=program.answer.compile_seconds),
         details={"memory_gib": program.memory_bytes / GIB, "roofline_seconds": program.roofline_seconds},
-    )  # fmt: skip
+    )
 
 
 def _need_compiler() -> None:

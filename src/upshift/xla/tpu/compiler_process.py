@@ -94,9 +94,10 @@ def _annotate(module: Any, request: CompileRequest) -> None:
         results = [ir.DictAttr.get({"mhlo.sharding": replicated})] * request.num_results
         main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
     module_attributes = {
-        "sym_name": ir.StringAttr.get("upshift"), "mhlo.num_replicas": ir.IntegerAttr.get(number, 1),
+        "sym_name": ir.StringAttr.get("upshift"),
+        "mhlo.num_replicas": ir.IntegerAttr.get(number, 1),
         "mhlo.num_partitions": ir.IntegerAttr.get(number, request.chips),
-    }  # fmt: skip
+    }
     for name, value in module_attributes.items():
         module.operation.attributes[name] = value
 

@@ -45,7 +45,7 @@ class RunState(Value):
 
 def write_checkpoint(
     output: Path, state: RunState, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a checkpoint and remove all but the ``keep`` newest. Raise JobFailed if it cannot be written."""
     final = output / f"checkpoint-{state.step}"
     temporary = final.with_name(f"{final.name}.tmp")

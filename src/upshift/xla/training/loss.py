@@ -76,7 +76,7 @@ def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
 
 def loss_sum(
     program: Program, inputs: Mapping[str, Any], weights: Mapping[str, tf.Variable], seed: tf.Tensor, *, shifted: bool
-) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the sum of the labels' losses, and the number of labels. Without labels the sum and its gradients are 0."""
     labels = inputs["labels"]
     num_labels = count_labels(labels, shifted=shifted)

@@ -94,9 +94,17 @@ def train(
 
 
 def _train_on_devices(
-    model: str | ModelSource, data: Batches | str, output: Path, global_batch: int, resume: bool, from_config: bool,
-    devices: Devices, on_step: Callable[[StepDone], None], arguments: XlaArguments, rates: list[float],
-) -> Trained:  # fmt: skip
+    model: str | ModelSource,
+    data: Batches | str,
+    output: Path,
+    global_batch: int,
+    resume: bool,
+    from_config: bool,
+    devices: Devices,
+    on_step: Callable[[StepDone], None],
+    arguments: XlaArguments,
+    rates: list[float],
+) -> Trained:
     checkpoint = _find_checkpoint(output, resume=resume)
     if isinstance(data, str):
         data = record_batches(data, global_batch=global_batch, num_steps=arguments.max_steps, seed=arguments.seed)
@@ -113,10 +121,15 @@ def _train_on_devices(
     if devices.is_chief:
         built.save(output)
     return Trained(
-        losses=tuple(run.losses), evaluations=tuple(run.evaluations), model_directory=str(output),
-        devices=devices.reason, num_traces=run.step.num_traces, widths=data.buckets.widths,
-        padded_share=data.buckets.padded_share, resumed_from=str(checkpoint[0]) if checkpoint else None,
-    )  # fmt: skip
+        losses=tuple(run.losses),
+        evaluations=tuple(run.evaluations),
+        model_directory=str(output),
+        devices=devices.reason,
+        num_traces=run.step.num_traces,
+        widths=data.buckets.widths,
+        padded_share=data.buckets.padded_share,
+        resumed_from=str(checkpoint[0]) if checkpoint else None,
+    )
 
 
 def _find_checkpoint(output: Path, *, resume: bool) -> tuple[Path, RunState] | None:
@@ -167,9 +180,16 @@ class _Run:
     """Run the steps of a training run, with evaluations and checkpoints in between."""
 
     def __init__(
-        self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: XlaArguments, rates: list[float],
-        output: Path, state: RunState | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: XlaModel,
+        optimizer: Optimizer,
+        data: Batches,
+        devices: Devices,
+        arguments: XlaArguments,
+        rates: list[float],
+        output: Path,
+        state: RunState | None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.data = data
@@ -224,9 +244,13 @@ class _Run:
             return
         if self.devices.is_chief:
             state = RunState(
-                step=num_done, losses=tuple(self.losses), evaluations=tuple(self.evaluations),
-                arguments=self.arguments.model_dump(), global_batch=self.data.global_batch, data=self.data.identity,
-            )  # fmt: skip
+                step=num_done,
+                losses=tuple(self.losses),
+                evaluations=tuple(self.evaluations),
+                arguments=self.arguments.model_dump(),
+                global_batch=self.data.global_batch,
+                data=self.data.identity,
+            )
             keep = self.arguments.save_total_limit
             write_checkpoint(self.output, state, self.model.weights, self.optimizer.state, keep=keep)
         if received:

@@ -15,17 +15,27 @@ MI250 = "AMD Instinct MI250 data sheet (2021), halved: one of its two dies; memo
 MI300X = "AMD Instinct MI300X data sheet (2023)"
 # To dies of other packages a GCD has up to three links of 50 GB/s, unevenly, so there is no single rate (ROCm documentation).
 MI250_PACKAGE = Fabric(
-    name="Infinity Fabric", topology="switch", link_bytes_per_second=50 * GIGA, links=4, largest=2,
+    name="Infinity Fabric",
+    topology="switch",
+    link_bytes_per_second=50 * GIGA,
+    links=4,
+    largest=2,
     source="ROCm documentation, MI250 microarchitecture (2025), and AMD at Hot Chips 34 (2022): 4 links inside the package",
-)  # fmt: skip
+)
 MI300X_PLATFORM = Fabric(
-    name="Infinity Fabric", topology="mesh", link_bytes_per_second=64 * GIGA, links=1, largest=8,
+    name="Infinity Fabric",
+    topology="mesh",
+    link_bytes_per_second=64 * GIGA,
+    links=1,
+    largest=8,
     source="AMD Instinct MI300X platform data sheet (2023): 128 GB/s in both directions to each of seven peers",
-)  # fmt: skip
+)
 MI300_CLUSTER = ReferenceSystem(
-    name="MI300 series cluster", port="roce-400", ports_per_gpu=1,
+    name="MI300 series cluster",
+    port="roce-400",
+    ports_per_gpu=1,
     source="AMD Instinct MI300 Series Cluster Reference Architecture Guide 63916 v1.00 (2024)",
-)  # fmt: skip
+)
 
 CHIPS: dict[str, GpuFacts] = {
     "mi250-gcd": GpuFacts(

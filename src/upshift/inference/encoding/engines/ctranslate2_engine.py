@@ -30,9 +30,12 @@ class CTranslate2Engine:
         max_streams = 1 if build.setup.hint == "latency" else MAX_STREAMS
         self.streams = max(count for count in range(1, max_streams + 1) if threads % count == 0)
         self.encoder = ctranslate2.Encoder(
-            str(path), device="cpu", compute_type=COMPUTE_TYPES[build.setup.precision],
-            inter_threads=self.streams, intra_threads=threads // self.streams,
-        )  # fmt: skip
+            str(path),
+            device="cpu",
+            compute_type=COMPUTE_TYPES[build.setup.precision],
+            inter_threads=self.streams,
+            intra_threads=threads // self.streams,
+        )
         self.head = None
         if build.config.output != "embeddings":
             from upshift.inference.encoding.engines.classifier_head import ClassifierHead

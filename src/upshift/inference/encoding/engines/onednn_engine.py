@@ -194,9 +194,13 @@ def _score_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    bias: torch.Tensor | None,
     scale: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return attention [B, H, S, D] of queries, keys and values [B, H, S, D].
 
     ``bias`` comes from ``_score_bias``. If it is None, PyTorch's own kernel computes."""

@@ -42,9 +42,16 @@ def _export(build: EncoderBuild, path: Path) -> None:
     if not fp32_path.is_file():
         temporary = path.with_name("writing.onnx")
         torch.onnx.export(
-            load_forward(build.source, build.config), tensors, temporary, input_names=["ids", "mask"], output_names=["found"],
-            dynamic_shapes=(dynamic, dynamic), dynamo=True, external_data=False, verbose=False,
-        )  # fmt: skip
+            load_forward(build.source, build.config),
+            tensors,
+            temporary,
+            input_names=["ids", "mask"],
+            output_names=["found"],
+            dynamic_shapes=(dynamic, dynamic),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
         temporary.replace(fp32_path)
     if build.setup.precision == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic

@@ -99,6 +99,10 @@ def calibrate(model: Any, examples: list[Batch]) -> Any:
     data = nncf.Dataset(examples, lambda batch: {name: MODEL_INPUTS[name](batch) for name in names})
     smooth = AdvancedQuantizationParameters(smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=SMOOTHING))
     return nncf.quantize(
-        model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(examples), preset=nncf.QuantizationPreset.MIXED,
+        model,
+        data,
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=len(examples),
+        preset=nncf.QuantizationPreset.MIXED,
         advanced_parameters=smooth,
-    )  # fmt: skip
+    )

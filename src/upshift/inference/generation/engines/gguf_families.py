@@ -81,22 +81,29 @@ FAMILIES: dict[str, Family] = {  # by the config's model_type
     "phi3": Family("phi3", {"hidden_act": SILU}),
     "gemma": Family("gemma", {"hidden_act": TANH, **GEMMA}, _add_one_to_norms),
     "gemma2": Family(
-        "gemma2", {"hidden_activation": TANH, "attn_logit_softcapping": truth, "final_logit_softcapping": truth, **GEMMA},
-        _scale_queries("q_proj.weight", largest=46), windows=True,
+        "gemma2",
+        {"hidden_activation": TANH, "attn_logit_softcapping": truth, "final_logit_softcapping": truth, **GEMMA},
+        _scale_queries("q_proj.weight", largest=46),
+        windows=True,
     ),
     "gemma3_text": Family(
-        "gemma3", {"hidden_activation": TANH, "attn_logit_softcapping": not_, **GEMMA},
-        _scale_queries("q_norm.weight", largest=62), windows=True,
+        "gemma3",
+        {"hidden_activation": TANH, "attn_logit_softcapping": not_, **GEMMA},
+        _scale_queries("q_norm.weight", largest=62),
+        windows=True,
     ),
     "gpt2": Family(
         "gpt2",
         {
-            "activation_function": TANH, "scale_attn_weights": truth, "scale_attn_by_inverse_layer_idx": not_,
+            "activation_function": TANH,
+            "scale_attn_weights": truth,
+            "scale_attn_by_inverse_layer_idx": not_,
             "add_cross_attention": not_,
         },
-        _transpose, ropes=(),
+        _transpose,
+        ropes=(),
     ),
-}  # fmt: skip
+}
 
 
 def family_of(config: Any) -> Family:
@@ -113,7 +120,7 @@ def _unsupported_fields(config: Any, family: Family) -> Iterator[str]:
         value = getattr(config, name, None)
         if not is_supported(value):
             yield f"{name}={value!r}"
-    for rope_type in {rope["rope_type"] for rope in ropes(config).values()}:
+    for rope_type in dict.fromkeys(rope["rope_type"] for rope in ropes(config).values()):
         if rope_type not in family.ropes:
             yield f"rope_type={rope_type!r}"
     window = window_of(config)

@@ -100,7 +100,7 @@ class LlamaCppDecoder(NoExtension):
 
     def keep(self, rows: list[int]) -> None:
         kept_rows = [self._rows[index] for index in rows]
-        for row in set(self._rows) - set(kept_rows):
+        for row in sorted(set(self._rows) - set(kept_rows)):
             self._context.drop(row.sequence)
         self._rows = kept_rows
         if not kept_rows:
@@ -236,10 +236,13 @@ class LlamaCppContext:
         # llama.cpp takes a pointer to the sequence ids of each token.
         sequence_pointers = sequence_ids.ctypes.data + sequence_ids.itemsize * np.arange(len(tokens), dtype=np.uintp)
         batch = self._api.llama_batch(
-            n_tokens=len(tokens), token=_pointer(ids, c_int32), pos=_pointer(token_positions, c_int32),
-            n_seq_id=_pointer(sequences_per_token, c_int32), seq_id=_pointer(sequence_pointers, POINTER(c_int32)),
+            n_tokens=len(tokens),
+            token=_pointer(ids, c_int32),
+            pos=_pointer(token_positions, c_int32),
+            n_seq_id=_pointer(sequences_per_token, c_int32),
+            seq_id=_pointer(sequence_pointers, POINTER(c_int32)),
             logits=_pointer(logits_flags, c_int8),
-        )  # fmt: skip
+        )
         if self._api.llama_decode(self._context, batch):
             raise JobFailed(f"llama.cpp could not compute {len(tokens)} tokens: {self._library.last_error}")
         num_logits = int(logits_flags.sum())

@@ -166,18 +166,24 @@ def int4_weights(model: Any, calibration: Sequence[Sequence[int]] = ()) -> Any:
     input_names = {name for port in model.inputs for name in port.names}
     fitting = {"dataset": nncf.Dataset([_inputs(ids, input_names) for ids in calibration]), "awq": True, "scale_estimation": True}
     return nncf.compress_weights(
-        model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=INT4_GROUP_SIZE, ratio=1.0, advanced_parameters=fallback,
+        model,
+        mode=nncf.CompressWeightsMode.INT4_SYM,
+        group_size=INT4_GROUP_SIZE,
+        ratio=1.0,
+        advanced_parameters=fallback,
         **(fitting if calibration else {}),
-    )  # fmt: skip
+    )
 
 
 def _inputs(ids: Sequence[int], input_names: Collection[str]) -> dict[str, np.ndarray]:
     """Return the model's inputs for one text."""
     id_row = np.array([ids], dtype=np.int64)
     inputs: dict[str, np.ndarray] = {
-        "input_ids": id_row, "attention_mask": np.ones_like(id_row), "position_ids": np.arange(id_row.size)[None],
+        "input_ids": id_row,
+        "attention_mask": np.ones_like(id_row),
+        "position_ids": np.arange(id_row.size)[None],
         "beam_idx": np.zeros(1, dtype=np.int32),
-    }  # fmt: skip
+    }
     return {name: value for name, value in inputs.items() if name in input_names}
 
 

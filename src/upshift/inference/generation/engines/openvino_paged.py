@@ -117,9 +117,7 @@ class OpenVinoPagedDecoder:
             logits_by_row.update(zip(indices, logits, strict=True))
         return np.stack([logits_by_row[index] for index in range(len(rows))])
 
-    def _run_pass(
-        self, rows: list[Row], tokens: Sequence[Sequence[int]], logits_indices: np.ndarray | None = None
-    ) -> np.ndarray:  # fmt: skip
+    def _run_pass(self, rows: list[Row], tokens: Sequence[Sequence[int]], logits_indices: np.ndarray | None = None) -> np.ndarray:
         """Run one pass. Return logits [N, V].
 
         ``logits_indices`` holds the indices, among the tokens of all rows, after which logits are computed. None: the last

@@ -120,10 +120,13 @@ def export_decoder(model: Any) -> Any:
     example = _make_example(model, rows=2, length=5, cached=3)  # no two sizes are equal: none becomes another in the trace
     other_example = _make_example(model, rows=3, length=11, cached=4)
     return convert_stateful(
-        _Decoder(model, example.encoder_output_type, len(example.states)), example.step, other_example.step,
-        token_inputs=("decoder_input_ids", "encoder_attention_mask"), states=example.states,
+        _Decoder(model, example.encoder_output_type, len(example.states)),
+        example.step,
+        other_example.step,
+        token_inputs=("decoder_input_ids", "encoder_attention_mask"),
+        states=example.states,
         other_inputs=state_shapes(example.cross_states, ENCODER_STATES),
-    )  # fmt: skip
+    )
 
 
 class _FirstStates(DynamicLayer):

@@ -74,9 +74,7 @@ class StaticKvCache:
     def load(self, cache: Any, mask: np.ndarray) -> None:
         """Copy the decoder's cache if rows were added or removed since the last step, and mark the padding."""
         rows, length = mask.shape
-        if self._stored_keys and all(
-            layer.keys is stored for layer, stored in zip(cache.layers, self._stored_keys, strict=True)
-        ):  # fmt: skip
+        if self._stored_keys and all(layer.keys is stored for layer, stored in zip(cache.layers, self._stored_keys, strict=True)):
             self.mask[:, length - 1] = 1
             return
         for layer, static_states in zip(cache.layers, self.layers, strict=True):
