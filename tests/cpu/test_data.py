@@ -213,7 +213,7 @@ def no_train_split(tmp_path):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda p: p / "missing", ["missing does not exist"]),
+        (lambda p: p / "missing", ["missing' does not exist"]),
         (written("a.txt", b""), ["no documents", "1 empty"]),
         (written("a.txt", b"\xff\xfe"), ["not UTF-8"]),
         (written("a.jsonl", b""), ["no documents"]),

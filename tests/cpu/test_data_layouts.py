@@ -181,7 +181,7 @@ def test_token_rows_that_contradict_themselves_are_refused_with_their_place(row,
         ([{"input_ids": [1, 2]}, {"input_ids": [1, None]}], ["row 2", "empty value"]),
         (GAPS, ["row 2"]),
         ([{"input_ids": [1, 2], "loss_mask": [1, 0]}], ["row 1", "'loss_mask'"]),
-        ([{"input_ids": [1.5, 2.0]}], ["row 1", "no integers"]),
+        ([{"input_ids": [1.5, 2.0]}], ["row 1", "list of integers"]),
         ([{"text": "a"}, {"text": None}, {"text": 3.5}][2:], ["row 1", "holds 3.5"]),
         ([{"text": {"a": "b"}}], ["row 1", "'text'"]),
         ([{"text": ["a", "b"]}], ["row 1", "'text'"]),
@@ -234,7 +234,7 @@ def test_tables_and_texts_are_read_as_they_are(name, content, expected, tmp_path
     ("name", "content", "words"),
     [
         ("a.csv", b"one\ntwo\n", ["no column 'text'", "one", "--text-column"]),
-        ("a.csv", b"id;text\n1;one\n", ["no column 'text'", "id;text"]),
+        ("a.csv", b"id;text\n1;one\n", ["a.csv:1", "'id;text'", "';' divides"]),
         ("a.csv", b"text,n\none,1\ntwo\n", ["a.csv:3", "1 fields"]),
         ("a.csv", b"text,n\none,1\ntwo,2,3\n", ["a.csv:3", "3 fields"]),
         ("a.csv", b'text,n\n"one,1\n', ["a.csv:2"]),
@@ -250,7 +250,7 @@ def test_tables_and_texts_are_read_as_they_are(name, content, expected, tmp_path
         ("a.json", b'[{"text": "a"}, ]', ["a.json", "not valid JSON"]),
         ("a.json", b'[{"text": "a"}] {"text": "b"}', ["a.json", "more follows"]),
         ("a.json", b'[{"text": "a"}, "b"]', ["a.json (record 2)"]),
-        ("a.json", b'{"data": [{"text": "a"}]}', ["no column 'text'", "data"]),
+        ("a.json", b'{"data": [{"text": "a"}]}', ["a.json:1", "'data' holds the records"]),
         ("a.json", b'{"text": ["a", "b"]}', ["a.json:1", "'text'"]),
         ("a.json", b"[]", ["no documents"]),
         ("a.txt", b"a \x00 b", ["not UTF-8"]),
@@ -370,7 +370,7 @@ def test_the_readme_of_the_hub_names_the_splits(tmp_path):
 
 
 def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("upshift.training.data.corpus.PIECE_CHARACTERS", 8)
+    monkeypatch.setattr("upshift.training.data.text_files.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.tokenizer.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.records.READ_CHARACTERS", 5)
     (tmp_path / "a.txt").write_text("one two\nthree four five\n" * 3, encoding="utf-8")

@@ -5,15 +5,14 @@ table row. Documents are read while they are iterated, and are never all in memo
 
 A table is trained on by the column that the user names, else by `input_ids` (token ids), else by `text`. No other column is
 taken for text: a table without these is rejected, with the names of its columns. Beside token ids, `labels` and
-`attention_mask` are used. Any other column with a number for each token is rejected by name.
+`attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may say something of each
+token. The user is told the names of all other columns, which are left out.
 """
 
 from __future__ import annotations
 
-import io
+import importlib.util
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,26 @@ from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.text import find_lone_surrogate
-from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
+from upshift.training.data.data_files import (
+    EVALUATION_SPLIT,
+    SPLIT_WORDS,
+    Kind,
+    find_data_files,
+    first_names,
+    say_once,
+)
 from upshift.training.data.records import (
     Row,
     check_column_names,
-    is_number_list,
+    is_list,
+    is_text,
     read_arrow,
     read_csv,
     read_json,
     read_parquet,
     rows_of_batches,
 )
+from upshift.training.data.text_files import TextFile, checking_compression, read_texts
 from upshift.value import Value
 
 TEXT_COLUMN = "text"
@@ -42,7 +50,7 @@ TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
-SPECIAL_TOKENS_MASK = "special_tokens_mask"  # ignored: the tokenizer knows its special tokens
+SPECIAL_TOKENS_MASK = "special_tokens_mask"  # left out: the tokenizer knows its special tokens
 SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
 CHAT_COLUMNS = frozenset((
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
@@ -109,7 +117,7 @@ def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> st
         raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
     if value is None or isinstance(value, str):
         return _check_text(value, place)
-    if not isinstance(value, np.ndarray) and not _is_token_list(value):
+    if not isinstance(value, np.ndarray | list):
         raise RequestError(f"{place}: column {columns.name!r} holds {_shorten(value)}; it must be text or a list of token ids")
     return _make_token_row(_to_integers(value, columns.name, place), record, columns, place)
 
@@ -151,7 +159,7 @@ def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDA
     if not expected:
         return None
     value = record[name]
-    if not isinstance(value, np.ndarray) and not _is_token_list(value):
+    if not isinstance(value, np.ndarray | list):
         raise RequestError(
             f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of as many integers as the token ids"
         )
@@ -180,38 +188,53 @@ def _unmasked_range(mask: NDArray[Any], place: str) -> slice:
 
 
 def _refuse_token_numbers(name: str, value: Any, place: str) -> None:
-    """Raise RequestError if a column that is not used has a number for each token."""
-    is_numbers = isinstance(value, np.ndarray) or (
-        isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value)
-    )
-    if is_numbers and not (name == SEGMENTS and not any(value)):
+    """Raise RequestError if a column that is not used has numbers that may belong to the tokens."""
+    if _holds_numbers(value) and not (name == SEGMENTS and not np.any(value)):
         raise RequestError(
             f"{place}: column {name!r} says something of each token, which is not used; remove the column, "
             f"or say what is learned with labels ({IGNORED}: nothing)"
         )
 
 
+def _holds_numbers(value: Any) -> bool:
+    """Return whether a value is a list of numbers, or of such lists."""
+    if isinstance(value, np.ndarray):
+        return True
+    if not isinstance(value, list):
+        return False
+    return bool(value) and all(isinstance(item, int | float) or _holds_numbers(item) for item in value)
+
+
 def _to_integers(value: Any, name: str, place: str) -> NDArray[Any]:
-    """Return a list as int64 numbers. Raise RequestError for other numbers."""
-    numbers = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
-    if numbers.dtype.kind not in "iub":
-        raise RequestError(f"{place}: column {name!r} holds an empty value or no integers; tokenize the text again")
-    return numbers.astype(np.int64)
+    """Return a list as int64 numbers. Raise RequestError for other numbers. Only a mask may have truth values."""
+    items = value if isinstance(value, list) else value[:1].tolist()  # the numbers of an array have one type
+    types = {type(item) for item in items}
+    if types - {int, bool} or (bool in types and name != MASK):
+        text = "" if name in (TOKEN_COLUMN, LABELS, MASK) else "text or "
+        raise RequestError(
+            f"{place}: column {name!r} holds {_shorten(value)}; it must be {text}a list of integers (1, not 1.0) "
+            "without empty values"
+        )
+    highest = max(items, default=0) if isinstance(value, list) else int(value.max(initial=0))
+    lowest = min(items, default=0) if isinstance(value, list) else 0
+    if highest >= 2**63 or lowest < -(2**63):
+        raise _no_such_id(highest if highest >= 2**63 else lowest, name, place)
+    return np.array(value, np.int64)
 
 
 def _check_ids(ids: NDArray[Any], name: str, place: str) -> None:
     """Raise RequestError for ids that no vocabulary has."""
     invalid = ids[(ids < 0) | (ids >= 2**31)]
     if len(invalid):
-        labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
-        raise RequestError(
-            f"{place}: column {name!r} holds token id {int(invalid[0])}; ids are 0 to the vocabulary size - 1{labels_note}: "
-            "tokenize the text again, padding is added here"
-        )
+        raise _no_such_id(int(invalid[0]), name, place)
 
 
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) in (int, bool) and abs(item) < 2**63 for item in value)
+def _no_such_id(number: int, name: str, place: str) -> RequestError:
+    labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
+    return RequestError(
+        f"{place}: column {name!r} holds token id {number}; ids are 0 to the vocabulary size - 1{labels_note}: "
+        "tokenize the text again, padding is added here"
+    )
 
 
 def _list_columns(columns: Collection[str]) -> str:
@@ -219,11 +242,7 @@ def _list_columns(columns: Collection[str]) -> str:
 
 
 def _shorten(value: Any) -> str:
-    return json.dumps(value, default=str)[:60]
-
-
-PIECE_CHARACTERS = 2**18  # characters of a long text file that are in memory at once
-DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)  # from readers of compressed files, beside OSError
+    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)[:60]
 
 
 class CorpusSummary(Value):
@@ -234,19 +253,6 @@ class CorpusSummary(Value):
     num_evaluation_documents: int
     num_skipped_empty: int
     num_skipped_binary: int  # files that are not UTF-8 text
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A document that is too long to be held in memory."""
-
-    path: Path
-
-    def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces."""
-        with _open_text(self.path) as text:
-            while piece := text.read(PIECE_CHARACTERS):
-                yield piece
 
 
 Document = str | TextFile | TokenRow
@@ -262,11 +268,14 @@ class Documents:
         self.num_documents = 0
         self.num_empty = 0
         self.binary: list[str] = []
+        self.column: str | None = None  # the column that is trained on, if the documents are rows of tables
+        self.columns: dict[str, None] = {}  # all columns, in the order in which they were met
 
     def __iter__(self) -> Iterator[Document]:
         self.num_documents = 0
         self.num_empty = 0
         self.binary = []
+        self.columns = {}
         is_tokenized: bool | None = None
         try:
             for place, document in self._read(self):
@@ -283,22 +292,23 @@ class Documents:
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
-        except DECOMPRESSION_ERRORS as error:
-            raise RequestError(f"{self.origin} is not a complete compressed file ({error}); copy or write it again") from None
-        self._report_left_out()
+        self._report_left_out(is_tokenized=bool(is_tokenized))
 
     def first(self) -> Document | None:
         """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
-    def _report_left_out(self) -> None:
-        if self.num_empty and self.num_documents:
+    def _report_left_out(self, *, is_tokenized: bool) -> None:
+        if not self.num_documents:
+            return
+        if self.num_empty:
             say_once(f"{self.origin}: {self.num_empty} empty or null rows or files are left out")
-        if self.binary and self.num_documents:
-            names = ", ".join(self.binary[:5])
-            if len(self.binary) > 5:
-                names += f" and {len(self.binary) - 5} more"
-            say_once(f"{self.origin}: left out, not UTF-8 text: {names}")
+        if self.binary:
+            say_once(f"{self.origin}: left out, not UTF-8 text: {first_names(self.binary)}")
+        used = {self.column, *((LABELS, MASK, SEGMENTS) if is_tokenized else ())}  # other token_type_ids than 0 are rejected
+        unused = [name or "(without a name)" for name in self.columns if name not in used]
+        if unused:
+            say_once(f"{self.origin}: columns that are not used: {first_names(unused)}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -327,11 +337,7 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
     ``pattern`` is a glob that selects the files of a folder of texts. Raise RequestError for a path without data. Iterating the
     documents raises it for a row that cannot be used.
     """
-    path = Path(path)
-    if not path.exists():
-        raise RequestError(
-            f"{path} does not exist; give a text file, a folder of texts, .jsonl, .csv, .parquet, or a datasets directory"
-        )
+    path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
     open_documents = _open_saved_dataset if is_saved else _open_files
     documents, evaluation = open_documents(path, text_column, pattern)
@@ -350,6 +356,20 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
     return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
 
 
+def _existing_path(path: Path | str) -> Path:
+    """Return the path. Raise RequestError if nothing is there."""
+    try:
+        exists = bool(str(path)) and Path(path).exists()
+    except (OSError, ValueError):  # the name is too long, or holds a zero byte
+        exists = False
+    if not exists:
+        raise RequestError(
+            f"the data {str(path)[:200]!r} does not exist on this machine; give a text file, a folder of texts, .jsonl, .csv, "
+            ".parquet, or the folder to which datasets' save_to_disk saved a data set of the Hub"
+        )
+    return Path(path)
+
+
 def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
@@ -365,8 +385,8 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
     def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
-                return _read_texts(files, documents, is_alone=path.is_file())
-            return _read_tables(files, data_files.kind, text_column)
+                return read_texts(files, documents.binary, is_alone=path.is_file())
+            return _read_tables(files, data_files.kind, _ColumnChooser(text_column, documents))
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -376,44 +396,12 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
     return make_documents(data_files.training, str(path)), evaluation
 
 
-def _read_texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
-    """Yield each file as a document. Leave out files that are not UTF-8 text, or raise RequestError if it is the only one."""
-    for file in files:
-        try:
-            yield str(file), _read_text(file)
-        except UnicodeDecodeError:
-            if is_alone:
-                raise RequestError(f"{file} is not UTF-8 text; convert it, or give .jsonl, .csv or .parquet") from None
-            documents.binary.append(file.name)
-
-
-def _read_text(file: Path) -> str | TextFile | None:
-    """Return the text, or a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError for other bytes."""
-    with _open_text(file) as text:
-        first_piece = text.read(PIECE_CHARACTERS)
-        piece = first_piece
-        num_pieces = 0
-        is_empty = True
-        while piece:
-            if "\0" in piece:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a text has no zero bytes")
-            num_pieces += 1
-            is_empty = is_empty and piece.isspace()
-            piece = text.read(PIECE_CHARACTERS)
-    if is_empty:
-        return None
-    return first_piece if num_pieces == 1 else TextFile(file)
-
-
-def _open_text(file: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open_data(file), encoding="utf-8-sig", newline="")
-
-
 class _ColumnChooser:
     """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
-    def __init__(self, text_column: str | None) -> None:
+    def __init__(self, text_column: str | None, documents: Documents) -> None:
         self._text_column = text_column
+        self._documents = documents
         self.columns: Columns | None = None
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
@@ -421,10 +409,12 @@ class _ColumnChooser:
         if self.columns is None:
             name = choose_column(names, requested=self._text_column, empty=empty, origin=origin)
             self.columns = find_columns(names, name)
+            self._documents.column = name
+        self._documents.columns.update(dict.fromkeys(names))
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
-        """Return the columns of an Arrow schema to read: the chosen one, and all that have a number for each token."""
+        """Return the columns of an Arrow schema to read: the chosen one, and those that may say something of each token."""
         import pyarrow.types as kinds
 
         check_column_names(schema.names, origin)
@@ -432,19 +422,13 @@ class _ColumnChooser:
         columns = self.choose(schema.names, empty, origin)
         if columns.name not in schema.names:
             choose_column(schema.names, requested=columns.name, origin=origin)
-        if not is_number_list(schema.field(columns.name).type):
+        if is_text(schema.field(columns.name).type):
             return [columns.name]
-        chosen = [columns.name]
-        for name in schema.names:
-            if name in (columns.name, SPECIAL_TOKENS_MASK):
-                continue
-            if name in (LABELS, MASK) or is_number_list(schema.field(name).type):
-                chosen.append(name)
-        return chosen
+        lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
+        return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
 
 
-def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
-    chooser = _ColumnChooser(text_column)
+def _read_tables(files: tuple[Path, ...], kind: Kind, chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     for file in files:
         if kind == "parquet":
             rows = read_parquet(file, chooser.choose_from_schema)
@@ -452,45 +436,81 @@ def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -
             rows = read_arrow(file, chooser.choose_from_schema)
         else:
             rows = read_csv(file) if kind == "csv" else read_json(file)
-        yield from _read_documents(rows, chooser)
+        with checking_compression(file):
+            yield from _read_documents(rows, chooser, has_schema=kind in ("parquet", "arrow"))
 
 
-def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
+def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema: bool) -> Iterator[tuple[str, Document | None]]:
+    """Yield the documents of rows. Without a schema, each row may have other columns."""
     for place, row in rows:
+        if has_schema and chooser.columns is not None:
+            yield place, read_document(row, chooser.columns, place)
+            continue
+        if chooser.columns is None:
+            _refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        columns = chooser.choose(row, empty, place)
-        yield place, read_document(row, columns, place)
+        yield place, read_document(row, chooser.choose(row, empty, place), place)
+
+
+def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
+    """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
+    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    name = next((name for name in lists if {TEXT_COLUMN, TOKEN_COLUMN} & row[name][0].keys()), None)
+    if name is not None and not {TEXT_COLUMN, TOKEN_COLUMN} & row.keys():
+        raise RequestError(
+            f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
+            f"with jq .{name}"
+        )
 
 
 def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
+    if not (path / "dataset_dict.json").exists():
+        return _saved_split(_load_saved(path), text_column, str(path)), None
     try:
-        import datasets
-    except ImportError:
-        raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory") from None
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # for a damaged directory datasets raises errors of many types
-        raise RequestError(f"{path} is not a complete datasets directory ({str(error)[:120]}); save it again") from None
-    if not isinstance(saved, datasets.DatasetDict):
-        return _saved_split(saved, text_column, str(path)), None
-    if "train" not in saved:
-        raise RequestError(f"{path} has no split 'train'; it has {', '.join(saved)}; give the folder of one split")
-    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in saved), None)
-    other_names = [name for name in saved if name not in ("train", evaluation_name)]
+        names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _incomplete_dataset(path, error) from None
+    if "train" not in names:
+        raise RequestError(f"{path} has no split 'train'; it has {', '.join(names) or 'none'}; give the folder of one split")
+    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
+    other_names = [name for name in names if name not in ("train", evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(saved[evaluation_name], text_column, f"{path} split {evaluation_name}")
-    return _saved_split(saved["train"], text_column, f"{path} split train"), evaluation
+        evaluation = _saved_split(_load_saved(path / evaluation_name), text_column, f"{path} split {evaluation_name}")
+    return _saved_split(_load_saved(path / "train"), text_column, f"{path} split train"), evaluation
 
 
-def _saved_split(dataset: Any, text_column: str | None, origin: str) -> Documents:
-    def read(_: Documents) -> Iterator[tuple[str, Document | None]]:
-        chooser = _ColumnChooser(text_column)
+def _load_saved(folder: Path) -> Any | None:
+    """Return the data set of a folder that `save_to_disk` wrote, or None if it has no rows, for which no file is written."""
+    import datasets
+
+    try:
+        if not json.loads((folder / "state.json").read_bytes())["_data_files"]:
+            return None
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:  # for a damaged directory datasets raises errors of many types
+        raise _incomplete_dataset(folder, error) from None
+
+
+def _incomplete_dataset(path: Path, error: Exception) -> RequestError:
+    reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return RequestError(f"{path} is not a complete datasets directory ({reason}); save it again")
+
+
+def _saved_split(dataset: Any | None, text_column: str | None, origin: str) -> Documents:
+    """Return the documents of a data set, none for None."""
+
+    def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
+        if dataset is None:
+            return
+        chooser = _ColumnChooser(text_column, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
-        yield from _read_documents(rows_of_batches(tables, origin), chooser)
+        yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)
 
-    return Documents(read, origin, dataset.dataset_size or 0)
+    return Documents(read, origin, 0 if dataset is None else dataset.dataset_size or 0)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.training.data.corpus import PIECE_CHARACTERS, Corpus, Document, Documents, TextFile, TokenRow
+from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow
+from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
 from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation
 
 if TYPE_CHECKING:
