@@ -15,8 +15,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from upshift.errors import RequestError
 from upshift.models.source import find_model
@@ -28,7 +37,7 @@ from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import find_data_files
 from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import tokenize
-from upshift.training.data.tokens import cut_sequences
+from upshift.training.data.tokens import cut_sequences, hold_out_evaluation
 
 CHATS = [
     {"id": "7", "messages": [{"role": "user", "content": "a"}]},
@@ -149,6 +158,72 @@ def test_a_masked_model_needs_a_mask_token_only_where_the_data_has_no_labels(tmp
     without = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [5, 4, 7]}] * 2)
     with pytest.raises(RequestError, match="mask_token_id .* a column labels"):
         prepare_data(model, without, sequence_length=8)
+
+
+PAIR = {"input_ids": [3, 4, 5], "labels": [7, IGNORED]}
+
+
+def build_t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16, "vocab_size": 60}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)).eval()
+
+
+def build_bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 16))}
+    sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32, **sides}
+    return BartForConditionalGeneration(BartConfig(**sizes, vocab_size=60)).eval()
+
+
+@pytest.mark.parametrize("build", [build_t5, build_bart])
+@pytest.mark.parametrize("micro_batch", [1, 3, 6])
+def test_a_decoders_labels_have_their_own_length_as_in_transformers(build, micro_batch, tmp_path):
+    """The loss is that of transformers' own collator, which pads the same rows."""
+    model = build()
+    draw = np.random.default_rng(0)
+    rows = []
+    for source, target in [(5, 2), (1, 7), (6, 6), (3, 1), (8, 4), (2, 3)]:
+        labels = draw.integers(3, 60, target)
+        labels[:-1][draw.random(target - 1) < 0.3] = IGNORED
+        rows.append({"input_ids": draw.integers(3, 60, source).tolist(), "labels": labels.tolist()})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    sequences = cut_sequences(tokenize(read_corpus(path, has_decoder=True).documents, None, side_length=8), 16)
+    assert sequences.source_lengths.tolist() == [len(row["input_ids"]) for row in rows]
+    objective = Objective(kind="seq2seq-lm", pad_token_id=model.config.pad_token_id, vocab_size=60)
+    layout = Layout(micro_batch=micro_batch)
+    batch = next(BatchSource(sequences=sequences, global_batch=6, layout=layout, objective=objective).batches())
+    total = sum(model(**to_tensors(micro)).loss.item() * micro.num_label_tokens for micro in batch.micro_batches)
+    assert batch.num_label_tokens == sum(label != IGNORED for row in rows for label in row["labels"])
+
+    tokenizer = words_tokenizer(bos=False, eos=False)
+    tokenizer.pad_token = "<unk>"
+    tokenizer.pad_token_id = model.config.pad_token_id
+    features = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    expected = model(**DataCollatorForSeq2Seq(tokenizer, model=model)(features)).loss.item()
+    assert total / batch.num_label_tokens == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_long_side_of_a_pair_is_cut_and_said(tmp_path, caplog):
+    rows = [{"input_ids": list(range(1, 12)), "labels": [5, 6]}, {"input_ids": [1, 2], "labels": list(range(1, 12))}, PAIR]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    tokenized = tokenize(read_corpus(path, has_decoder=True).documents, None, side_length=4)
+    assert tokenized.source_lengths.tolist() == [4, 2, 3]
+    assert tokenized.labels.tolist() == [*[IGNORED] * 4, 5, 6, IGNORED, IGNORED, 1, 2, 3, 4, *[IGNORED] * 3, 7, IGNORED]
+    assert "2 rows are longer than 4 tokens" in caplog.text
+    training, held_out = hold_out_evaluation(tokenized, sequence_length=8)
+    assert (training.source_lengths.tolist(), held_out.source_lengths.tolist()) == ([4, 2], [3])
+
+
+@pytest.mark.parametrize("row", [PAIR, {"input_ids": [3, 4, 99]}])
+def test_an_id_outside_of_the_vocabulary_is_refused_with_its_row(row, tmp_path):
+    sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16, "vocab_size": 90}
+    T5Config(**sizes, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "model")
+    model = find_model(str(tmp_path / "model" / "config.json"))
+    good = {name: [3] * 4 for name in row}
+    data = write_jsonl(tmp_path / "a.jsonl", [good, good, {name: [*values, 95] for name, values in row.items()}, good])
+    with pytest.raises(RequestError, match=r"a.jsonl:3 holds token id 9[59], the model's vocabulary has 90"):
+        prepare_data(model, data, sequence_length=8)
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,13 @@ class TokenRow(NamedTuple):
     """A document that is already tokenized.
 
     ``labels`` has one entry for each id, -100 where nothing is learned. None means that the ids are the labels.
+
+    With ``source_length``, the first ids are the input of an encoder, and the labels after them are those of its decoder.
     """
 
     ids: NDArray[Any]
     labels: NDArray[Any] | None = None
+    source_length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ class Columns:
     name: str  # of the text or the token ids
     has_labels: bool
     has_mask: bool
+    is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
 
 
 def choose_column(columns: Collection[str], *, requested: str | None, empty: Collection[str] = (), origin: str) -> str:
@@ -103,9 +107,10 @@ def choose_column(columns: Collection[str], *, requested: str | None, empty: Col
     )
 
 
-def find_columns(columns: Collection[str], name: str) -> Columns:
-    """Return the columns that are read if ``name`` is the chosen one."""
-    return Columns(name=name, has_labels=LABELS in columns, has_mask=MASK in columns)
+def find_columns(columns: Collection[str], name: str, *, has_decoder: bool = False) -> Columns:
+    """Return the columns that are read if ``name`` is the chosen one. ``has_decoder`` says that an encoder-decoder is trained."""
+    has_labels = LABELS in columns
+    return Columns(name=name, has_labels=has_labels, has_mask=MASK in columns, is_pair=has_labels and has_decoder)
 
 
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
@@ -136,7 +141,7 @@ def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Colum
     for name, value in record.items():
         if name not in (columns.name, LABELS, MASK, SPECIAL_TOKENS_MASK):
             _refuse_token_numbers(name, value, place)
-    labels = _token_column(record, LABELS, columns.has_labels, ids, place)
+    labels = _token_column(record, LABELS, columns.has_labels, None if columns.is_pair else ids, place)
     mask = _token_column(record, MASK, columns.has_mask, ids, place)
     _check_ids(ids, columns.name, place)
     if labels is not None:
@@ -144,12 +149,25 @@ def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Colum
     if mask is not None:
         unmasked = _unmasked_range(mask, place)
         ids = ids[unmasked]
-        labels = None if labels is None else labels[unmasked]
+        labels = labels if labels is None or columns.is_pair else labels[unmasked]
+    if columns.is_pair and labels is not None:
+        return make_pair(ids, labels) if len(ids) and len(labels) else None
     return TokenRow(ids, labels) if len(ids) else None
 
 
-def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
-    """Return a column with a number for each token. Raise RequestError if its length is wrong, or only some rows have it."""
+def make_pair(source: NDArray[Any], labels: NDArray[Any]) -> TokenRow:
+    """Return a row whose first ids an encoder reads, and whose labels after them a decoder learns."""
+    ids = np.concatenate([source, np.zeros(len(labels), np.int64)])  # the decoder's inputs are made from the labels
+    return TokenRow(ids, np.concatenate([np.full(len(source), IGNORED), labels]), len(source))
+
+
+def _token_column(
+    record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any] | None, place: str
+) -> NDArray[Any] | None:
+    """Return a column with a number for each of the ids, if they are given.
+
+    Raise RequestError if its length is wrong, or if only some rows have the column.
+    """
     if (name in record) != expected:
         article = "no" if expected else "a"
         others = "have one" if expected else "have none"
@@ -160,11 +178,9 @@ def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDA
         return None
     value = record[name]
     if not isinstance(value, np.ndarray | list):
-        raise RequestError(
-            f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of as many integers as the token ids"
-        )
+        raise RequestError(f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of integers, one for each token")
     numbers = _to_integers(value, name, place)
-    if len(numbers) != len(ids):
+    if ids is not None and len(numbers) != len(ids):
         raise RequestError(f"{place} has {len(ids)} token ids and {len(numbers)} in column {name!r}; give one for each token id")
     return numbers
 
@@ -272,6 +288,10 @@ class Documents:
         self.columns: dict[str, None] = {}  # all columns, in the order in which they were met
 
     def __iter__(self) -> Iterator[Document]:
+        return (document for _, document in self.with_places())
+
+    def with_places(self) -> Iterator[tuple[str, Document]]:
+        """Yield each document with the file and the row that hold it."""
         self.num_documents = 0
         self.num_empty = 0
         self.binary = []
@@ -288,7 +308,7 @@ class Documents:
                     content, previous = ("text", "token ids") if is_tokenized else ("token ids", "text")
                     raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
                 self.num_documents += 1
-                yield document
+                yield place, document
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
@@ -331,16 +351,19 @@ class Corpus:
         )
 
 
-def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: str | None = None) -> Corpus:
+def read_corpus(
+    path: Path | str, *, text_column: str | None = None, pattern: str | None = None, has_decoder: bool = False
+) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
-    ``pattern`` is a glob that selects the files of a folder of texts. Raise RequestError for a path without data. Iterating the
+    ``pattern`` is a glob that selects the files of a folder of texts. ``has_decoder`` says that an encoder-decoder is trained,
+    so that labels beside token ids are those of its decoder. Raise RequestError for a path without data. Iterating the
     documents raises it for a row that cannot be used.
     """
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    open_documents = _open_saved_dataset if is_saved else _open_files
-    documents, evaluation = open_documents(path, text_column, pattern)
+    choice = _ColumnChoice(text_column=text_column, has_decoder=has_decoder)
+    documents, evaluation = _open_saved_dataset(path, choice) if is_saved else _open_files(path, choice, pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -370,15 +393,15 @@ def _existing_path(path: Path | str) -> Path:
     return Path(path)
 
 
-def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_files(path: Path, choice: _ColumnChoice, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
         data_files = find_data_files(path, pattern=pattern)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
-    if data_files.kind == "text" and text_column is not None:
+    if data_files.kind == "text" and choice.text_column is not None:
         raise RequestError(
-            f"--text-column {text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
+            f"--text-column {choice.text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
 
@@ -386,7 +409,7 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
                 return read_texts(files, documents.binary, is_alone=path.is_file())
-            return _read_tables(files, data_files.kind, _ColumnChooser(text_column, documents))
+            return _read_tables(files, data_files.kind, _ColumnChooser(choice, documents))
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -396,19 +419,27 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
     return make_documents(data_files.training, str(path)), evaluation
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ColumnChoice:
+    """What decides which columns of a table are read, and how."""
+
+    text_column: str | None  # as the user named it
+    has_decoder: bool
+
+
 class _ColumnChooser:
     """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
-    def __init__(self, text_column: str | None, documents: Documents) -> None:
-        self._text_column = text_column
+    def __init__(self, choice: _ColumnChoice, documents: Documents) -> None:
+        self._choice = choice
         self._documents = documents
         self.columns: Columns | None = None
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
-            name = choose_column(names, requested=self._text_column, empty=empty, origin=origin)
-            self.columns = find_columns(names, name)
+            name = choose_column(names, requested=self._choice.text_column, empty=empty, origin=origin)
+            self.columns = find_columns(names, name, has_decoder=self._choice.has_decoder)
             self._documents.column = name
         self._documents.columns.update(dict.fromkeys(names))
         return self.columns
@@ -463,12 +494,12 @@ def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
         )
 
 
-def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_saved_dataset(path: Path, choice: _ColumnChoice) -> tuple[Documents, Documents | None]:
     """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
-        return _saved_split(_load_saved(path), text_column, str(path)), None
+        return _saved_split(_load_saved(path), choice, str(path)), None
     try:
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -481,8 +512,8 @@ def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(_load_saved(path / evaluation_name), text_column, f"{path} split {evaluation_name}")
-    return _saved_split(_load_saved(path / "train"), text_column, f"{path} split train"), evaluation
+        evaluation = _saved_split(_load_saved(path / evaluation_name), choice, f"{path} split {evaluation_name}")
+    return _saved_split(_load_saved(path / "train"), choice, f"{path} split train"), evaluation
 
 
 def _load_saved(folder: Path) -> Any | None:
@@ -502,13 +533,13 @@ def _incomplete_dataset(path: Path, error: Exception) -> RequestError:
     return RequestError(f"{path} is not a complete datasets directory ({reason}); save it again")
 
 
-def _saved_split(dataset: Any | None, text_column: str | None, origin: str) -> Documents:
+def _saved_split(dataset: Any | None, choice: _ColumnChoice, origin: str) -> Documents:
     """Return the documents of a data set, none for None."""
 
     def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
         if dataset is None:
             return
-        chooser = _ColumnChooser(text_column, documents)
+        chooser = _ColumnChooser(choice, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
         yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)

@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
+from upshift.models.build import choose_class
 from upshift.models.profile import num_sides
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
 from upshift.training.batches.plan_layout import find_objective
-from upshift.training.data.corpus import CorpusSummary, read_corpus
+from upshift.training.data.corpus import Corpus, CorpusSummary, TokenRow, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    check_vocabulary,
+    TokenizedCorpus,
+    count_single_tokens,
     cut_sequences,
+    highest_id,
     histogram_of,
 )
 
@@ -66,23 +69,24 @@ def prepare_data(
     Without ``tokenizer`` the model's own is used, and without ``sequence_length`` the model's default.
     """
     sequence_length = sequence_length_of(source, sequence_length)
-    corpus = read_corpus(data_path, text_column=text_column)
+    has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
+    corpus = read_corpus(data_path, text_column=text_column, has_decoder=has_decoder)
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
     objective = _find_objective(source, tokenizer)
     if not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
-    tokenized, held_out = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
+    tokenized, held_out = tokenize_corpus(
+        corpus, tokenizer, sequence_length=length, side_length=sequence_length, progress=progress
+    )
     for part in (tokenized, held_out):
-        if part is not None:
-            check_vocabulary(part, objective.vocab_size or 0)
+        if part is not None and highest_id(part.tokens, part.labels) >= (objective.vocab_size or 0):
+            raise _outside_vocabulary(corpus, part, objective.vocab_size or 0)
     if tokenized.labels is None:
         objective.check_masks()
-    if tokenized.labels is not None and objective.kind == "seq2seq-lm":
-        raise RequestError(
-            f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
-            "it trains on the first and the second half of a text; leave labels out, or use another model"
-        )
+    num_single = count_single_tokens(tokenized, length)
+    if num_single:
+        say_once(f"{corpus.origin}: {num_single} sequences of one token are left out, because they predict nothing")
     training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
     if not len(training):
         raise RequestError(f"{data_path} has no sequence of two or more tokens with something to learn; give more text")
@@ -94,6 +98,23 @@ def prepare_data(
         histogram=histogram_of(training.lengths, length),
         summary=corpus.summary(),
         tokenizer=tokenizer,
+    )
+
+
+def _outside_vocabulary(corpus: Corpus, tokenized: TokenizedCorpus, vocab_size: int) -> RequestError:
+    """Return the error about an id outside of the vocabulary. If the data has ids, it names the first row with such an id."""
+    if corpus.is_tokenized:
+        for documents in filter(None, (corpus.documents, corpus.evaluation)):
+            for place, row in documents.with_places():
+                if isinstance(row, TokenRow) and highest_id(row.ids, row.labels) >= vocab_size:
+                    return _no_such_id(place, highest_id(row.ids, row.labels), vocab_size)
+    return _no_such_id("the tokenized data", highest_id(tokenized.tokens, tokenized.labels), vocab_size)
+
+
+def _no_such_id(place: str, token_id: int, vocab_size: int) -> RequestError:
+    return RequestError(
+        f"{place} holds token id {token_id}, the model's vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
+        "tokenize with the model's own tokenizer, or resize the model's embeddings"
     )
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow
+from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
+from upshift.training.data.data_files import say_once
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
 from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation
 
@@ -74,11 +75,20 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 
 
 def tokenize(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, *, progress: Progress | None = None
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    side_length: int | None = None,
+    progress: Progress | None = None,
 ) -> TokenizedCorpus:
-    """Return the token ids of documents. Documents that are already tokenized stay as they are."""
+    """Return the token ids of documents. Documents that are already tokenized stay as they are.
+
+    Of a pair of an encoder's tokens and a decoder's labels, each side is cut to ``side_length``. The user is told how many are.
+    """
     ids = TokenFile(np.uint16)
     labels: TokenFile | None = None
+    source_lengths = array("q")
+    num_cut = 0
     offsets = array("q", [0])
     pieces: list[_TextPiece] = []
     batch_bytes = 0
@@ -86,6 +96,11 @@ def tokenize(
     ids_around: tuple[list[int], list[int]] | None = None
     for document in documents:
         if isinstance(document, TokenRow):
+            if document.source_length is not None:
+                whole_length = len(document.ids)
+                document = _cut_pair(document, document.source_length, side_length or whole_length)
+                num_cut += len(document.ids) < whole_length
+                source_lengths.append(document.source_length or 0)
             ids.add(document.ids)
             if document.labels is not None:
                 labels = labels or TokenFile(np.int32)
@@ -107,9 +122,21 @@ def tokenize(
     if pieces and tokenizer is not None and ids_around is not None:
         _encode(pieces, tokenizer, ids_around, ids, offsets)
     byte_progress.finish()
+    if num_cut:
+        say_once(f"the inputs or the labels of {num_cut} rows are longer than {side_length} tokens, and are cut to that length")
     return TokenizedCorpus(
-        tokens=ids.finish(), offsets=np.array(offsets, np.int64), labels=None if labels is None else labels.finish()
+        tokens=ids.finish(),
+        offsets=np.array(offsets, np.int64),
+        labels=None if labels is None else labels.finish(),
+        source_lengths=np.array(source_lengths, np.int64) if source_lengths else None,
     )
+
+
+def _cut_pair(row: TokenRow, source_length: int, side_length: int) -> TokenRow:
+    """Return a pair with at most ``side_length`` tokens on each side."""
+    if row.labels is None or max(source_length, len(row.ids) - source_length) <= side_length:
+        return row
+    return make_pair(row.ids[:source_length][:side_length], row.labels[source_length:][:side_length])
 
 
 def _encode(
@@ -138,13 +165,17 @@ def tokenize_corpus(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     sequence_length: int,
+    side_length: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out."""
-    training = tokenize(corpus.documents, tokenizer, progress=progress)
+    """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out.
+
+    ``side_length`` is the sequence length of an encoder and of its decoder.
+    """
+    training = tokenize(corpus.documents, tokenizer, side_length=side_length, progress=progress)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
-    evaluation = tokenize(corpus.evaluation, tokenizer)
+    evaluation = tokenize(corpus.evaluation, tokenizer, side_length=side_length)
     if evaluation.num_tokens and (evaluation.labels is None) != (training.labels is None):
         raise RequestError(f"{corpus.origin}: one of train and validation has labels, the other has none; give both or neither")
     return training, evaluation
