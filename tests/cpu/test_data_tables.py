@@ -232,7 +232,7 @@ def check(name: str, rows: list[dict[str, Any]], column: str) -> None:
             expected = reference(written, column)
         except Unusable:
             with pytest.raises(RequestError) as caught:
-                tokenize(read_corpus(path).documents, None)
+                list(read_corpus(path).documents)
             message = str(caught.value)
             assert "\n" not in message
             assert str(path) in message and (

@@ -139,13 +139,15 @@ def _lengths_at(model: str, data: str, *, text_column: str | None) -> Callable[[
 
     @cache
     def document_lengths() -> tuple[int, ...]:
+        from upshift.models.build import choose_class
         from upshift.models.source import find_model
         from upshift.training.data.corpus import read_corpus
         from upshift.training.data.tokenizer import load_tokenizer, tokenize
 
         with tables.step(f"Reading the documents of {data}"):
-            corpus = read_corpus(data, text_column=text_column)
             source = find_model(model)
+            has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
+            corpus = read_corpus(data, text_column=text_column, has_decoder=has_decoder)
             tokenizer = None if corpus.is_tokenized else load_tokenizer(source.directory or source.reference)
             offsets = tokenize(corpus.documents, tokenizer).offsets.tolist()
         return tuple(end - start for start, end in itertools.pairwise(offsets))
