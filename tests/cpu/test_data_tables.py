@@ -10,6 +10,8 @@ import csv
 import gzip
 import json
 import logging
+import os
+import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -275,3 +277,138 @@ def test_a_table_of_texts_is_read_as_it_is_or_refused(name, rows):
 @given(rows=token_tables())
 def test_a_table_of_tokens_is_read_as_it_is_or_refused(name, rows):
     check(name, rows, "input_ids")
+
+
+ONE_ROW = b'{"text": "one"}\n'
+TWO_ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", b'{\n "text": "one",\n "meta": {"a": [1, 2]}\n}\n', ["one"]),
+        ("a.json", b'{\n "text": "one"\n}\n{\n "text": "two"\n}', ["one", "two"]),
+        ("a.jsonl", b'\n[{"text": "one"},\n{"text": "two"}]\n', ["one", "two"]),
+        ("a.jsonlines", TWO_ROWS, ["one", "two"]),
+        ("a.JSONL", TWO_ROWS, ["one", "two"]),
+        ("a.jsonl.gz", gzip.compress(ONE_ROW) + gzip.compress(ONE_ROW), ["one", "one"]),
+        ("a.csv", b" \n\ntext\none\n", ["one"]),
+        ("a.txt", b'{"a": 1} is an object\nin a text', ['{"a": 1} is an object\nin a text']),
+        ("a.txt", b'{\n "a": 1\n}', ['{\n "a": 1\n}']),
+        ("a.txt", b"x" * 2**19, None),
+    ],
+)
+def test_files_are_read_as_their_content_says(name, content, expected, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    documents = list(read_corpus(tmp_path / name).documents)
+    assert documents == expected if expected else ["".join(document.pieces()) for document in documents] == [content.decode()]
+
+
+def saved_without_rows(folder: Path) -> Path:
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def saved_without_splits(folder: Path) -> Path:
+    datasets.DatasetDict({}).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "a.jsonl")
+    return folder / "a.jsonl"
+
+
+def socket_file(folder: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "s"))
+    return folder / "s"
+
+
+def kinds_of_splits(folder: Path) -> Path:
+    (folder / "train.csv").write_text("text\na\n")
+    (folder / "validation.jsonl").write_bytes(ONE_ROW)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (saved_without_rows, ["no documents"]),
+        (saved_without_splits, ["no split 'train'", "has none"]),
+        (pipe, ["a.jsonl is a pipe", "to a file"]),
+        (socket_file, ["a socket"]),
+        (kinds_of_splits, ["no split 'train'", "train.csv is of another kind"]),
+        (lambda folder: "", ["'' does not exist"]),
+        (lambda folder: "x" * 5000, ["does not exist"]),
+        (lambda folder: "a\0b", ["does not exist"]),
+        (lambda folder: "https://host/a.jsonl", ["'https://host/a.jsonl' does not exist on this machine"]),
+    ],
+)
+def test_paths_without_data_are_refused(make, words, tmp_path):
+    with pytest.raises(RequestError) as caught:
+        list(read_corpus(make(tmp_path)).documents)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        *((name, TWO_ROWS, [name, "JSON objects", ".jsonl"]) for name in ("a.txt", "a", "a.jsonl.txt", "a.md")),
+        ("a.gz", gzip.compress(ONE_ROW), ["JSON objects"]),
+        ("a.txt", "one".encode("utf-16"), ["UTF-16", "iconv"]),
+        ("a.jsonl", ONE_ROW.decode().encode("utf-16"), ["a.jsonl:1 is UTF-16 text"]),
+        ("a.csv", b"\xff\xfet\0", ["a.csv (after line 0) is UTF-16 text"]),
+        ("a.jsonl", ONE_ROW + b'{"text": "\xe9"}', ["a.jsonl:2 is not UTF-8", "CP1252"]),
+        ("a.txt", b"a\0b", ["zero bytes"]),
+        ("a.jsonl", gzip.compress(ONE_ROW), ["a gzip file", ".gz"]),
+        ("a.csv", gzip.compress(b"text"), ["a gzip file", ".gz"]),
+        ("a.jsonl", bz2.compress(ONE_ROW), ["a bzip2 file"]),
+        ("a.txt", b"PAR1\xff", ["a Parquet file", ".parquet"]),
+        ("a.jsonl.gz", ONE_ROW, ["a.jsonl.gz is not a .gz file"]),
+        ("a.txt.bz2", b"text", ["a.txt.bz2 is not a .bz2 file"]),
+        ("a.jsonl.gz", gzip.compress(ONE_ROW) + b"more", ["not a complete compressed file"]),
+        ("a.json", b'{"version": 1, "data": [{"text": "a"}]}', ["'data' holds the records", "jq .data"]),
+        ("a.json", b'{\n"text": "a",\n}', ["a.json", "not valid JSON"]),
+        ("a.json", b'{\n"text": "a"\n},\n{\n"text": "b"\n}', ["a.json", "not valid JSON"]),
+        ("a.jsonl", b'{"text": "a"},\n{"text": "b"},\n', ["a.jsonl:1", "not valid JSON"]),
+        ("a.json", b'["a", "b"]', ["a.json (record 1) is not a JSON object"]),
+        *(("a.csv", f"id{mark}text\n1{mark}a".encode(), ["a.csv:1", repr(mark), "divides"]) for mark in ";|\t"),
+        ("a.tsv", b"id,text\n1,a", ["a.tsv:1", "','", "tab"]),
+    ],
+)
+def test_files_that_are_not_what_their_names_say_are_refused(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RequestError) as caught:
+        list(read_corpus(tmp_path / name).documents)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_names_the_pipes_in_it(tmp_path, caplog):
+    say_once.cache_clear()
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(TWO_ROWS)
+    assert list(read_corpus(tmp_path).documents) == ["one", "two"]
+    assert "b.jsonl (pipes" in caplog.text
+
+
+def test_an_empty_validation_split_is_said_and_not_used(tmp_path, caplog):
+    say_once.cache_clear()
+    texts = {"train": ["one", "two"], "validation": []}
+    splits = {name: datasets.Dataset.from_dict({"text": values}) for name, values in texts.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    corpus = read_corpus(tmp_path / "saved")
+    assert (list(corpus.documents), corpus.evaluation) == (["one", "two"], None)
+    assert "split validation is empty" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather", ".jsonl"])
+def test_files_of_a_folder_may_have_other_columns_that_are_named(suffix, tmp_path, caplog):
+    say_once.cache_clear()
+    write = {".parquet": write_parquet, ".feather": write_feather, ".jsonl": write_json_lines}[suffix]
+    write(tmp_path / f"1{suffix}", [{"input_ids": [1, 2]}])
+    write(tmp_path / f"2{suffix}", [{"input_ids": [3], "tags": ["a"], "source": "web"}])
+    assert [row.ids.tolist() for row in read_corpus(tmp_path).documents] == [[1, 2], [3]]
+    assert "columns that are not used: tags, source" in caplog.text
