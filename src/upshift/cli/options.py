@@ -73,6 +73,22 @@ FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --l
 RaceSeconds = Annotated[
     float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
 ]
+TextColumn = Annotated[str | None, typer.Option("--text-column", help="of --data: the column that holds the text, if not text")]
+DataFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--data-format",
+        help="of --data, if its columns allow several: text, input_ids, messages, conversations, prompt-completion, alpaca",
+    ),
+]
+LossOn = Annotated[
+    str | None,
+    typer.Option("--loss-on", help="of chats and prompts: assistant (its turns, the completion; default) or all tokens"),
+]
+LongRows = Annotated[
+    str | None,
+    typer.Option("--long-rows", help="rows longer than a sequence: cut (default for chats), split (default for text) or drop"),
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 

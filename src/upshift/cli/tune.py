@@ -13,14 +13,18 @@ from rich.table import Table
 from upshift.cli import tables
 from upshift.cli.options import (
     Allow,
+    DataFormat,
     Epochs,
     FourBits,
     GlobalBatch,
     Json,
+    LongRows,
     LoraRank,
+    LossOn,
     Model,
     SequenceLength,
     Set,
+    TextColumn,
     split_names,
     with_layout_flags,
 )
@@ -69,7 +73,10 @@ def command(
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    text_column: TextColumn = None,
+    data_format: DataFormat = None,
+    loss_on: LossOn = None,
+    long_rows: LongRows = None,
     seed: Seed = 42,
     set_: Set = None,
     allow: Allow = "",
@@ -90,7 +97,8 @@ def command(
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split_names(allow),
-            from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
+            from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, data_format=data_format,
+            loss_on=loss_on, long_rows=long_rows, trial_seconds=trial_seconds,
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page

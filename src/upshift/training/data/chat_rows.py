@@ -52,15 +52,19 @@ class PromptCompletion:
     prompt: str
     completion: str
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
 
 def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion | None:
     """Return the chat, or the prompt and completion, of a row, or None if it is empty. Raise RequestError for other rows."""
     for name in REQUIRED[columns.format]:
         if name not in record:
             raise RequestError(f"{place} has no column {name!r}; {list_columns(record)}; give it, or leave the row out")
-    if all(record[name] in (None, "", []) for name in REQUIRED[columns.format]):
+    if all(_is_empty(record[name]) for name in REQUIRED[columns.format]):
         return None
-    media = next((name for name in MEDIA_COLUMNS if record.get(name)), None)
+    media = next((name for name in MEDIA_COLUMNS if not _is_empty(record.get(name))), None)
     if media is not None:
         raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
     if columns.format == "prompt-completion":
@@ -72,38 +76,29 @@ def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat |
     return Chat(place=place, messages=_with_system(messages, record.get(SYSTEM), place), **_template_inputs(record, place))
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value of an Arrow column without the keys that are null: Arrow gives each object the keys of all objects."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
 def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | PromptCompletion:
     prompt = record["prompt"]
     completion = record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        is_chat = _is_json_list(prompt) and _is_json_list(completion)
-        if not is_chat:
-            _refuse_template_inputs(record, place)
-            return PromptCompletion(place=place, prompt=prompt, completion=completion)
-    elif isinstance(prompt, str) or isinstance(completion, str) or prompt is None or completion is None:
+        _refuse_template_inputs(record, place)
+        return PromptCompletion(place=place, prompt=prompt, completion=completion)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
         raise RequestError(
             f"{place}: prompt holds {_shorten(prompt)} and completion holds {_shorten(completion)}; "
             "give two texts, or two lists of messages"
         )
     messages = _read_messages(prompt, "prompt", place)
     answer = _read_messages(completion, "completion", place)
-    return Chat(
-        place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place)
-    )
+    if any(message.get(WEIGHT) == 0 for message in answer):
+        raise RequestError(
+            f"{place} has weight 0 in its completion, and a completion is learned as a whole; leave the weight out"
+        )
+    return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
 
 
 def _refuse_template_inputs(record: Mapping[str, Any], place: str) -> None:
     """Raise RequestError if a row of two texts has something that only a chat template uses."""
-    name = next((name for name in (TOOLS, TEMPLATE_ARGUMENTS) if record.get(name)), None)
+    name = next((name for name in (TOOLS, TEMPLATE_ARGUMENTS) if not _is_empty(record.get(name))), None)
     if name is not None:
         raise RequestError(
             f"{place} has {name!r}, which a prompt and a completion of plain text do not use; write them as lists of messages"
@@ -117,7 +112,7 @@ def _read_alpaca(record: Mapping[str, Any], place: str) -> list[Message]:
     if record["output"] is None:
         raise RequestError(f"{place}: column 'output' is null; give the answer, or leave the row out")
     messages = []
-    for turn in _json_list(record.get("history") or [], "history", place):
+    for turn in _json_list([] if _is_empty(record.get("history")) else record["history"], "history", place):
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise RequestError(f"{place}: column 'history' holds {_shorten(turn)}; it must hold pairs [question, answer]")
         messages += _pair(turn[0], turn[1])
@@ -142,18 +137,21 @@ def _with_system(messages: list[Message], system: Any, place: str) -> list[Messa
 def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the tools and the arguments of a row's chat template."""
     tools = record.get(TOOLS)
-    if tools is not None and tools != "":
+    if _is_empty(tools):
+        tools = [] if isinstance(tools, list) else None
+    else:
         tools = [_decode(tool) for tool in _json_list(tools, TOOLS, place)]
         other = next((tool for tool in tools if not isinstance(tool, dict)), None)
         if other is not None:
             raise RequestError(f"{place}: column 'tools' holds {_shorten(other)}; it must hold JSON schemas of functions")
-    arguments = _decode(record.get(TEMPLATE_ARGUMENTS) or {})
+    arguments = record.get(TEMPLATE_ARGUMENTS)
+    arguments = {} if _is_empty(arguments) else _decode(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} holds {_shorten(arguments)}; it must be an object")
     reserved = next((name for name in arguments if name in RESERVED), None)
     if reserved is not None:
         raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} sets {reserved!r}, which Upshift sets; leave it out")
-    return {"tools": tools or None if tools == "" else tools, "template_arguments": arguments}
+    return {"tools": tools, "template_arguments": arguments}
 
 
 def _read_messages(value: Any, column: str, place: str) -> list[Message]:
@@ -238,8 +236,8 @@ def _json_list(value: Any, column: str, place: str) -> list[Any]:
     return entries
 
 
-def _is_json_list(text: str) -> bool:
-    return isinstance(_decode(text), list)
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _decode(value: Any) -> Any:

@@ -3,9 +3,9 @@
 Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
 table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-A table is trained on by the column that the user names, else by `input_ids` (token ids), else by `text`. No other column is
-taken for text: a table without these is rejected, with the names of its columns. Beside token ids, `labels` and
-`attention_mask` are used. Any other column with a number for each token is rejected by name.
+A table is trained on by the column that the user names, else by its columns (row_formats.py): token ids, text, chats, or prompts
+with completions. No other column is taken for text: a table without these is rejected, with the names of its columns. Beside
+token ids, `labels` and `attention_mask` are used. Any other column with a number for each token is rejected by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.text import find_lone_surrogate
+from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
 from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
 from upshift.training.data.records import (
     Row,
@@ -35,19 +36,21 @@ from upshift.training.data.records import (
     read_parquet,
     rows_of_batches,
 )
+from upshift.training.data.row_formats import (
+    TOKEN_COLUMN,
+    Columns,
+    RowFormat,
+    check_data_format,
+    find_format,
+    list_columns,
+)
 from upshift.value import Value
 
-TEXT_COLUMN = "text"
-TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
 SPECIAL_TOKENS_MASK = "special_tokens_mask"  # ignored: the tokenizer knows its special tokens
 SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
-CHAT_COLUMNS = frozenset((
-    "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
-    "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
-))  # fmt: skip
 
 
 class TokenRow(NamedTuple):
@@ -60,50 +63,10 @@ class TokenRow(NamedTuple):
     labels: NDArray[Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The columns of a table that are read."""
-
-    name: str  # of the text or the token ids
-    has_labels: bool
-    has_mask: bool
-
-
-def choose_column(columns: Collection[str], *, requested: str | None, empty: Collection[str] = (), origin: str) -> str:
-    """Return the column to train on. Raise RequestError if none is requested and there is none with a usual name.
-
-    ``empty`` has the columns without a value.
-    """
-    if requested is not None:
-        if requested in columns:
-            return requested
-        raise RequestError(f"{origin} has no column {requested!r}; {_list_columns(columns)}; name one that holds text")
-    if TOKEN_COLUMN in columns and not (TOKEN_COLUMN in empty and TEXT_COLUMN in columns):
-        return TOKEN_COLUMN
-    if TEXT_COLUMN in columns:
-        return TEXT_COLUMN
-    chat = [name for name in columns if name in CHAT_COLUMNS]
-    if chat:
-        raise RequestError(
-            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_list_columns(columns)}; "
-            "write each as one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a "
-            "column of plain text with --text-column"
-        )
-    raise RequestError(
-        f"{origin} has no column 'text'; {_list_columns(columns)}; name the one that holds the text with --text-column "
-        "(text_column in Python)"
-    )
-
-
-def find_columns(columns: Collection[str], name: str) -> Columns:
-    """Return the columns that are read if ``name`` is the chosen one."""
-    return Columns(name=name, has_labels=LABELS in columns, has_mask=MASK in columns)
-
-
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
     """Return a row's text or token ids, or None if it is empty. Raise RequestError, with the place, for anything else."""
     if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {_list_columns(record)}; give it, or leave the row out")
+        raise RequestError(f"{place} has no column {columns.name!r}; {list_columns(record)}; give it, or leave the row out")
     value = record[columns.name]
     if isinstance(value, str) and columns.name == TOKEN_COLUMN:
         raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
@@ -214,10 +177,6 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in (int, bool) and abs(item) < 2**63 for item in value)
 
 
-def _list_columns(columns: Collection[str]) -> str:
-    return f"its columns are {', '.join(map(str, columns)) or 'none'}"
-
-
 def _shorten(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
@@ -249,7 +208,18 @@ class TextFile:
                 yield piece
 
 
-Document = str | TextFile | TokenRow
+Document = str | TextFile | TokenRow | Chat | PromptCompletion
+
+
+def content_of(document: Document) -> str:
+    """Return what a document is, for messages."""
+    if isinstance(document, TokenRow):
+        return "token ids"
+    if isinstance(document, PromptCompletion):
+        return "a prompt and a completion of plain text"
+    if isinstance(document, Chat):
+        return "a chat" if document.num_prompt_messages is None else "a prompt and a completion of messages"
+    return "text"
 
 
 class Documents:
@@ -262,22 +232,23 @@ class Documents:
         self.num_documents = 0
         self.num_empty = 0
         self.binary: list[str] = []
+        self.columns: Columns | None = None  # of tables, once a row was read, as is the next
+        self.unused_columns: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Document]:
         self.num_documents = 0
         self.num_empty = 0
         self.binary = []
-        is_tokenized: bool | None = None
+        previous: str | None = None
         try:
             for place, document in self._read(self):
                 if document is None:
                     self.num_empty += 1
                     continue
-                if is_tokenized is None:
-                    is_tokenized = isinstance(document, TokenRow)
-                if is_tokenized != isinstance(document, TokenRow):
-                    content, previous = ("text", "token ids") if is_tokenized else ("token ids", "text")
+                content = content_of(document)
+                if content != (previous or content):
                     raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
+                previous = content
                 self.num_documents += 1
                 yield document
         except OSError as error:
@@ -309,6 +280,12 @@ class Corpus:
     documents: Documents  # of the training split
     evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
+    columns: Columns | None  # of tables
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the documents are chats, or prompts with completions."""
+        return self.columns is not None and self.columns.is_chat
 
     def summary(self) -> CorpusSummary:
         """Return the counts, after the documents were iterated."""
@@ -321,12 +298,20 @@ class Corpus:
         )
 
 
-def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: str | None = None) -> Corpus:
+def read_corpus(
+    path: Path | str, *, text_column: str | None = None, data_format: RowFormat | None = None, pattern: str | None = None
+) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
-    ``pattern`` is a glob that selects the files of a folder of texts. Raise RequestError for a path without data. Iterating the
-    documents raises it for a row that cannot be used.
+    Raise RequestError for a path without data. Iterating the documents raises it for a row that cannot be used.
+
+    Args:
+        path: a file, a folder, or a directory that datasets saved.
+        text_column: the column of a table that holds the text.
+        data_format: what the rows of a table are.
+        pattern: a glob that selects the files of a folder of texts.
     """
+    check_data_format(text_column, data_format)
     path = Path(path)
     if not path.exists():
         raise RequestError(
@@ -334,7 +319,7 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
         )
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
     open_documents = _open_saved_dataset if is_saved else _open_files
-    documents, evaluation = open_documents(path, text_column, pattern)
+    documents, evaluation = open_documents(path, _Selection(text_column, data_format), pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -345,20 +330,35 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
     if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
         evaluation = None
-    if first_evaluation is not None and isinstance(first_evaluation, TokenRow) != isinstance(first, TokenRow):
-        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds text, the other token ids; give one of the two")
-    return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
+    if first_evaluation is not None and content_of(first_evaluation) != content_of(first):
+        contents = f"{content_of(first)}, the other {content_of(first_evaluation)}"
+        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds {contents}; give one of the two")
+    return Corpus(
+        origin=str(path),
+        documents=documents,
+        evaluation=evaluation,
+        is_tokenized=isinstance(first, TokenRow),
+        columns=documents.columns,
+    )
 
 
-def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+class _Selection(NamedTuple):
+    """What the user says of the rows of a table."""
+
+    text_column: str | None
+    data_format: RowFormat | None
+
+
+def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
         data_files = find_data_files(path, pattern=pattern)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
-    if data_files.kind == "text" and text_column is not None:
+    if data_files.kind == "text" and any(selection):
+        option = f"--text-column {selection.text_column}" if selection.text_column else f"--data-format {selection.data_format}"
         raise RequestError(
-            f"--text-column {text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
+            f"{option} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
 
@@ -366,7 +366,7 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
                 return _read_texts(files, documents, is_alone=path.is_file())
-            return _read_tables(files, data_files.kind, text_column)
+            return _read_tables(files, data_files.kind, _ColumnChooser(selection, documents))
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -412,26 +412,39 @@ def _open_text(file: Path) -> io.TextIOWrapper:
 class _ColumnChooser:
     """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
-    def __init__(self, text_column: str | None) -> None:
-        self._text_column = text_column
+    def __init__(self, selection: _Selection, documents: Documents) -> None:
+        self._selection = selection
+        self._documents = documents
         self.columns: Columns | None = None
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
-            name = choose_column(names, requested=self._text_column, empty=empty, origin=origin)
-            self.columns = find_columns(names, name)
+            found = find_format(
+                names,
+                text_column=self._selection.text_column,
+                data_format=self._selection.data_format,
+                empty=empty,
+                origin=origin,
+            )
+            self.columns = replace(found, has_labels=LABELS in names, has_mask=MASK in names)
+            self._documents.columns = self.columns
+            if self.columns.is_chat:
+                used = self.columns.of_chat(names)
+                self._documents.unused_columns = tuple(name for name in names if name not in used)
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
-        """Return the columns of an Arrow schema to read: the chosen one, and all that have a number for each token."""
+        """Return the columns of an Arrow schema to read: the chosen ones, and all that have a number for each token."""
         import pyarrow.types as kinds
 
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
         columns = self.choose(schema.names, empty, origin)
+        if columns.is_chat:
+            return columns.of_chat(schema.names)
         if columns.name not in schema.names:
-            choose_column(schema.names, requested=columns.name, origin=origin)
+            raise RequestError(f"{origin} has no column {columns.name!r}; {list_columns(schema.names)}; name one that holds text")
         if not is_number_list(schema.field(columns.name).type):
             return [columns.name]
         chosen = [columns.name]
@@ -443,8 +456,7 @@ class _ColumnChooser:
         return chosen
 
 
-def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
-    chooser = _ColumnChooser(text_column)
+def _read_tables(files: tuple[Path, ...], kind: Kind, chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     for file in files:
         if kind == "parquet":
             rows = read_parquet(file, chooser.choose_from_schema)
@@ -459,10 +471,10 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser) -> Iterator[tu
     for place, row in rows:
         empty = [name for name, value in row.items() if value is None]
         columns = chooser.choose(row, empty, place)
-        yield place, read_document(row, columns, place)
+        yield place, read_chat(row, columns, place) if columns.is_chat else read_document(row, columns, place)
 
 
-def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_saved_dataset(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
     try:
         import datasets
@@ -473,7 +485,7 @@ def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None
     except Exception as error:  # for a damaged directory datasets raises errors of many types
         raise RequestError(f"{path} is not a complete datasets directory ({str(error)[:120]}); save it again") from None
     if not isinstance(saved, datasets.DatasetDict):
-        return _saved_split(saved, text_column, str(path)), None
+        return _saved_split(saved, selection, str(path)), None
     if "train" not in saved:
         raise RequestError(f"{path} has no split 'train'; it has {', '.join(saved)}; give the folder of one split")
     evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in saved), None)
@@ -482,13 +494,13 @@ def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(saved[evaluation_name], text_column, f"{path} split {evaluation_name}")
-    return _saved_split(saved["train"], text_column, f"{path} split train"), evaluation
+        evaluation = _saved_split(saved[evaluation_name], selection, f"{path} split {evaluation_name}")
+    return _saved_split(saved["train"], selection, f"{path} split train"), evaluation
 
 
-def _saved_split(dataset: Any, text_column: str | None, origin: str) -> Documents:
-    def read(_: Documents) -> Iterator[tuple[str, Document | None]]:
-        chooser = _ColumnChooser(text_column)
+def _saved_split(dataset: Any, selection: _Selection, origin: str) -> Documents:
+    def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
+        chooser = _ColumnChooser(selection, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
         yield from _read_documents(rows_of_batches(tables, origin), chooser)
