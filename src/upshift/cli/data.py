@@ -12,8 +12,7 @@ import typer
 from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import DataFormat, LongRows, LossOn, Model, SequenceLength, TextColumn
-from upshift.training.data.data_options import DataOptions
+from upshift.cli.options import DataFormat, LongRows, LossOn, Model, SequenceLength, TextColumn, data_options_of
 
 app = typer.Typer(no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.")
 Data = Annotated[str, typer.Option("--data", help="as in upshift train")]
@@ -33,9 +32,7 @@ def show(
     long_rows: LongRows = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
-    options = DataOptions.from_fields(
-        {"text_column": text_column, "data_format": data_format, "loss_on": loss_on, "long_rows": long_rows}
-    )
+    options = data_options_of(locals())
     from upshift.models.source import find_model
     from upshift.training.data.dataset import prepare_data
     from upshift.training.data.show import count_tokens, show_sequences
@@ -82,9 +79,7 @@ def to_tfrecord(
     seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
 ) -> None:
     """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
-    options = DataOptions.from_fields(
-        {"text_column": text_column, "data_format": data_format, "loss_on": loss_on, "long_rows": long_rows}
-    )
+    options = data_options_of(locals())
     from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift data to-tfrecord")

@@ -25,6 +25,7 @@ from upshift.cli.options import (
     SequenceLength,
     Set,
     TextColumn,
+    data_options_of,
     split_names,
     with_layout_flags,
 )
@@ -86,6 +87,7 @@ def command(
 ) -> None:
     """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
     _check_request(html)
+    of_data = data_options_of(locals())
     with importing():
         from upshift.tuning.tune import tune
 
@@ -97,8 +99,8 @@ def command(
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split_names(allow),
-            from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, data_format=data_format,
-            loss_on=loss_on, long_rows=long_rows, trial_seconds=trial_seconds,
+            from_config=from_config, load_in_4bit=load_in_4bit, text_column=of_data.text_column, data_format=of_data.data_format,
+            loss_on=of_data.loss_on, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +28,7 @@ from upshift.cli.options import (
     SequenceLength,
     Set,
     TextColumn,
+    data_options_of,
     split_names,
     with_layout_flags,
 )
@@ -59,11 +60,10 @@ Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
     set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
-    loss_on: LossOn = None, long_rows: LongRows = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
-    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
-    prompt_length: plan_inference.PromptLength = None, output_length: plan_inference.OutputLength = None,
-    concurrency: plan_inference.Concurrency = None,
+    loss_on: LossOn = None, long_rows: LongRows = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True, generate: plan_inference.Generate = False,
+    encode: plan_inference.Encode = False, prompt_length: plan_inference.PromptLength = None,
+    output_length: plan_inference.OutputLength = None, concurrency: plan_inference.Concurrency = None,
     max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None,
     why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None,
     compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
@@ -89,9 +89,8 @@ def command(
 
         check_page_path(html)
     asked.check(on)
-    given = {"text_column": text_column, "data_format": data_format, "loss_on": loss_on, "long_rows": long_rows}
-    _check_data_options(risk, data, given)
-    options = DataOptions.from_fields(given)
+    options = data_options_of(locals())
+    _check_data_options(risk, data, options)
     allowed = check_allow(split_names(allow))
     source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
@@ -121,8 +120,8 @@ def command(
     answers.print(sample_unit(planning.profile))
 
 
-def _check_data_options(risk: float | None, data: str | None, options: Mapping[str, str | None]) -> None:
-    for name, value in options.items():
+def _check_data_options(risk: float | None, data: str | None, options: DataOptions) -> None:
+    for name, value in options.model_dump().items():
         if value is not None and data is None:
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:

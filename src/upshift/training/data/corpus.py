@@ -343,7 +343,7 @@ def read_corpus(
 
 
 class _Selection(NamedTuple):
-    """What the user says of the rows of a table."""
+    """Hold what the user says of the rows of a table."""
 
     text_column: str | None
     data_format: RowFormat | None

@@ -14,7 +14,7 @@ LongRows = Literal["cut", "split", "drop"]
 
 
 class DataOptions(Value):
-    """What a user says of training data. None: the default for what the data holds."""
+    """Hold what a user says of training data. None: the default for what the data holds."""
 
     text_column: str | None = Field(None, description="the column that holds the text or the token ids")
     data_format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
