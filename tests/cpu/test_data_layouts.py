@@ -39,12 +39,12 @@ from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences, hold_out_evaluation
 
-CHATS = [
-    {"id": "7", "messages": [{"role": "user", "content": "a"}]},
-    {"conversations": [{"from": "human", "value": "a"}], "source": "web"},
-    {"prompt": "a", "completion": "b"},
-    {"instruction": "a", "input": "", "output": "b"},
+OTHER_ROWS = [
+    {"dialogue": [{"role": "user", "content": "a"}], "id": "7"},
+    {"question": "a", "answer": "b"},
+    {"instruction": "a", "response": "b"},
     {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": "a", "completion": "b", "label": True},
     {"id": "7", "url": "http://a"},
     {"id": "7"},
     {"content": "a text", "n": 1},
@@ -91,15 +91,13 @@ def refusal(path: Path, **options) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".saved"])
-@pytest.mark.parametrize("row", CHATS, ids=lambda row: "+".join(row))
+@pytest.mark.parametrize("row", OTHER_ROWS, ids=lambda row: "+".join(row))
 def test_rows_without_the_text_column_are_refused_with_their_columns(row, suffix, tmp_path):
     message = refusal(write(tmp_path / f"a{suffix}", [row] * 3))
-    assert ", ".join(row) in message and "--text-column" in message
-    if {"messages", "conversations", "chosen", "completion", "output"} & row.keys():
-        assert "apply_chat_template" in message
-    else:
-        column = next(name for name, value in row.items() if isinstance(value, str))
-        assert texts(tmp_path / f"a{suffix}", text_column=column) == [row[column]] * 3
+    assert ", ".join(row) in message
+    assert ("preferences" if {"chosen", "label"} & row.keys() else "--text-column") in message
+    column = next(name for name, value in row.items() if isinstance(value, str))
+    assert texts(tmp_path / f"a{suffix}", text_column=column) == [row[column]] * 3
 
 
 TOKENS = {"input_ids": list(range(10, 30)), "labels": [-100] * 10 + list(range(20, 30))}

@@ -3,10 +3,10 @@
 Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
 table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-A table is trained on by the column that the user names, else by `input_ids` (token ids), else by `text`. No other column is
-taken for text: a table without these is rejected, with the names of its columns. Beside token ids, `labels` and
-`attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may say something of each
-token. The user is told the names of all other columns, which are left out.
+A table is trained on by the column that the user names, else by its columns (row_formats.py): token ids, text, chats, or prompts
+with completions. No other column is taken for text: a table without these is rejected, with the names of its columns. Beside
+token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may
+say something of each token. The user is told the names of all other columns, which are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.text import find_lone_surrogate
+from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
     SPLIT_WORDS,
@@ -42,20 +43,23 @@ from upshift.training.data.records import (
     read_parquet,
     rows_of_batches,
 )
+from upshift.training.data.row_formats import (
+    TEXT_COLUMN,
+    TOKEN_COLUMN,
+    Columns,
+    RowFormat,
+    check_data_format,
+    find_format,
+    list_columns,
+)
 from upshift.training.data.text_files import TextFile, checking_compression, read_texts
 from upshift.value import Value
 
-TEXT_COLUMN = "text"
-TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
 SPECIAL_TOKENS_MASK = "special_tokens_mask"  # left out: the tokenizer knows its special tokens
 SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
-CHAT_COLUMNS = frozenset((
-    "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
-    "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
-))  # fmt: skip
 
 
 class TokenRow(NamedTuple):
@@ -71,52 +75,10 @@ class TokenRow(NamedTuple):
     source_length: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The columns of a table that are read."""
-
-    name: str  # of the text or the token ids
-    has_labels: bool
-    has_mask: bool
-    is_pair: bool = False  # the labels are those of a decoder, so they may be more or fewer than the token ids
-
-
-def choose_column(columns: Collection[str], *, requested: str | None, empty: Collection[str] = (), origin: str) -> str:
-    """Return the column to train on. Raise RequestError if none is requested and there is none with a usual name.
-
-    ``empty`` has the columns without a value.
-    """
-    if requested is not None:
-        if requested in columns:
-            return requested
-        raise RequestError(f"{origin} has no column {requested!r}; {_list_columns(columns)}; name one that holds text")
-    if TOKEN_COLUMN in columns and not (TOKEN_COLUMN in empty and TEXT_COLUMN in columns):
-        return TOKEN_COLUMN
-    if TEXT_COLUMN in columns:
-        return TEXT_COLUMN
-    chat = [name for name in columns if name in CHAT_COLUMNS]
-    if chat:
-        raise RequestError(
-            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_list_columns(columns)}; "
-            "write each as one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a "
-            "column of plain text with --text-column"
-        )
-    raise RequestError(
-        f"{origin} has no column 'text'; {_list_columns(columns)}; name the one that holds the text with --text-column "
-        "(text_column in Python)"
-    )
-
-
-def find_columns(columns: Collection[str], name: str, *, has_decoder: bool = False) -> Columns:
-    """Return the columns that are read if ``name`` is the chosen one. ``has_decoder`` says that an encoder-decoder is trained."""
-    has_labels = LABELS in columns
-    return Columns(name=name, has_labels=has_labels, has_mask=MASK in columns, is_pair=has_labels and has_decoder)
-
-
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
     """Return a row's text or token ids, or None if it is empty. Raise RequestError, with the place, for anything else."""
     if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {_list_columns(record)}; give it, or leave the row out")
+        raise RequestError(f"{place} has no column {columns.name!r}; {list_columns(record)}; give it, or leave the row out")
     value = record[columns.name]
     if isinstance(value, str) and columns.name == TOKEN_COLUMN:
         raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
@@ -253,10 +215,6 @@ def _no_such_id(number: int, name: str, place: str) -> RequestError:
     )
 
 
-def _list_columns(columns: Collection[str]) -> str:
-    return f"its columns are {', '.join(map(str, columns)) or 'none'}"
-
-
 def _shorten(value: Any) -> str:
     return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)[:60]
 
@@ -271,7 +229,18 @@ class CorpusSummary(Value):
     num_skipped_binary: int  # files that are not UTF-8 text
 
 
-Document = str | TextFile | TokenRow
+Document = str | TextFile | TokenRow | Chat | PromptCompletion
+
+
+def content_of(document: Document) -> str:
+    """Return what a document is, for messages."""
+    if isinstance(document, TokenRow):
+        return "token ids"
+    if isinstance(document, PromptCompletion):
+        return "a prompt and a completion of plain text"
+    if isinstance(document, Chat):
+        return "a chat" if document.num_prompt_messages is None else "a prompt and a completion of messages"
+    return "text"
 
 
 class Documents:
@@ -284,8 +253,9 @@ class Documents:
         self.num_documents = 0
         self.num_empty = 0
         self.binary: list[str] = []
-        self.column: str | None = None  # the column that is trained on, if the documents are rows of tables
-        self.columns: dict[str, None] = {}  # all columns, in the order in which they were met
+        self.columns: Columns | None = None  # of tables, once a row was read
+        self.column_names: dict[str, None] = {}  # all columns of tables, in the order in which they were met
+        self.is_tokenized = False  # whether the last document had token ids
 
     def __iter__(self) -> Iterator[Document]:
         return (document for _, document in self.with_places())
@@ -295,40 +265,52 @@ class Documents:
         self.num_documents = 0
         self.num_empty = 0
         self.binary = []
-        self.columns = {}
-        is_tokenized: bool | None = None
+        self.column_names = {}
+        previous: str | None = None
         try:
             for place, document in self._read(self):
                 if document is None:
                     self.num_empty += 1
                     continue
-                if is_tokenized is None:
-                    is_tokenized = isinstance(document, TokenRow)
-                if is_tokenized != isinstance(document, TokenRow):
-                    content, previous = ("text", "token ids") if is_tokenized else ("token ids", "text")
+                content = content_of(document)
+                if content != (previous or content):
                     raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
+                previous = content
+                self.is_tokenized = isinstance(document, TokenRow)
                 self.num_documents += 1
                 yield place, document
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
-        self._report_left_out(is_tokenized=bool(is_tokenized))
+        self._report_left_out()
 
     def first(self) -> Document | None:
         """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
-    def _report_left_out(self, *, is_tokenized: bool) -> None:
+    @property
+    def unused_columns(self) -> tuple[str, ...]:
+        """Return the columns of tables that are not read. Later rows may have more of them."""
+        if self.columns is None:
+            return ()
+        names = list(self.column_names)
+        used = {self.columns.name}
+        if self.columns.is_chat:
+            used.update(self.columns.of_chat(names))
+        elif self.is_tokenized:
+            used |= {LABELS, MASK, SEGMENTS}  # other token_type_ids than 0 are rejected
+        return tuple(name for name in names if name not in used)
+
+    def _report_left_out(self) -> None:
         if not self.num_documents:
             return
         if self.num_empty:
             say_once(f"{self.origin}: {self.num_empty} empty or null rows or files are left out")
         if self.binary:
             say_once(f"{self.origin}: left out, not UTF-8 text: {first_names(self.binary)}")
-        used = {self.column, *((LABELS, MASK, SEGMENTS) if is_tokenized else ())}  # other token_type_ids than 0 are rejected
-        unused = [name or "(without a name)" for name in self.columns if name not in used]
-        if unused:
-            say_once(f"{self.origin}: columns that are not used: {first_names(unused)}")
+        if self.unused_columns and self.columns is not None and not self.columns.is_chat:  # a line about chats names them, too
+            names = first_names([name or "(without a name)" for name in self.unused_columns])
+            say_once(f"{self.origin}: columns that are not used: {names}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -339,6 +321,12 @@ class Corpus:
     documents: Documents  # of the training split
     evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
+    columns: Columns | None  # of tables
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the documents are chats, or prompts with completions."""
+        return self.columns is not None and self.columns.is_chat
 
     def summary(self) -> CorpusSummary:
         """Return the counts, after the documents were iterated."""
@@ -352,18 +340,29 @@ class Corpus:
 
 
 def read_corpus(
-    path: Path | str, *, text_column: str | None = None, pattern: str | None = None, has_decoder: bool = False
+    path: Path | str,
+    *,
+    text_column: str | None = None,
+    data_format: RowFormat | None = None,
+    pattern: str | None = None,
+    has_decoder: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
-    ``pattern`` is a glob that selects the files of a folder of texts. ``has_decoder`` says that an encoder-decoder is trained,
-    so that labels beside token ids are those of its decoder. Raise RequestError for a path without data. Iterating the
-    documents raises it for a row that cannot be used.
+    Raise RequestError for a path without data. Iterating the documents raises it for a row that cannot be used.
+
+    Args:
+        path: a file, a folder, or a directory that datasets saved.
+        text_column: the column of a table that holds the text.
+        data_format: what the rows of a table are.
+        pattern: a glob that selects the files of a folder of texts.
+        has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
     """
+    check_data_format(text_column, data_format)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    choice = _ColumnChoice(text_column=text_column, has_decoder=has_decoder)
-    documents, evaluation = _open_saved_dataset(path, choice) if is_saved else _open_files(path, choice, pattern)
+    selection = _Selection(text_column, data_format, has_decoder)
+    documents, evaluation = _open_saved_dataset(path, selection) if is_saved else _open_files(path, selection, pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -374,9 +373,16 @@ def read_corpus(
     if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
         evaluation = None
-    if first_evaluation is not None and isinstance(first_evaluation, TokenRow) != isinstance(first, TokenRow):
-        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds text, the other token ids; give one of the two")
-    return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
+    if first_evaluation is not None and content_of(first_evaluation) != content_of(first):
+        contents = f"{content_of(first)}, the other {content_of(first_evaluation)}"
+        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds {contents}; give one of the two")
+    return Corpus(
+        origin=str(path),
+        documents=documents,
+        evaluation=evaluation,
+        is_tokenized=isinstance(first, TokenRow),
+        columns=documents.columns,
+    )
 
 
 def _existing_path(path: Path | str) -> Path:
@@ -393,15 +399,24 @@ def _existing_path(path: Path | str) -> Path:
     return Path(path)
 
 
-def _open_files(path: Path, choice: _ColumnChoice, pattern: str | None) -> tuple[Documents, Documents | None]:
+class _Selection(NamedTuple):
+    """Hold what the user says of the rows of a table."""
+
+    text_column: str | None
+    data_format: RowFormat | None
+    has_decoder: bool
+
+
+def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
         data_files = find_data_files(path, pattern=pattern)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
-    if data_files.kind == "text" and choice.text_column is not None:
+    if data_files.kind == "text" and (selection.text_column or selection.data_format):
+        option = f"--text-column {selection.text_column}" if selection.text_column else f"--data-format {selection.data_format}"
         raise RequestError(
-            f"--text-column {choice.text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
+            f"{option} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
 
@@ -409,7 +424,7 @@ def _open_files(path: Path, choice: _ColumnChoice, pattern: str | None) -> tuple
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
                 return read_texts(files, documents.binary, is_alone=path.is_file())
-            return _read_tables(files, data_files.kind, _ColumnChooser(choice, documents))
+            return _read_tables(files, data_files.kind, _ColumnChooser(selection, documents))
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -419,40 +434,42 @@ def _open_files(path: Path, choice: _ColumnChoice, pattern: str | None) -> tuple
     return make_documents(data_files.training, str(path)), evaluation
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ColumnChoice:
-    """What decides which columns of a table are read, and how."""
-
-    text_column: str | None  # as the user named it
-    has_decoder: bool
-
-
 class _ColumnChooser:
     """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
-    def __init__(self, choice: _ColumnChoice, documents: Documents) -> None:
-        self._choice = choice
+    def __init__(self, selection: _Selection, documents: Documents) -> None:
+        self._selection = selection
         self._documents = documents
         self.columns: Columns | None = None
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
-            name = choose_column(names, requested=self._choice.text_column, empty=empty, origin=origin)
-            self.columns = find_columns(names, name, has_decoder=self._choice.has_decoder)
-            self._documents.column = name
-        self._documents.columns.update(dict.fromkeys(names))
+            found = find_format(
+                names,
+                text_column=self._selection.text_column,
+                data_format=self._selection.data_format,
+                empty=empty,
+                origin=origin,
+            )
+            has_labels = LABELS in names
+            is_pair = has_labels and self._selection.has_decoder
+            self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
+            self._documents.columns = self.columns
+        self._documents.column_names.update(dict.fromkeys(names))
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
-        """Return the columns of an Arrow schema to read: the chosen one, and those that may say something of each token."""
+        """Return the columns of an Arrow schema to read: the chosen ones, and those that may say something of each token."""
         import pyarrow.types as kinds
 
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
         columns = self.choose(schema.names, empty, origin)
+        if columns.is_chat:
+            return columns.of_chat(schema.names)
         if columns.name not in schema.names:
-            choose_column(schema.names, requested=columns.name, origin=origin)
+            raise RequestError(f"{origin} has no column {columns.name!r}; {list_columns(schema.names)}; name one that holds text")
         if is_text(schema.field(columns.name).type):
             return [columns.name]
         lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
@@ -475,12 +492,16 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
     """Yield the documents of rows. Without a schema, each row may have other columns."""
     for place, row in rows:
         if has_schema and chooser.columns is not None:
-            yield place, read_document(row, chooser.columns, place)
+            yield place, _read_row(row, chooser.columns, place)
             continue
         if chooser.columns is None:
             _refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        yield place, read_document(row, chooser.choose(row, empty, place), place)
+        yield place, _read_row(row, chooser.choose(row, empty, place), place)
+
+
+def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document | None:
+    return read_chat(row, columns, place) if columns.is_chat else read_document(row, columns, place)
 
 
 def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
@@ -494,12 +515,12 @@ def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
         )
 
 
-def _open_saved_dataset(path: Path, choice: _ColumnChoice) -> tuple[Documents, Documents | None]:
+def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, Documents | None]:
     """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
-        return _saved_split(_load_saved(path), choice, str(path)), None
+        return _saved_split(_load_saved(path), selection, str(path)), None
     try:
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -512,8 +533,8 @@ def _open_saved_dataset(path: Path, choice: _ColumnChoice) -> tuple[Documents, D
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(_load_saved(path / evaluation_name), choice, f"{path} split {evaluation_name}")
-    return _saved_split(_load_saved(path / "train"), choice, f"{path} split train"), evaluation
+        evaluation = _saved_split(_load_saved(path / evaluation_name), selection, f"{path} split {evaluation_name}")
+    return _saved_split(_load_saved(path / "train"), selection, f"{path} split train"), evaluation
 
 
 def _load_saved(folder: Path) -> Any | None:
@@ -533,13 +554,13 @@ def _incomplete_dataset(path: Path, error: Exception) -> RequestError:
     return RequestError(f"{path} is not a complete datasets directory ({reason}); save it again")
 
 
-def _saved_split(dataset: Any | None, choice: _ColumnChoice, origin: str) -> Documents:
+def _saved_split(dataset: Any | None, selection: _Selection, origin: str) -> Documents:
     """Return the documents of a data set, none for None."""
 
     def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
         if dataset is None:
             return
-        chooser = _ColumnChooser(choice, documents)
+        chooser = _ColumnChooser(selection, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
         yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)

@@ -292,9 +292,11 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
         column = column.combine_chunks()
     if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
         try:  # also for the other kinds of lists: Arrow 26 casts a list_view of bytes to half of its rows
-            return list(column.to_pylist())
+            values = column.to_pylist()
         except UnicodeDecodeError:  # Arrow reads files without checking their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
+        is_plain = is_number_list(column.type) or not (kinds.is_nested(column.type) or _is_json(column.type))
+        return values if is_plain else [_plain_value(value, column.type) for value in values]
     numbers = column.flatten()
     values = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
@@ -302,6 +304,30 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
     if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no missing integer, so all became floats
         arrays = [array if np.isnan(array).any() else array.astype(np.int64) for array in arrays]
     return [None if is_null else array for is_null, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
+
+
+def _plain_value(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow column as JSON would hold it.
+
+    Values of the type Json of datasets are decoded. Keys that are null are left out of objects, because Arrow gives each object
+    the keys of all objects.
+    """
+    import pyarrow.types as kinds
+
+    if value is None:
+        return None
+    if _is_json(kind):
+        return json.loads(value)
+    if kinds.is_struct(kind):
+        names = (kind.field(index).name for index in range(kind.num_fields))
+        return {name: _plain_value(value[name], kind.field(name).type) for name in names if value[name] is not None}
+    if isinstance(value, list) and kinds.is_nested(kind) and not kinds.is_map(kind):
+        return [_plain_value(item, kind.value_type) for item in value]
+    return value
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
 
 
 def is_number_list(kind: Any) -> bool:

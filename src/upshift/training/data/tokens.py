@@ -23,6 +23,7 @@ from upshift.errors import RequestError
 from upshift.planning.workload import MAX_BUCKETS, LengthHistogram
 from upshift.settings import read_settings
 from upshift.training.data.corpus import IGNORED
+from upshift.training.data.data_options import LongRows
 from upshift.units import MIB
 
 EVALUATION_SHARE = 0.02
@@ -121,6 +122,30 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
         labels=tokenized.labels,
         source_lengths=None if tokenized.source_lengths is None else tokenized.source_lengths[document],
     )
+
+
+def limit_documents(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows) -> tuple[TokenizedCorpus, int]:
+    """Cut or drop the documents longer than ``sequence_length``. Return the corpus and the number of longer documents.
+
+    ``split`` keeps them whole, and ``cut_sequences`` makes several sequences of each.
+    """
+    lengths = np.diff(tokenized.offsets)
+    num_long = int(np.count_nonzero(lengths > sequence_length))
+    if long_rows == "split" or not num_long:
+        return tokenized, num_long
+    tokens = TokenFile(tokenized.tokens.dtype)
+    labels = None if tokenized.labels is None else TokenFile(np.int32)
+    for start, length in zip(tokenized.offsets[:-1].tolist(), lengths.tolist(), strict=True):
+        if length > sequence_length and long_rows == "drop":
+            continue
+        end = start + min(length, sequence_length)
+        tokens.add(tokenized.tokens[start:end])
+        if labels is not None and tokenized.labels is not None:
+            labels.add(tokenized.labels[start:end])
+    kept_lengths = np.minimum(lengths, sequence_length) if long_rows == "cut" else lengths[lengths <= sequence_length]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)]).astype(np.int64)
+    limited = TokenizedCorpus(tokens=tokens.finish(), offsets=offsets, labels=None if labels is None else labels.finish())
+    return limited, num_long
 
 
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
