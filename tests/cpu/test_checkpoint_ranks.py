@@ -74,12 +74,7 @@ def tied(home: Path) -> str:  # noqa: F811
 
 @pytest.mark.parametrize("precision", CHAINS)
 def test_every_layout_goes_on_from_every_other(
-    precision: str,
-    home: Path,
-    run: Run,
-    prepared: Callable[[str], TrainingData],
-    tied: str,
-    tmp_path: Path,  # noqa: F811
+    precision: str, home: Path, run: Run, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
 ) -> None:
     chain, ours, theirs = CHAINS[precision], tmp_path / "ours", tmp_path / "theirs"
     steps, alone = len(chain), plan_of("one process", precision)
@@ -109,10 +104,7 @@ def test_every_layout_goes_on_from_every_other(
 
 
 def test_the_same_layout_goes_on_bit_for_bit(
-    home: Path,
-    run: Run,
-    prepared: Callable[[str], TrainingData],
-    tmp_path: Path,  # noqa: F811
+    home: Path, run: Run, prepared: Callable[[str], TrainingData], tmp_path: Path  # noqa: F811
 ) -> None:
     """With dropout: every rank's random numbers go on."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -128,11 +120,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
 
 
 def test_a_checkpoint_without_one_rank_does_not_count(
-    home: Path,
-    run: Run,
-    prepared: Callable[[str], TrainingData],
-    tied: str,
-    tmp_path: Path,  # noqa: F811
+    home: Path, run: Run, prepared: Callable[[str], TrainingData], tied: str, tmp_path: Path  # noqa: F811
 ) -> None:
     job = a_job(home, tmp_path, model=tied, plan=plan_of("zero3"), max_steps=2, save_steps=1)
     run(job, prepared(tied))
