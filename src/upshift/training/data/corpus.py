@@ -421,7 +421,7 @@ def _open_files(path: Path, choice: _ColumnChoice, pattern: str | None) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class _ColumnChoice:
-    """What decides which columns of a table are read, and how."""
+    """Hold what decides which columns of a table are read, and how."""
 
     text_column: str | None  # as the user named it
     has_decoder: bool
