@@ -389,6 +389,8 @@ def _existing_path(path: Path | str) -> Path:
     """Return the path. Raise RequestError if nothing is there."""
     try:
         exists = bool(str(path)) and Path(path).exists()
+    except PermissionError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; check the rights of its folders") from None
     except (OSError, ValueError):  # the name is too long, or holds a zero byte
         exists = False
     if not exists:
