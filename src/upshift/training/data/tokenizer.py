@@ -149,10 +149,11 @@ def tokenize_corpus(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     sequence_length: int,
-    options: DataOptions,
+    options: DataOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
     """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out."""
+    options = options or DataOptions()
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
 
