@@ -149,6 +149,18 @@ def test_a_template_that_writes_earlier_turns_in_another_way_is_refused(tmp_path
     )
 
 
+def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_path):
+    """Some templates go through the parts of a content. Of a text they would write nothing, and say nothing."""
+    parts = "{%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}"
+    takes_parts = CHATML.replace("{{- (message.content or '') + '<|im_end|>\\n' }}", parts + "{{- '<|im_end|>\\n' }}")
+    assert takes_parts != CHATML
+    rows = make_chats(10)
+    found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(takes_parts))
+    assert found == [reference(row, byte_level_tokenizer()) for row in rows]
+    silent = CHATML.replace("(message.content or '')", "''")
+    assert "does not write the content" in refusal(tmp_path / "a.jsonl", byte_level_tokenizer(silent))
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows as the kind of file that the suffix names."""
     if path.suffix == ".jsonl":
