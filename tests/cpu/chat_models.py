@@ -7,11 +7,26 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
-WORDS = "the model writes a short answer to every question about trees rivers and roads of the north".split()
+WORDS = [
+    "the",
+    "model",
+    "writes",
+    "a",
+    "short",
+    "answer",
+    "to",
+    "every",
+    "question",
+    "about",
+    "trees",
+    "rivers",
+    "and",
+    "roads",
+    "north",
+]
 
 HEADER = "{{- '<|im_start|>' + message.role + '\\n' }}"
 TURN = "{{- (message.content or '') + '<|im_end|>\\n' }}"
@@ -42,8 +57,6 @@ def byte_level_tokenizer(template: str | None = CHATML, *, adds_bos: bool = True
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    from tokenizers import trainers
-
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
@@ -86,6 +99,9 @@ TOKENIZERS = {"bytes": byte_level_tokenizer, "words": word_tokenizer, "sentences
 
 def save_model(folder: Path, tokenizer: Any) -> Path:
     """Save a tiny causal language model with its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, vocab_size=max(len(tokenizer), 320) + 20, max_position_embeddings=256)

@@ -252,7 +252,7 @@ def test_every_error_is_one_clear_line(write, words, tmp_path):
         ('{"body": null}\n{"body": "a"}', "body", ["a"]),
         ('{"body": null, "text": "no"}\n{"body": "a", "text": "no"}', "body", ["a"]),
         ('{"input_ids": null, "text": "a", "meta": null}', None, ["a"]),
-        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', None, ["a"]),
+        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', "text", ["a"]),
         ('{"text": "\\ud83d\\ude00"}', None, ["\U0001f600"]),  # both halves of a pair
     ],
 )

@@ -34,6 +34,7 @@ class TemplateWriter:
         self._tokenizer = tokenizer
         self._used_fields: set[str] = set()
         self._unused_fields: Counter[str] = Counter()  # rows, by field
+        self._takes_parts: bool | None = None  # contents as lists of parts, and not as texts; None: no chat had one yet
         self._has_text_arguments: bool | None = None  # the form in which the template takes the arguments of tool calls
 
     def prepare(self, chat: Chat) -> Chat:
@@ -43,7 +44,7 @@ class TemplateWriter:
                 f"{chat.place} is a chat, and the model's tokenizer has no chat template; use the tokenizer of a chat model, "
                 "or give prompt and completion as plain texts"
             )
-        chat = self._with_arguments(chat)
+        chat = self._with_arguments(self._with_content(chat))
         fields = {name for message in chat.messages for name in message} - {"role", "content", WEIGHT}
         unknown = fields - self._used_fields
         if chat.tools and "tools" not in self._used_fields:
@@ -136,6 +137,34 @@ class TemplateWriter:
                 self._has_text_arguments = True
         return replace(chat, messages=_convert_arguments(chat.messages, as_text=self._has_text_arguments))
 
+    def _with_content(self, chat: Chat) -> Chat:
+        """Return the chat with its contents as the template takes them: as texts, or else as parts. The first chat decides."""
+        if self._takes_parts is None and any(message.get("content") for message in chat.messages):
+            self._takes_parts = self._find_content_form(chat)
+        return _as_parts(chat) if self._takes_parts else chat
+
+    def _find_content_form(self, chat: Chat) -> bool:
+        """Return whether the template takes parts alone. Raise RequestError if it writes the same text without the contents."""
+        uses_texts = self._uses_content(chat)
+        if uses_texts or self._uses_content(_as_parts(chat)):
+            return not uses_texts
+        if uses_texts is None:  # the template rejects the chat for another reason, which the next step says
+            return False
+        raise RequestError(
+            f"{chat.place}: the model's chat template does not write the content of messages; use another template"
+        )
+
+    def _uses_content(self, chat: Chat) -> bool | None:
+        """Return whether the contents change the text, or None if the template rejects the chat."""
+        try:
+            text = self.write(chat)
+        except RequestError:
+            return None
+        try:
+            return self.write(_without_part(chat, "content")) != text
+        except RequestError:  # the template needs them
+            return True
+
     def _check_used(self, chat: Chat, names: set[str]) -> None:
         """Find which parts change the text. Raise RequestError if the template ignores tools or tool calls."""
         text = self.write(chat)
@@ -157,6 +186,15 @@ class TemplateWriter:
 
 def _without_weights(messages: Sequence[Message]) -> list[Message]:
     return [{name: value for name, value in message.items() if name != WEIGHT} for message in messages]
+
+
+def _as_parts(chat: Chat) -> Chat:
+    """Return the chat with each content as a list of one part."""
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+        for message in chat.messages
+    ]
+    return replace(chat, messages=messages)
 
 
 def _without_part(chat: Chat, name: str) -> Chat:

@@ -3,7 +3,8 @@
 A chat is written by the tokenizer's chat template, which writes BOS and the end of each turn. The turns of the assistant are
 learned. They are those that the template marks with ``{% generation %}``. A template without marks writes two parts for each
 turn: up to the turn (the prompt from which the model is to write it), and up to its end. The tokens of both parts must be the
-beginning of the tokens of the whole chat, or else the row is rejected.
+beginning of the tokens of the whole chat, or else the row is rejected. Only special tokens at the end of the second part may
+differ: some templates write EOS after the last turn alone.
 
 Of a prompt with a completion everything is learned from the first token that the prompt alone does not have, as in TRL
 (trl/trainer/sft_trainer.py, completion_only_loss).
@@ -71,6 +72,7 @@ class ChatEncoder:
         self._writer = TemplateWriter(tokenizer)
         self._around = ids_around_document(tokenizer)
         self._diverging: list[str] = []  # places of prompts that end with other tokens than the same text in the whole row
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._has_checked_end = False
 
     def encode(self, batch: Sequence[Chat | PromptCompletion]) -> Iterator[TokenRow]:
@@ -165,9 +167,11 @@ class ChatEncoder:
             for turn in chat_turns:
                 prompt_ids = next(prompts)
                 end_ids = next(ends)
-                if ids[: len(prompt_ids)] != prompt_ids or ids[: len(end_ids)] != end_ids or len(end_ids) < len(prompt_ids):
+                end = _common_prefix(ids, end_ids)
+                closes_chat = self._special_ids.issuperset(end_ids[end:])  # some templates write EOS after the last turn
+                if ids[: len(prompt_ids)] != prompt_ids or end < len(prompt_ids) or not closes_chat:
                     raise RequestError(_not_a_prefix(chat, turn.number))
-                spans.append((len(prompt_ids), len(end_ids)))
+                spans.append((len(prompt_ids), end))
             rows.append(_labelled(ids, spans))
         return rows
 
@@ -200,9 +204,9 @@ class ChatEncoder:
         if self._has_checked_end or row.labels is None or not (row.labels != IGNORED).any():
             return
         self._has_checked_end = True
-        special = {*self._tokenizer.get_added_vocab().values(), *self._tokenizer.all_special_ids}
+        added_ids = {*self._tokenizer.get_added_vocab().values(), *self._special_ids}
         for token in reversed(row.labels[row.labels != IGNORED].tolist()):
-            if token in special:
+            if token in added_ids:
                 return
             if self._tokenizer.decode([token]).strip():
                 break

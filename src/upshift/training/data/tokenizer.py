@@ -172,13 +172,14 @@ def tokenize_corpus(
     *,
     sequence_length: int,
     side_length: int | None = None,
-    options: DataOptions,
+    options: DataOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
     """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out.
 
     ``side_length`` is the sequence length of an encoder and of its decoder.
     """
+    options = options or DataOptions()
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
 
