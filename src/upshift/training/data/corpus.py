@@ -509,7 +509,8 @@ def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document 
 def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
     """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    name = next((name for name in lists if {TEXT_COLUMN, TOKEN_COLUMN} & row[name][0].keys()), None)
+    candidates = (name for name in lists if name not in CHAT_COLUMNS and {TEXT_COLUMN, TOKEN_COLUMN} & row[name][0].keys())
+    name = next(candidates, None)
     if name is not None and not {TEXT_COLUMN, TOKEN_COLUMN} & row.keys():
         raise RequestError(
             f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
