@@ -44,13 +44,14 @@ from upshift.training.data.records import (
     rows_of_batches,
 )
 from upshift.training.data.row_formats import (
-    TEXT_COLUMN,
+    SIMILAR_COLUMNS,
     TOKEN_COLUMN,
     Columns,
     RowFormat,
     check_data_format,
     find_format,
     list_columns,
+    possible_formats,
 )
 from upshift.training.data.text_files import TextFile, checking_compression, read_texts
 from upshift.value import Value
@@ -509,9 +510,9 @@ def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document 
 def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
     """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    candidates = (name for name in lists if name not in CHAT_COLUMNS and {TEXT_COLUMN, TOKEN_COLUMN} & row[name][0].keys())
+    candidates = (name for name in lists if name not in SIMILAR_COLUMNS and possible_formats(row[name][0]))
     name = next(candidates, None)
-    if name is not None and not {TEXT_COLUMN, TOKEN_COLUMN} & row.keys():
+    if name is not None and not possible_formats(row):
         raise RequestError(
             f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
             f"with jq .{name}"

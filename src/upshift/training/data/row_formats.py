@@ -94,7 +94,7 @@ def find_format(
                 "name another format, or leave --data-format out"
             )
         return Columns(format=data_format, name=REQUIRED[data_format][0])
-    formats = _possible_formats(set(names) - set(empty)) or _possible_formats(names)
+    formats = possible_formats(set(names) - set(empty)) or possible_formats(names)
     _refuse_preferences(names, formats, origin)
     if len(formats) > 1:
         columns = " and ".join(", ".join(REQUIRED[name]) for name in formats)
@@ -119,7 +119,7 @@ def list_columns(names: Collection[str]) -> str:
     return f"its columns are {', '.join(map(str, names)) or 'none'}"
 
 
-def _possible_formats(names: Collection[str]) -> list[RowFormat]:
+def possible_formats(names: Collection[str]) -> list[RowFormat]:
     """Return the formats whose columns a table has. Token ids go before the text that they were made from."""
     formats = [name for name, required in REQUIRED.items() if all(column in names for column in required)]
     return ["input_ids"] if set(formats) == {"text", "input_ids"} else formats
