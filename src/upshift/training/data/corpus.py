@@ -437,6 +437,11 @@ class _ColumnChooser:
         self._documents = documents
         self.columns: Columns | None = None
 
+    @property
+    def is_named(self) -> bool:
+        """Return whether the user says which columns to read."""
+        return self._choice.text_column is not None
+
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
@@ -479,7 +484,7 @@ def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema:
         if has_schema and chooser.columns is not None:
             yield place, read_document(row, chooser.columns, place)
             continue
-        if chooser.columns is None:
+        if chooser.columns is None and not chooser.is_named:
             _refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
         yield place, read_document(row, chooser.choose(row, empty, place), place)
