@@ -412,3 +412,13 @@ def test_files_of_a_folder_may_have_other_columns_that_are_named(suffix, tmp_pat
     write(tmp_path / f"2{suffix}", [{"input_ids": [3], "tags": ["a"], "source": "web"}])
     assert [row.ids.tolist() for row in read_corpus(tmp_path).documents] == [[1, 2], [3]]
     assert "columns that are not used: tags, source" in caplog.text
+
+
+def test_a_column_that_the_user_names_is_read_whatever_stands_beside_it(tmp_path):
+    row = {"body": "one", "data": [{"text": "two"}], "dialogue": [{"text": "three"}]}
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert list(read_corpus(tmp_path / "a.json", text_column="body").documents) == ["one"]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"dialogue": row["dialogue"]}))
+    with pytest.raises(RequestError, match="dialogue") as refusal:
+        read_corpus(tmp_path / "b.jsonl")
+    assert "holds the records" not in str(refusal.value)
