@@ -55,7 +55,7 @@ def our_rows(data: TrainingData) -> list[tuple[list[int], list[int]]]:
 
 def pairs() -> list[dict[str, Any]]:
     draws = random.Random(7)
-    return [{"prompt": words(draws, 6), "completion": " " + words(draws, draws.randint(1, 30))} for _ in range(20)]
+    return [{"prompt": words(draws, 6), "completion": " " + words(draws, draws.randint(1, 70))} for _ in range(20)]
 
 
 def message_pairs() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def turns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {  # model, rows, options of TRL, and ours
     "messages": ("marked", make_chats(30), {"assistant_only_loss": True}, {}),
     "messages, all tokens": ("plain", make_chats(30), {}, {"loss_on": "all"}),
-    "conversations": ("marked", turns(make_chats(30)), {"assistant_only_loss": True}, {}),
+    "conversations": ("plain", turns(make_chats(30)), {}, {"loss_on": "all"}),  # TRL learns all tokens of these alone
     "texts": ("plain", pairs(), {}, {}),
     "texts, all tokens": ("plain", pairs(), {"completion_only_loss": False}, {"loss_on": "all"}),
     "prompts of messages": ("plain", message_pairs(), {}, {}),

@@ -64,11 +64,10 @@ def command(
     lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True, generate: plan_inference.Generate = False,
     encode: plan_inference.Encode = False, prompt_length: plan_inference.PromptLength = None,
     output_length: plan_inference.OutputLength = None, concurrency: plan_inference.Concurrency = None,
-    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None,
-    why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None,
-    compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
-    deadline: questions.Deadline = None, lock: questions.Lock = None, check: questions.CheckFile = None,
-    rows: Rows = 5, html: Html = None, as_json: Json = False,
+    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None, why: questions.Why = None,
+    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
+    price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
+    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
     fixed = tuple(set_ or ())
