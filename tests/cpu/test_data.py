@@ -213,7 +213,7 @@ def no_train_split(tmp_path):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda p: p / "missing", ["missing does not exist"]),
+        (lambda p: p / "missing", ["missing' does not exist"]),
         (written("a.txt", b""), ["no documents", "1 empty"]),
         (written("a.txt", b"\xff\xfe"), ["not UTF-8"]),
         (written("a.jsonl", b""), ["no documents"]),
@@ -252,7 +252,7 @@ def test_every_error_is_one_clear_line(write, words, tmp_path):
         ('{"body": null}\n{"body": "a"}', "body", ["a"]),
         ('{"body": null, "text": "no"}\n{"body": "a", "text": "no"}', "body", ["a"]),
         ('{"input_ids": null, "text": "a", "meta": null}', None, ["a"]),
-        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', None, ["a"]),
+        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', "text", ["a"]),
         ('{"text": "\\ud83d\\ude00"}', None, ["\U0001f600"]),  # both halves of a pair
     ],
 )

@@ -15,8 +15,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from upshift.errors import RequestError
 from upshift.models.source import find_model
@@ -28,14 +37,14 @@ from upshift.training.data.corpus import read_corpus
 from upshift.training.data.data_files import find_data_files
 from upshift.training.data.dataset import prepare_data
 from upshift.training.data.tokenizer import tokenize
-from upshift.training.data.tokens import cut_sequences
+from upshift.training.data.tokens import cut_sequences, hold_out_evaluation
 
-CHATS = [
-    {"id": "7", "messages": [{"role": "user", "content": "a"}]},
-    {"conversations": [{"from": "human", "value": "a"}], "source": "web"},
-    {"prompt": "a", "completion": "b"},
-    {"instruction": "a", "input": "", "output": "b"},
+OTHER_ROWS = [
+    {"dialogue": [{"role": "user", "content": "a"}], "id": "7"},
+    {"question": "a", "answer": "b"},
+    {"instruction": "a", "response": "b"},
     {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": "a", "completion": "b", "label": True},
     {"id": "7", "url": "http://a"},
     {"id": "7"},
     {"content": "a text", "n": 1},
@@ -82,15 +91,13 @@ def refusal(path: Path, **options) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".saved"])
-@pytest.mark.parametrize("row", CHATS, ids=lambda row: "+".join(row))
+@pytest.mark.parametrize("row", OTHER_ROWS, ids=lambda row: "+".join(row))
 def test_rows_without_the_text_column_are_refused_with_their_columns(row, suffix, tmp_path):
     message = refusal(write(tmp_path / f"a{suffix}", [row] * 3))
-    assert ", ".join(row) in message and "--text-column" in message
-    if {"messages", "conversations", "chosen", "completion", "output"} & row.keys():
-        assert "apply_chat_template" in message
-    else:
-        column = next(name for name, value in row.items() if isinstance(value, str))
-        assert texts(tmp_path / f"a{suffix}", text_column=column) == [row[column]] * 3
+    assert ", ".join(row) in message
+    assert ("preferences" if {"chosen", "label"} & row.keys() else "--text-column") in message
+    column = next(name for name, value in row.items() if isinstance(value, str))
+    assert texts(tmp_path / f"a{suffix}", text_column=column) == [row[column]] * 3
 
 
 TOKENS = {"input_ids": list(range(10, 30)), "labels": [-100] * 10 + list(range(20, 30))}
@@ -151,6 +158,72 @@ def test_a_masked_model_needs_a_mask_token_only_where_the_data_has_no_labels(tmp
         prepare_data(model, without, sequence_length=8)
 
 
+PAIR = {"input_ids": [3, 4, 5], "labels": [7, IGNORED]}
+
+
+def build_t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16, "vocab_size": 60}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)).eval()
+
+
+def build_bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 16))}
+    sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32, **sides}
+    return BartForConditionalGeneration(BartConfig(**sizes, vocab_size=60)).eval()
+
+
+@pytest.mark.parametrize("build", [build_t5, build_bart])
+@pytest.mark.parametrize("micro_batch", [1, 3, 6])
+def test_a_decoders_labels_have_their_own_length_as_in_transformers(build, micro_batch, tmp_path):
+    """The loss is that of transformers' own collator, which pads the same rows."""
+    model = build()
+    draw = np.random.default_rng(0)
+    rows = []
+    for source, target in [(5, 2), (1, 7), (6, 6), (3, 1), (8, 4), (2, 3)]:
+        labels = draw.integers(3, 60, target)
+        labels[:-1][draw.random(target - 1) < 0.3] = IGNORED
+        rows.append({"input_ids": draw.integers(3, 60, source).tolist(), "labels": labels.tolist()})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    sequences = cut_sequences(tokenize(read_corpus(path, has_decoder=True).documents, None, side_length=8), 16)
+    assert sequences.source_lengths.tolist() == [len(row["input_ids"]) for row in rows]
+    objective = Objective(kind="seq2seq-lm", pad_token_id=model.config.pad_token_id, vocab_size=60)
+    layout = Layout(micro_batch=micro_batch)
+    batch = next(BatchSource(sequences=sequences, global_batch=6, layout=layout, objective=objective).batches())
+    total = sum(model(**to_tensors(micro)).loss.item() * micro.num_label_tokens for micro in batch.micro_batches)
+    assert batch.num_label_tokens == sum(label != IGNORED for row in rows for label in row["labels"])
+
+    tokenizer = words_tokenizer(bos=False, eos=False)
+    tokenizer.pad_token = "<unk>"
+    tokenizer.pad_token_id = model.config.pad_token_id
+    features = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    expected = model(**DataCollatorForSeq2Seq(tokenizer, model=model)(features)).loss.item()
+    assert total / batch.num_label_tokens == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_long_side_of_a_pair_is_cut_and_said(tmp_path, caplog):
+    rows = [{"input_ids": list(range(1, 12)), "labels": [5, 6]}, {"input_ids": [1, 2], "labels": list(range(1, 12))}, PAIR]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    tokenized = tokenize(read_corpus(path, has_decoder=True).documents, None, side_length=4)
+    assert tokenized.source_lengths.tolist() == [4, 2, 3]
+    assert tokenized.labels.tolist() == [*[IGNORED] * 4, 5, 6, IGNORED, IGNORED, 1, 2, 3, 4, *[IGNORED] * 3, 7, IGNORED]
+    assert "2 rows are longer than 4 tokens" in caplog.text
+    training, held_out = hold_out_evaluation(tokenized, sequence_length=8)
+    assert (training.source_lengths.tolist(), held_out.source_lengths.tolist()) == ([4, 2], [3])
+
+
+@pytest.mark.parametrize("row", [PAIR, {"input_ids": [3, 4, 99]}])
+def test_an_id_outside_of_the_vocabulary_is_refused_with_its_row(row, tmp_path):
+    sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16, "vocab_size": 90}
+    T5Config(**sizes, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "model")
+    model = find_model(str(tmp_path / "model" / "config.json"))
+    good = {name: [3] * 4 for name in row}
+    data = write_jsonl(tmp_path / "a.jsonl", [good, good, {name: [*values, 95] for name, values in row.items()}, good])
+    with pytest.raises(RequestError, match=r"a.jsonl:3 holds token id 9[59], the model's vocabulary has 90"):
+        prepare_data(model, data, sequence_length=8)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -181,7 +254,7 @@ def test_token_rows_that_contradict_themselves_are_refused_with_their_place(row,
         ([{"input_ids": [1, 2]}, {"input_ids": [1, None]}], ["row 2", "empty value"]),
         (GAPS, ["row 2"]),
         ([{"input_ids": [1, 2], "loss_mask": [1, 0]}], ["row 1", "'loss_mask'"]),
-        ([{"input_ids": [1.5, 2.0]}], ["row 1", "no integers"]),
+        ([{"input_ids": [1.5, 2.0]}], ["row 1", "list of integers"]),
         ([{"text": "a"}, {"text": None}, {"text": 3.5}][2:], ["row 1", "holds 3.5"]),
         ([{"text": {"a": "b"}}], ["row 1", "'text'"]),
         ([{"text": ["a", "b"]}], ["row 1", "'text'"]),
@@ -234,7 +307,7 @@ def test_tables_and_texts_are_read_as_they_are(name, content, expected, tmp_path
     ("name", "content", "words"),
     [
         ("a.csv", b"one\ntwo\n", ["no column 'text'", "one", "--text-column"]),
-        ("a.csv", b"id;text\n1;one\n", ["no column 'text'", "id;text"]),
+        ("a.csv", b"id;text\n1;one\n", ["a.csv:1", "'id;text'", "';' divides"]),
         ("a.csv", b"text,n\none,1\ntwo\n", ["a.csv:3", "1 fields"]),
         ("a.csv", b"text,n\none,1\ntwo,2,3\n", ["a.csv:3", "3 fields"]),
         ("a.csv", b'text,n\n"one,1\n', ["a.csv:2"]),
@@ -250,7 +323,7 @@ def test_tables_and_texts_are_read_as_they_are(name, content, expected, tmp_path
         ("a.json", b'[{"text": "a"}, ]', ["a.json", "not valid JSON"]),
         ("a.json", b'[{"text": "a"}] {"text": "b"}', ["a.json", "more follows"]),
         ("a.json", b'[{"text": "a"}, "b"]', ["a.json (record 2)"]),
-        ("a.json", b'{"data": [{"text": "a"}]}', ["no column 'text'", "data"]),
+        ("a.json", b'{"data": [{"text": "a"}]}', ["a.json:1", "'data' holds the records"]),
         ("a.json", b'{"text": ["a", "b"]}', ["a.json:1", "'text'"]),
         ("a.json", b"[]", ["no documents"]),
         ("a.txt", b"a \x00 b", ["not UTF-8"]),
@@ -370,7 +443,7 @@ def test_the_readme_of_the_hub_names_the_splits(tmp_path):
 
 
 def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("upshift.training.data.corpus.PIECE_CHARACTERS", 8)
+    monkeypatch.setattr("upshift.training.data.text_files.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.tokenizer.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.records.READ_CHARACTERS", 5)
     (tmp_path / "a.txt").write_text("one two\nthree four five\n" * 3, encoding="utf-8")

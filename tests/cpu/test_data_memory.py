@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 import pyarrow.parquet
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
-from upshift.training.data.corpus import TextFile, read_corpus
+from upshift.training.data.corpus import read_corpus
+from upshift.training.data.text_files import TextFile
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences
 

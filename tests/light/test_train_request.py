@@ -30,6 +30,9 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "lora_rank": ("--lora-rank 4", 4),
     "load_in_4bit": ("--load-in-4bit", True),
     "text_column": ("--text-column body", "body"),
+    "data_format": ("--data-format alpaca", "alpaca"),
+    "loss_on": ("--loss-on all", "all"),
+    "long_rows": ("--long-rows drop", "drop"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
 }

@@ -1,4 +1,7 @@
-"""Run ``upshift data to-tfrecord``: tokenize once, for all runs, and write TFRecord files, which a TPU's host reads fastest."""
+"""Run ``upshift data show``, which prints what a model learns of its data, and ``upshift data to-tfrecord``.
+
+``to-tfrecord`` tokenizes once, for all runs, and writes TFRecord files, which a TPU's host reads fastest.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,77 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import Model, SequenceLength
+from upshift.cli.options import DataFormat, LongRows, LossOn, Model, SequenceLength, TextColumn, data_options_of
 
-app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend reads best.")
+app = typer.Typer(no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.")
+Data = Annotated[str, typer.Option("--data", help="as in upshift train")]
+LEARNED_STYLE = "bold green"
+LEARNED_BRACKETS = ("[[", "]]")  # around what is learned, where there is no colour
+
+
+@app.command("show")
+def show(
+    model: Model,
+    data: Data,
+    sequence_length: SequenceLength = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="sequences to print")] = 3,
+    text_column: TextColumn = None,
+    data_format: DataFormat = None,
+    loss_on: LossOn = None,
+    long_rows: LongRows = None,
+) -> None:
+    """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
+    options = data_options_of(locals())
+    from upshift.models.source import find_model
+    from upshift.training.data.dataset import prepare_data
+    from upshift.training.data.show import count_tokens, show_sequences
+
+    prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, options=options)
+    for number, parts in enumerate(show_sequences(prepared, rows), start=1):
+        tables.out.print(f"[dim]sequence {number}[/dim]", highlight=False)
+        tables.out.print(_marked_text(parts), soft_wrap=True)
+    counts = count_tokens(prepared)
+    learned = "drawn at random while the model is trained"
+    if counts.num_learned is not None:
+        learned = f"{counts.num_learned:,} ({counts.num_learned / max(counts.num_tokens, 1):.0%})"
+    tables.out.print(
+        f"{prepared.summary.num_documents:,} rows, {counts.num_sequences:,} sequences to train on, {counts.num_tokens:,} tokens; "
+        f"trained on: {learned}",
+        highlight=False,
+    )
+
+
+def _marked_text(parts: Any) -> Text:
+    """Return the parts of a sequence as one text: what is learned in colour, or in brackets where there is no colour."""
+    has_colour = tables.out.color_system is not None and not tables.out.no_color
+    before, after = ("", "") if has_colour else LEARNED_BRACKETS
+    text = Text()
+    for part in parts:
+        if part.is_learned:
+            text.append(f"{before}{part.text}{after}", style=LEARNED_STYLE)
+        else:
+            text.append(part.text)
+    return text
 
 
 @app.command("to-tfrecord")
 def to_tfrecord(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="as in upshift train")],
+    data: Data,
     output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
     sequence_length: SequenceLength = None,
     shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    text_column: TextColumn = None,
+    data_format: DataFormat = None,
+    loss_on: LossOn = None,
+    long_rows: LongRows = None,
     seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
 ) -> None:
     """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
+    options = data_options_of(locals())
     from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift data to-tfrecord")
@@ -31,7 +87,7 @@ def to_tfrecord(
     from upshift.training.data.dataset import prepare_data
     from upshift.xla.data.tfrecord import write_records
 
-    prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
+    prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, options=options)
     pad_token_id = prepared.objective.pad_token_id
     index = write_records(_examples(prepared, seed), output, pad_token_id=pad_token_id, shards=shards)
     tables.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)

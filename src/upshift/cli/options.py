@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -19,6 +19,7 @@ from upshift.hardware import describe
 from upshift.models.sequence_length import SEQUENCE_HELP
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
+from upshift.training.data.data_options import DataOptions
 
 
 def command_line_options(context: typer.Context) -> dict[str, str]:
@@ -73,7 +74,28 @@ FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --l
 RaceSeconds = Annotated[
     float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
 ]
+TextColumn = Annotated[str | None, typer.Option("--text-column", help="of --data: the column that holds the text, if not text")]
+DataFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--data-format",
+        help="of --data, if its columns allow several: text, input_ids, messages, conversations, prompt-completion, alpaca",
+    ),
+]
+LossOn = Annotated[
+    str | None,
+    typer.Option("--loss-on", help="of chats and prompts: assistant (its turns, the completion; default) or all tokens"),
+]
+LongRows = Annotated[
+    str | None,
+    typer.Option("--long-rows", help="rows longer than a sequence: cut (default for chats), split (default for text) or drop"),
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+
+
+def data_options_of(options: Mapping[str, Any]) -> DataOptions:
+    """Return what the user says of the data. ``options``: options of the command, by name."""
+    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields})
 
 
 class LayoutFlag(NamedTuple):

@@ -44,6 +44,7 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
     global_batch = request.global_batch
     seed = request.arguments.seed
     if has_records(request.data):
+        _reject_data_options(request)
         num_sequences = read_index(request.data).num_examples
         steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
         batches = record_batches(request.data, global_batch=global_batch, num_steps=steps, seed=seed)
@@ -77,6 +78,16 @@ def _reject_torch_options(request: TrainRequest) -> None:
             raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
 
 
+def _reject_data_options(request: TrainRequest) -> None:
+    """Raise RequestError if an option says how to read rows, and the data are sequences already."""
+    for name, value in request.as_options.model_dump().items():
+        if value is not None:
+            raise RequestError(
+                f"--{name.replace('_', '-')} {value} is not for TFRecord files, whose rows are tokenized; leave it out, or give "
+                "it to upshift data to-tfrecord"
+            )
+
+
 def _read_fields(assignments: tuple[str, ...]) -> dict[str, str]:
     fields = dict(text.partition("=")[::2] for text in assignments)
     unknown = next((name for name in fields if name not in FIELDS), None)
@@ -97,7 +108,7 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     global_batch = request.global_batch
     seed = request.arguments.seed
     data = prepare_data(
-        find_model(request.model), request.data, sequence_length=request.sequence_length, text_column=request.text_column
+        find_model(request.model), request.data, sequence_length=request.sequence_length, options=request.as_options
     )
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)

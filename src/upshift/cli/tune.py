@@ -13,14 +13,19 @@ from rich.table import Table
 from upshift.cli import tables
 from upshift.cli.options import (
     Allow,
+    DataFormat,
     Epochs,
     FourBits,
     GlobalBatch,
     Json,
+    LongRows,
     LoraRank,
+    LossOn,
     Model,
     SequenceLength,
     Set,
+    TextColumn,
+    data_options_of,
     split_names,
     with_layout_flags,
 )
@@ -69,7 +74,10 @@ def command(
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    text_column: TextColumn = None,
+    data_format: DataFormat = None,
+    loss_on: LossOn = None,
+    long_rows: LongRows = None,
     seed: Seed = 42,
     set_: Set = None,
     allow: Allow = "",
@@ -79,6 +87,7 @@ def command(
 ) -> None:
     """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
     _check_request(html)
+    of_data = data_options_of(locals())
     with importing():
         from upshift.tuning.tune import tune
 
@@ -90,7 +99,8 @@ def command(
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
             global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split_names(allow),
-            from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
+            from_config=from_config, load_in_4bit=load_in_4bit, text_column=of_data.text_column, data_format=of_data.data_format,
+            loss_on=of_data.loss_on, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page

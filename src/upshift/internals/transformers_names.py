@@ -53,6 +53,12 @@ ROPE_FUNCTIONS = Internal(
     "transformers", "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS", "The engine llamacpp", "use another engine (--engine)"
 )
 CLASS_NAMES = Internal("transformers", "transformers.models.auto:modeling_auto", "Finding what a model is for")
+RENDER_CHAT = Internal(
+    "transformers",
+    "transformers.utils.chat_template_utils:render_jinja_template",
+    "Training on chats with a chat template that marks the assistant's turns",
+    "learn all tokens (--loss-on all)",
+)
 
 # Declarations of a model.
 NO_SPLIT = Internal("transformers", "PreTrainedModel._no_split_modules", "Profiles of a model")

@@ -170,9 +170,16 @@ def source_max_positions(source: ModelSource) -> int | None:
 def why_untraceable(source: ModelSource, error: BaseException) -> str:
     """Return a message that names the innermost module in the error's traceback."""
     location = "its forward"
+    conversions = {method.__code__ for method in (nn.Module.to, nn.Module.float, nn.Module.half, nn.Module.bfloat16)}
     frame = error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
+        if frame.tb_frame.f_code in conversions and location != "its forward":
+            return (
+                f"{source.reference!r} cannot be traced: {location} converts its own weights while it runs, which a trace "
+                "without weights cannot follow; use transformers.Trainer, or report this architecture (transformers "
+                f"{transformers.__version__})"
+            )
         if isinstance(owner, nn.Module):
             location = f"{type(owner).__name__} ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
         frame = frame.tb_next

@@ -7,12 +7,13 @@ everything else. The command line or ``train()`` makes it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from pydantic import Field
 
 from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
+from upshift.training.data.data_options import DataKeywords, DataOptions
 from upshift.value import Value
 
 LearningRateSchedule = Literal[
@@ -54,7 +55,7 @@ TRIAL_SECONDS = 60.0
 DEFAULT_OUTPUT = Path("upshift-output")
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanOptions(DataKeywords, total=False):
     """Options of ``train`` and ``tune``. The fields of ``TrainRequest`` with these names explain them."""
 
     sequence_length: int | None
@@ -66,13 +67,12 @@ class PlanOptions(TypedDict, total=False):
     from_config: bool
     lora_rank: int | None
     load_in_4bit: bool
-    text_column: str | None
     tokenizer: Any
     trial_seconds: float
     mup_base: str | None
 
 
-class TrainRequest(RunNumbers):
+class TrainRequest(RunNumbers, DataOptions):
     """A training run as the user requests it."""
 
     model: str
@@ -89,7 +89,6 @@ class TrainRequest(RunNumbers):
     from_config: bool = Field(False, description="random weights")
     lora_rank: int | None = Field(None, description="LoRA of this rank around every linear layer but the head")
     load_in_4bit: bool = Field(False, description="below an adapter (QLoRA)")
-    text_column: str | None = None
     tokenizer: Any = Field(None, description="a tokenizer, or where one is; None: the model's own")
     trial_seconds: float = Field(TRIAL_SECONDS, ge=0, description="the time to try plans in; 0: trust the prediction")
     mup_base: str | None = Field(None, description="a narrower model whose learning rates hold, by muP")

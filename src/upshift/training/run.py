@@ -33,6 +33,7 @@ from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
+from upshift.training.data.data_options import DataOptions
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
@@ -150,7 +151,7 @@ class PreparedRun:
             plan=self.plan,
             arguments=arguments,
             data=self.request.data,
-            text_column=self.request.text_column,
+            data_options=self.request.as_options,
             global_batch=self.planning.workload.global_batch,
             output=str(output),
             overwrite=overwrite,
@@ -180,7 +181,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
-        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, text_column=request.text_column,
+        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, options=request.as_options,
         progress=watcher.tokenizing,
     )  # fmt: skip
     host = host or _host_for_processes(find_host(None), fixed)
@@ -313,12 +314,10 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
 
 
 def length_histogram(
-    model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
+    model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, options: DataOptions | None = None
 ) -> Any:
     """Return the histogram of the sequence lengths of data for planning, or None if all sequences are full."""
-    data = prepare_data(
-        find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column
-    )
+    data = prepare_data(find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, options=options)
     return _histogram_unless_full(data)
 
 

@@ -5,7 +5,6 @@ With ``--data``, plan for the lengths of its sequences: cut as the request says,
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -18,13 +17,18 @@ import typer
 from upshift.cli import tables
 from upshift.cli.options import (
     Allow,
+    DataFormat,
     FourBits,
     GlobalBatch,
     Json,
+    LongRows,
     LoraRank,
+    LossOn,
     Model,
     SequenceLength,
     Set,
+    TextColumn,
+    data_options_of,
     split_names,
     with_layout_flags,
 )
@@ -39,11 +43,12 @@ from upshift.planning.cost.time import sample_unit
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
+from upshift.training.data import data_options
+from upshift.training.data.data_options import DataOptions
 
 On = Annotated[str | None, typer.Option("--on", help="a described host such as 8x8xh100@ib-ndr; default: this machine")]
 Html = Annotated[Path | None, typer.Option("--html", help="write the plans, drawn, to this file: one page that works offline")]
 Data = Annotated[str | None, typer.Option("--data", help="plan for the lengths of its sequences: a file or folder, as in train")]
-TextColumn = Annotated[str | None, typer.Option("--text-column", help="of --data, the column that holds the text, if not text")]
 Risk = Annotated[float | None, typer.Option("--risk", help="accepted probability of running out of memory, such as 0.01")]
 Train = Annotated[bool, typer.Option("--train", help="plan a training run (default)")]
 MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")]
@@ -54,16 +59,15 @@ Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
 @with_layout_flags
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
-    set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
-    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
-    prompt_length: plan_inference.PromptLength = None, output_length: plan_inference.OutputLength = None,
-    concurrency: plan_inference.Concurrency = None,
-    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None,
-    why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None,
-    compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
-    deadline: questions.Deadline = None, lock: questions.Lock = None, check: questions.CheckFile = None,
-    rows: Rows = 5, html: Html = None, as_json: Json = False,
+    set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
+    loss_on: LossOn = None, long_rows: LongRows = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True, generate: plan_inference.Generate = False,
+    encode: plan_inference.Encode = False, prompt_length: plan_inference.PromptLength = None,
+    output_length: plan_inference.OutputLength = None, concurrency: plan_inference.Concurrency = None,
+    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None, why: questions.Why = None,
+    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
+    price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
+    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
     fixed = tuple(set_ or ())
@@ -84,15 +88,16 @@ def command(
 
         check_page_path(html)
     asked.check(on)
-    _check_data_options(risk, data, text_column)
+    options = data_options_of(locals())
+    _check_data_options(risk, data, options)
     allowed = check_allow(split_names(allow))
     source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
-        lengths=_read_lengths(model, data, sequence_length=length, text_column=text_column), risk=risk,
+        lengths=_read_lengths(model, data, sequence_length=length, options=options), risk=risk,
     )  # fmt: skip
-    lengths_at = None if data is None else _lengths_at(model, data, text_column=text_column)
+    lengths_at = None if data is None else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
     if asked.answer_instead(request):
         return
@@ -114,46 +119,47 @@ def command(
     answers.print(sample_unit(planning.profile))
 
 
-def _check_data_options(risk: float | None, data: str | None, text_column: str | None) -> None:
-    if text_column is not None and data is None:
-        raise RequestError(f"--text-column {text_column} names a column of --data; add --data, or leave it out")
+def _check_data_options(risk: float | None, data: str | None, options: DataOptions) -> None:
+    for name, value in options.model_dump().items():
+        if value is not None and data is None:
+            raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
 
 
-def _read_lengths(model: str, data: str | None, *, sequence_length: int, text_column: str | None) -> LengthHistogram | None:
+def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:
     """Return the lengths of the sequences of ``data``, or None if every sequence is full or there is no data."""
     if data is None:
         return None
     from upshift.training.run import length_histogram  # reading data needs tokenizers
 
     with tables.step(f"Reading the lengths of {data}"):
-        lengths: LengthHistogram | None = length_histogram(model, data, sequence_length=sequence_length, text_column=text_column)
+        lengths: LengthHistogram | None = length_histogram(model, data, sequence_length=sequence_length, options=options)
     return lengths
 
 
-def _lengths_at(model: str, data: str, *, text_column: str | None) -> Callable[[int], LengthHistogram | None]:
+def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], LengthHistogram | None]:
     """Return a function of a sequence length: the lengths of ``data`` cut at it, or None if every sequence is full then.
 
     It reads the documents once, when it is first called."""
 
     @cache
-    def document_lengths() -> tuple[int, ...]:
+    def read_lengths() -> tuple[tuple[int, ...], data_options.LongRows]:
         from upshift.models.source import find_model
-        from upshift.training.data.corpus import read_corpus
-        from upshift.training.data.tokenizer import load_tokenizer, tokenize
+        from upshift.training.data.dataset import document_lengths  # reading data needs tokenizers
 
         with tables.step(f"Reading the documents of {data}"):
-            corpus = read_corpus(data, text_column=text_column)
-            source = find_model(model)
-            tokenizer = None if corpus.is_tokenized else load_tokenizer(source.directory or source.reference)
-            offsets = tokenize(corpus.documents, tokenizer).offsets.tolist()
-        return tuple(end - start for start, end in itertools.pairwise(offsets))
+            return document_lengths(find_model(model), data, options)
 
     @cache
     def lengths_at(sequence_length: int) -> LengthHistogram | None:
-        lengths = LengthHistogram.of_documents(document_lengths(), sequence_length)
-        return None if lengths.mean >= lengths.sequence_length else lengths
+        lengths, long_rows = read_lengths()
+        if long_rows == "cut":
+            lengths = tuple(min(length, sequence_length) for length in lengths)
+        elif long_rows == "drop":
+            lengths = tuple(length for length in lengths if length <= sequence_length)
+        histogram = LengthHistogram.of_documents(lengths, sequence_length)
+        return None if histogram.mean >= histogram.sequence_length else histogram
 
     return lengths_at
 

@@ -16,6 +16,7 @@ from upshift.errors import RequestError
 from upshift.inference.resumable_output import check_output, is_empty, is_text, parse_object, read_lines
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
+from upshift.text import describe_other_part
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}
@@ -109,19 +110,12 @@ def _join_content(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
-    for item in content:
-        if (
-            not isinstance(item, Mapping)
-            or item.get("type") != "text"
-            or set(item) != {"type", "text"}
-            or not is_text(item["text"])
-        ):
-            kind = item.get("type") if isinstance(item, Mapping) else None
-            description = f"of type {kind!r}" if kind not in (None, "text") else f"{item!r:.60}"
-            raise RequestError(
-                f"{name} is no prompt: its content has a part {description}, and answers are made from text alone; "
-                'write parts as {"type": "text", "text": "..."}'
-            )
+    description = describe_other_part(content)
+    if description is not None:
+        raise RequestError(
+            f"{name} is no prompt: its content has a part {description}, and answers are made from text alone; "
+            'write parts as {"type": "text", "text": "..."}'
+        )
     return {**message, "content": "".join(item["text"] for item in content)}
 
 

@@ -123,22 +123,24 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
-    """Use the first half of each sequence as input, and the second half as labels.
+    """Use the source of each sequence as input, and its labels. Without labels, the second half is learned after the first.
 
     The model makes decoder_input_ids from the labels.
     """
-    first = lengths // 2
+    first = lengths // 2 if sequences.source_lengths is None else sequences.source_lengths[ids]
     width = min(round_up(int(first.max(initial=1)), layout.pad_multiple), sequences.sequence_length)
     label_width = min(round_up(int((lengths - first).max(initial=1)), layout.pad_multiple), sequences.sequence_length)
     starts = sequences.starts[ids]
+    targets = sequences.tokens if sequences.labels is None else sequences.labels
+    labels = _pad_rows(targets, ids, starts + first, lengths - first, label_width, IGNORED)
     return MicroBatch(
         arrays=_without_missing(
             input_ids=_pad_rows(sequences.tokens, ids, starts, first, width, objective.pad_token_id),
             attention_mask=_attention_mask(first, width),
-            labels=_pad_rows(sequences.tokens, ids, starts + first, lengths - first, label_width, IGNORED),
+            labels=labels,
         ),
         sequence_ids=ids,
-        num_label_tokens=int((lengths - first).sum()),
+        num_label_tokens=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=int(lengths.sum()),
     )
 

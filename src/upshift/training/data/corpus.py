@@ -3,19 +3,18 @@
 Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
 table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-A table is trained on by the column that the user names, else by `input_ids` (token ids), else by `text`. No other column is
-taken for text: a table without these is rejected, with the names of its columns. Beside token ids, `labels` and
-`attention_mask` are used. Any other column with a number for each token is rejected by name.
+A table is trained on by the column that the user names, else by its columns (row_formats.py): token ids, text, chats, or prompts
+with completions. No other column is taken for text: a table without these is rejected, with the names of its columns. Beside
+token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may
+say something of each token. The user is told the names of all other columns, which are left out.
 """
 
 from __future__ import annotations
 
-import io
+import importlib.util
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,92 +23,69 @@ from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.text import find_lone_surrogate
-from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind, find_data_files, open_data, say_once
+from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
+from upshift.training.data.data_files import (
+    EVALUATION_SPLIT,
+    SPLIT_WORDS,
+    Kind,
+    find_data_files,
+    first_names,
+    say_once,
+)
 from upshift.training.data.records import (
     Row,
     check_column_names,
-    is_number_list,
+    is_list,
+    is_text,
     read_arrow,
     read_csv,
     read_json,
     read_parquet,
     rows_of_batches,
 )
+from upshift.training.data.row_formats import (
+    SIMILAR_COLUMNS,
+    TOKEN_COLUMN,
+    Columns,
+    RowFormat,
+    check_data_format,
+    find_format,
+    list_columns,
+    possible_formats,
+)
+from upshift.training.data.text_files import TextFile, checking_compression, read_texts
 from upshift.value import Value
 
-TEXT_COLUMN = "text"
-TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
-SPECIAL_TOKENS_MASK = "special_tokens_mask"  # ignored: the tokenizer knows its special tokens
+SPECIAL_TOKENS_MASK = "special_tokens_mask"  # left out: the tokenizer knows its special tokens
 SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
-CHAT_COLUMNS = frozenset((
-    "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
-    "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
-))  # fmt: skip
 
 
 class TokenRow(NamedTuple):
     """A document that is already tokenized.
 
     ``labels`` has one entry for each id, -100 where nothing is learned. None means that the ids are the labels.
+
+    With ``source_length``, the first ids are the input of an encoder, and the labels after them are those of its decoder.
     """
 
     ids: NDArray[Any]
     labels: NDArray[Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The columns of a table that are read."""
-
-    name: str  # of the text or the token ids
-    has_labels: bool
-    has_mask: bool
-
-
-def choose_column(columns: Collection[str], *, requested: str | None, empty: Collection[str] = (), origin: str) -> str:
-    """Return the column to train on. Raise RequestError if none is requested and there is none with a usual name.
-
-    ``empty`` has the columns without a value.
-    """
-    if requested is not None:
-        if requested in columns:
-            return requested
-        raise RequestError(f"{origin} has no column {requested!r}; {_list_columns(columns)}; name one that holds text")
-    if TOKEN_COLUMN in columns and not (TOKEN_COLUMN in empty and TEXT_COLUMN in columns):
-        return TOKEN_COLUMN
-    if TEXT_COLUMN in columns:
-        return TEXT_COLUMN
-    chat = [name for name in columns if name in CHAT_COLUMNS]
-    if chat:
-        raise RequestError(
-            f"{origin} holds chats or pairs ({', '.join(chat)}), which are not trained on yet; {_list_columns(columns)}; "
-            "write each as one text with tokenizer.apply_chat_template(.., tokenize=False) into a column 'text', or name a "
-            "column of plain text with --text-column"
-        )
-    raise RequestError(
-        f"{origin} has no column 'text'; {_list_columns(columns)}; name the one that holds the text with --text-column "
-        "(text_column in Python)"
-    )
-
-
-def find_columns(columns: Collection[str], name: str) -> Columns:
-    """Return the columns that are read if ``name`` is the chosen one."""
-    return Columns(name=name, has_labels=LABELS in columns, has_mask=MASK in columns)
+    source_length: int | None = None
 
 
 def read_document(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
     """Return a row's text or token ids, or None if it is empty. Raise RequestError, with the place, for anything else."""
     if columns.name not in record:
-        raise RequestError(f"{place} has no column {columns.name!r}; {_list_columns(record)}; give it, or leave the row out")
+        raise RequestError(f"{place} has no column {columns.name!r}; {list_columns(record)}; give it, or leave the row out")
     value = record[columns.name]
     if isinstance(value, str) and columns.name == TOKEN_COLUMN:
         raise RequestError(f"{place}: column {TOKEN_COLUMN!r} holds text, {_shorten(value)}; it must be a list of token ids")
     if value is None or isinstance(value, str):
         return _check_text(value, place)
-    if not isinstance(value, np.ndarray) and not _is_token_list(value):
+    if not isinstance(value, np.ndarray | list):
         raise RequestError(f"{place}: column {columns.name!r} holds {_shorten(value)}; it must be text or a list of token ids")
     return _make_token_row(_to_integers(value, columns.name, place), record, columns, place)
 
@@ -128,7 +104,7 @@ def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Colum
     for name, value in record.items():
         if name not in (columns.name, LABELS, MASK, SPECIAL_TOKENS_MASK):
             _refuse_token_numbers(name, value, place)
-    labels = _token_column(record, LABELS, columns.has_labels, ids, place)
+    labels = _token_column(record, LABELS, columns.has_labels, None if columns.is_pair else ids, place)
     mask = _token_column(record, MASK, columns.has_mask, ids, place)
     _check_ids(ids, columns.name, place)
     if labels is not None:
@@ -136,12 +112,25 @@ def _make_token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Colum
     if mask is not None:
         unmasked = _unmasked_range(mask, place)
         ids = ids[unmasked]
-        labels = None if labels is None else labels[unmasked]
+        labels = labels if labels is None or columns.is_pair else labels[unmasked]
+    if columns.is_pair and labels is not None:
+        return make_pair(ids, labels) if len(ids) and len(labels) else None
     return TokenRow(ids, labels) if len(ids) else None
 
 
-def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
-    """Return a column with a number for each token. Raise RequestError if its length is wrong, or only some rows have it."""
+def make_pair(source: NDArray[Any], labels: NDArray[Any]) -> TokenRow:
+    """Return a row whose first ids an encoder reads, and whose labels after them a decoder learns."""
+    ids = np.concatenate([source, np.zeros(len(labels), np.int64)])  # the decoder's inputs are made from the labels
+    return TokenRow(ids, np.concatenate([np.full(len(source), IGNORED), labels]), len(source))
+
+
+def _token_column(
+    record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any] | None, place: str
+) -> NDArray[Any] | None:
+    """Return a column with a number for each of the ids, if they are given.
+
+    Raise RequestError if its length is wrong, or if only some rows have the column.
+    """
     if (name in record) != expected:
         article = "no" if expected else "a"
         others = "have one" if expected else "have none"
@@ -151,12 +140,10 @@ def _token_column(record: Mapping[str, Any], name: str, expected: bool, ids: NDA
     if not expected:
         return None
     value = record[name]
-    if not isinstance(value, np.ndarray) and not _is_token_list(value):
-        raise RequestError(
-            f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of as many integers as the token ids"
-        )
+    if not isinstance(value, np.ndarray | list):
+        raise RequestError(f"{place}: column {name!r} holds {_shorten(value)}; it must be a list of integers, one for each token")
     numbers = _to_integers(value, name, place)
-    if len(numbers) != len(ids):
+    if ids is not None and len(numbers) != len(ids):
         raise RequestError(f"{place} has {len(ids)} token ids and {len(numbers)} in column {name!r}; give one for each token id")
     return numbers
 
@@ -180,50 +167,57 @@ def _unmasked_range(mask: NDArray[Any], place: str) -> slice:
 
 
 def _refuse_token_numbers(name: str, value: Any, place: str) -> None:
-    """Raise RequestError if a column that is not used has a number for each token."""
-    is_numbers = isinstance(value, np.ndarray) or (
-        isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value)
-    )
-    if is_numbers and not (name == SEGMENTS and not any(value)):
+    """Raise RequestError if a column that is not used has numbers that may belong to the tokens."""
+    if _holds_numbers(value) and not (name == SEGMENTS and not np.any(value)):
         raise RequestError(
             f"{place}: column {name!r} says something of each token, which is not used; remove the column, "
             f"or say what is learned with labels ({IGNORED}: nothing)"
         )
 
 
+def _holds_numbers(value: Any) -> bool:
+    """Return whether a value is a list of numbers, or of such lists."""
+    if isinstance(value, np.ndarray):
+        return True
+    if not isinstance(value, list):
+        return False
+    return bool(value) and all(isinstance(item, int | float) or _holds_numbers(item) for item in value)
+
+
 def _to_integers(value: Any, name: str, place: str) -> NDArray[Any]:
-    """Return a list as int64 numbers. Raise RequestError for other numbers."""
-    numbers = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
-    if numbers.dtype.kind not in "iub":
-        raise RequestError(f"{place}: column {name!r} holds an empty value or no integers; tokenize the text again")
-    return numbers.astype(np.int64)
+    """Return a list as int64 numbers. Raise RequestError for other numbers. Only a mask may have truth values."""
+    items = value if isinstance(value, list) else value[:1].tolist()  # the numbers of an array have one type
+    types = {type(item) for item in items}
+    if types - {int, bool} or (bool in types and name != MASK):
+        text = "" if name in (TOKEN_COLUMN, LABELS, MASK) else "text or "
+        raise RequestError(
+            f"{place}: column {name!r} holds {_shorten(value)}; it must be {text}a list of integers (1, not 1.0) "
+            "without empty values"
+        )
+    highest = max(items, default=0) if isinstance(value, list) else int(value.max(initial=0))
+    lowest = min(items, default=0) if isinstance(value, list) else 0
+    if highest >= 2**63 or lowest < -(2**63):
+        raise _no_such_id(highest if highest >= 2**63 else lowest, name, place)
+    return np.array(value, np.int64)
 
 
 def _check_ids(ids: NDArray[Any], name: str, place: str) -> None:
     """Raise RequestError for ids that no vocabulary has."""
     invalid = ids[(ids < 0) | (ids >= 2**31)]
     if len(invalid):
-        labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
-        raise RequestError(
-            f"{place}: column {name!r} holds token id {int(invalid[0])}; ids are 0 to the vocabulary size - 1{labels_note}: "
-            "tokenize the text again, padding is added here"
-        )
+        raise _no_such_id(int(invalid[0]), name, place)
 
 
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) in (int, bool) and abs(item) < 2**63 for item in value)
-
-
-def _list_columns(columns: Collection[str]) -> str:
-    return f"its columns are {', '.join(map(str, columns)) or 'none'}"
+def _no_such_id(number: int, name: str, place: str) -> RequestError:
+    labels_note = f", or {IGNORED} in labels" if name == LABELS else ""
+    return RequestError(
+        f"{place}: column {name!r} holds token id {number}; ids are 0 to the vocabulary size - 1{labels_note}: "
+        "tokenize the text again, padding is added here"
+    )
 
 
 def _shorten(value: Any) -> str:
-    return json.dumps(value, default=str)[:60]
-
-
-PIECE_CHARACTERS = 2**18  # characters of a long text file that are in memory at once
-DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError)  # from readers of compressed files, beside OSError
+    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)[:60]
 
 
 class CorpusSummary(Value):
@@ -236,20 +230,18 @@ class CorpusSummary(Value):
     num_skipped_binary: int  # files that are not UTF-8 text
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A document that is too long to be held in memory."""
-
-    path: Path
-
-    def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces."""
-        with _open_text(self.path) as text:
-            while piece := text.read(PIECE_CHARACTERS):
-                yield piece
+Document = str | TextFile | TokenRow | Chat | PromptCompletion
 
 
-Document = str | TextFile | TokenRow
+def content_of(document: Document) -> str:
+    """Return what a document is, for messages."""
+    if isinstance(document, TokenRow):
+        return "token ids"
+    if isinstance(document, PromptCompletion):
+        return "a prompt and a completion of plain text"
+    if isinstance(document, Chat):
+        return "a chat" if document.num_prompt_messages is None else "a prompt and a completion of messages"
+    return "text"
 
 
 class Documents:
@@ -262,43 +254,64 @@ class Documents:
         self.num_documents = 0
         self.num_empty = 0
         self.binary: list[str] = []
+        self.columns: Columns | None = None  # of tables, once a row was read
+        self.column_names: dict[str, None] = {}  # all columns of tables, in the order in which they were met
+        self.is_tokenized = False  # whether the last document had token ids
 
     def __iter__(self) -> Iterator[Document]:
+        return (document for _, document in self.with_places())
+
+    def with_places(self) -> Iterator[tuple[str, Document]]:
+        """Yield each document with the file and the row that hold it."""
         self.num_documents = 0
         self.num_empty = 0
         self.binary = []
-        is_tokenized: bool | None = None
+        self.column_names = {}
+        previous: str | None = None
         try:
             for place, document in self._read(self):
                 if document is None:
                     self.num_empty += 1
                     continue
-                if is_tokenized is None:
-                    is_tokenized = isinstance(document, TokenRow)
-                if is_tokenized != isinstance(document, TokenRow):
-                    content, previous = ("text", "token ids") if is_tokenized else ("token ids", "text")
+                content = content_of(document)
+                if content != (previous or content):
                     raise RequestError(f"{place} holds {content}, the rows before it hold {previous}; give one of the two")
+                previous = content
+                self.is_tokenized = isinstance(document, TokenRow)
                 self.num_documents += 1
-                yield document
+                yield place, document
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"cannot read {error.filename or self.origin}: {reason}; check the path and its rights") from None
-        except DECOMPRESSION_ERRORS as error:
-            raise RequestError(f"{self.origin} is not a complete compressed file ({error}); copy or write it again") from None
         self._report_left_out()
 
     def first(self) -> Document | None:
         """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
+    @property
+    def unused_columns(self) -> tuple[str, ...]:
+        """Return the columns of tables that are not read. Later rows may have more of them."""
+        if self.columns is None:
+            return ()
+        names = list(self.column_names)
+        used = {self.columns.name}
+        if self.columns.is_chat:
+            used.update(self.columns.of_chat(names))
+        elif self.is_tokenized:
+            used |= {LABELS, MASK, SEGMENTS}  # other token_type_ids than 0 are rejected
+        return tuple(name for name in names if name not in used)
+
     def _report_left_out(self) -> None:
-        if self.num_empty and self.num_documents:
+        if not self.num_documents:
+            return
+        if self.num_empty:
             say_once(f"{self.origin}: {self.num_empty} empty or null rows or files are left out")
-        if self.binary and self.num_documents:
-            names = ", ".join(self.binary[:5])
-            if len(self.binary) > 5:
-                names += f" and {len(self.binary) - 5} more"
-            say_once(f"{self.origin}: left out, not UTF-8 text: {names}")
+        if self.binary:
+            say_once(f"{self.origin}: left out, not UTF-8 text: {first_names(self.binary)}")
+        if self.unused_columns and self.columns is not None and not self.columns.is_chat:  # a line about chats names them, too
+            names = first_names([name or "(without a name)" for name in self.unused_columns])
+            say_once(f"{self.origin}: columns that are not used: {names}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,6 +322,12 @@ class Corpus:
     documents: Documents  # of the training split
     evaluation: Documents | None  # None: the data has no such split, and documents of the training are held out
     is_tokenized: bool
+    columns: Columns | None  # of tables
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the documents are chats, or prompts with completions."""
+        return self.columns is not None and self.columns.is_chat
 
     def summary(self) -> CorpusSummary:
         """Return the counts, after the documents were iterated."""
@@ -321,20 +340,30 @@ class Corpus:
         )
 
 
-def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: str | None = None) -> Corpus:
+def read_corpus(
+    path: Path | str,
+    *,
+    text_column: str | None = None,
+    data_format: RowFormat | None = None,
+    pattern: str | None = None,
+    has_decoder: bool = False,
+) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
-    ``pattern`` is a glob that selects the files of a folder of texts. Raise RequestError for a path without data. Iterating the
-    documents raises it for a row that cannot be used.
+    Raise RequestError for a path without data. Iterating the documents raises it for a row that cannot be used.
+
+    Args:
+        path: a file, a folder, or a directory that datasets saved.
+        text_column: the column of a table that holds the text.
+        data_format: what the rows of a table are.
+        pattern: a glob that selects the files of a folder of texts.
+        has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
     """
-    path = Path(path)
-    if not path.exists():
-        raise RequestError(
-            f"{path} does not exist; give a text file, a folder of texts, .jsonl, .csv, .parquet, or a datasets directory"
-        )
+    check_data_format(text_column, data_format)
+    path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    open_documents = _open_saved_dataset if is_saved else _open_files
-    documents, evaluation = open_documents(path, text_column, pattern)
+    selection = _Selection(text_column, data_format, has_decoder)
+    documents, evaluation = _open_saved_dataset(path, selection) if is_saved else _open_files(path, selection, pattern)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -345,28 +374,60 @@ def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: st
     if first_evaluation is None and evaluation is not None:
         say_once(f"{evaluation.origin} is empty; documents of the training are held out for evaluation instead")
         evaluation = None
-    if first_evaluation is not None and isinstance(first_evaluation, TokenRow) != isinstance(first, TokenRow):
-        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds text, the other token ids; give one of the two")
-    return Corpus(origin=str(path), documents=documents, evaluation=evaluation, is_tokenized=isinstance(first, TokenRow))
+    if first_evaluation is not None and content_of(first_evaluation) != content_of(first):
+        contents = f"{content_of(first)}, the other {content_of(first_evaluation)}"
+        raise RequestError(f"{path}: one of train and {EVALUATION_SPLIT} holds {contents}; give one of the two")
+    return Corpus(
+        origin=str(path),
+        documents=documents,
+        evaluation=evaluation,
+        is_tokenized=isinstance(first, TokenRow),
+        columns=documents.columns,
+    )
 
 
-def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _existing_path(path: Path | str) -> Path:
+    """Return the path. Raise RequestError if nothing is there."""
+    try:
+        exists = bool(str(path)) and Path(path).exists()
+    except PermissionError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; check the rights of its folders") from None
+    except (OSError, ValueError):  # the name is too long, or holds a zero byte
+        exists = False
+    if not exists:
+        raise RequestError(
+            f"the data {str(path)[:200]!r} does not exist on this machine; give a text file, a folder of texts, .jsonl, .csv, "
+            ".parquet, or the folder to which datasets' save_to_disk saved a data set of the Hub"
+        )
+    return Path(path)
+
+
+class _Selection(NamedTuple):
+    """Hold what the user says of the rows of a table."""
+
+    text_column: str | None
+    data_format: RowFormat | None
+    has_decoder: bool
+
+
+def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
         data_files = find_data_files(path, pattern=pattern)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
-    if data_files.kind == "text" and text_column is not None:
+    if data_files.kind == "text" and (selection.text_column or selection.data_format):
+        option = f"--text-column {selection.text_column}" if selection.text_column else f"--data-format {selection.data_format}"
         raise RequestError(
-            f"--text-column {text_column} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
+            f"{option} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
 
     def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
             if data_files.kind == "text":
-                return _read_texts(files, documents, is_alone=path.is_file())
-            return _read_tables(files, data_files.kind, text_column)
+                return read_texts(files, documents.binary, is_alone=path.is_file())
+            return _read_tables(files, data_files.kind, _ColumnChooser(selection, documents))
 
         return Documents(read, origin, sum(file.stat().st_size for file in files))
 
@@ -376,75 +437,54 @@ def _open_files(path: Path, text_column: str | None, pattern: str | None) -> tup
     return make_documents(data_files.training, str(path)), evaluation
 
 
-def _read_texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> Iterator[tuple[str, Document | None]]:
-    """Yield each file as a document. Leave out files that are not UTF-8 text, or raise RequestError if it is the only one."""
-    for file in files:
-        try:
-            yield str(file), _read_text(file)
-        except UnicodeDecodeError:
-            if is_alone:
-                raise RequestError(f"{file} is not UTF-8 text; convert it, or give .jsonl, .csv or .parquet") from None
-            documents.binary.append(file.name)
-
-
-def _read_text(file: Path) -> str | TextFile | None:
-    """Return the text, or a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError for other bytes."""
-    with _open_text(file) as text:
-        first_piece = text.read(PIECE_CHARACTERS)
-        piece = first_piece
-        num_pieces = 0
-        is_empty = True
-        while piece:
-            if "\0" in piece:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a text has no zero bytes")
-            num_pieces += 1
-            is_empty = is_empty and piece.isspace()
-            piece = text.read(PIECE_CHARACTERS)
-    if is_empty:
-        return None
-    return first_piece if num_pieces == 1 else TextFile(file)
-
-
-def _open_text(file: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open_data(file), encoding="utf-8-sig", newline="")
-
-
 class _ColumnChooser:
     """Choose the columns to read at the first row or schema. The choice holds for all files."""
 
-    def __init__(self, text_column: str | None) -> None:
-        self._text_column = text_column
+    def __init__(self, selection: _Selection, documents: Documents) -> None:
+        self._selection = selection
+        self._documents = documents
         self.columns: Columns | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Return whether the user says which columns to read."""
+        return self._selection.text_column is not None or self._selection.data_format is not None
 
     def choose(self, names: Collection[str], empty: Collection[str], origin: str) -> Columns:
         """Return the columns to read. ``empty`` has the columns without a value."""
         if self.columns is None:
-            name = choose_column(names, requested=self._text_column, empty=empty, origin=origin)
-            self.columns = find_columns(names, name)
+            found = find_format(
+                names,
+                text_column=self._selection.text_column,
+                data_format=self._selection.data_format,
+                empty=empty,
+                origin=origin,
+            )
+            has_labels = LABELS in names
+            is_pair = has_labels and self._selection.has_decoder
+            self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
+            self._documents.columns = self.columns
+        self._documents.column_names.update(dict.fromkeys(names))
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:
-        """Return the columns of an Arrow schema to read: the chosen one, and all that have a number for each token."""
+        """Return the columns of an Arrow schema to read: the chosen ones, and those that may say something of each token."""
         import pyarrow.types as kinds
 
         check_column_names(schema.names, origin)
         empty = [field.name for field in schema if kinds.is_null(field.type)]
         columns = self.choose(schema.names, empty, origin)
+        if columns.is_chat:
+            return columns.of_chat(schema.names)
         if columns.name not in schema.names:
-            choose_column(schema.names, requested=columns.name, origin=origin)
-        if not is_number_list(schema.field(columns.name).type):
+            raise RequestError(f"{origin} has no column {columns.name!r}; {list_columns(schema.names)}; name one that holds text")
+        if is_text(schema.field(columns.name).type):
             return [columns.name]
-        chosen = [columns.name]
-        for name in schema.names:
-            if name in (columns.name, SPECIAL_TOKENS_MASK):
-                continue
-            if name in (LABELS, MASK) or is_number_list(schema.field(name).type):
-                chosen.append(name)
-        return chosen
+        lists = [field.name for field in schema if is_list(field.type) or field.name in (LABELS, MASK)]
+        return [columns.name, *(name for name in lists if name not in (columns.name, SPECIAL_TOKENS_MASK))]
 
 
-def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -> Iterator[tuple[str, Document | None]]:
-    chooser = _ColumnChooser(text_column)
+def _read_tables(files: tuple[Path, ...], kind: Kind, chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
     for file in files:
         if kind == "parquet":
             rows = read_parquet(file, chooser.choose_from_schema)
@@ -452,45 +492,86 @@ def _read_tables(files: tuple[Path, ...], kind: Kind, text_column: str | None) -
             rows = read_arrow(file, chooser.choose_from_schema)
         else:
             rows = read_csv(file) if kind == "csv" else read_json(file)
-        yield from _read_documents(rows, chooser)
+        with checking_compression(file):
+            yield from _read_documents(rows, chooser, has_schema=kind in ("parquet", "arrow"))
 
 
-def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser) -> Iterator[tuple[str, Document | None]]:
+def _read_documents(rows: Iterator[Row], chooser: _ColumnChooser, *, has_schema: bool) -> Iterator[tuple[str, Document | None]]:
+    """Yield the documents of rows. Without a schema, each row may have other columns."""
     for place, row in rows:
+        if has_schema and chooser.columns is not None:
+            yield place, _read_row(row, chooser.columns, place)
+            continue
+        if chooser.columns is None and not chooser.is_named:
+            _refuse_wrapped(row, place)
         empty = [name for name, value in row.items() if value is None]
-        columns = chooser.choose(row, empty, place)
-        yield place, read_document(row, columns, place)
+        yield place, _read_row(row, chooser.choose(row, empty, place), place)
 
 
-def _open_saved_dataset(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _read_row(row: Mapping[str, Any], columns: Columns, place: str) -> Document | None:
+    return read_chat(row, columns, place) if columns.is_chat else read_document(row, columns, place)
+
+
+def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
+    """Raise RequestError for a JSON object that is no record, but holds the records in one of its fields."""
+    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    candidates = (name for name in lists if name not in SIMILAR_COLUMNS and possible_formats(row[name][0]))
+    name = next(candidates, None)
+    if name is not None and not possible_formats(row):
+        raise RequestError(
+            f"{place} is one object, whose field {name!r} holds the records; write that list alone into the file, for example "
+            f"with jq .{name}"
+        )
+
+
+def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, Documents | None]:
     """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
+    if not (path / "dataset_dict.json").exists():
+        return _saved_split(_load_saved(path), selection, str(path)), None
     try:
-        import datasets
-    except ImportError:
-        raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory") from None
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except Exception as error:  # for a damaged directory datasets raises errors of many types
-        raise RequestError(f"{path} is not a complete datasets directory ({str(error)[:120]}); save it again") from None
-    if not isinstance(saved, datasets.DatasetDict):
-        return _saved_split(saved, text_column, str(path)), None
-    if "train" not in saved:
-        raise RequestError(f"{path} has no split 'train'; it has {', '.join(saved)}; give the folder of one split")
-    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in saved), None)
-    other_names = [name for name in saved if name not in ("train", evaluation_name)]
+        names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _incomplete_dataset(path, error) from None
+    if "train" not in names:
+        raise RequestError(f"{path} has no split 'train'; it has {', '.join(names) or 'none'}; give the folder of one split")
+    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
+    other_names = [name for name in names if name not in ("train", evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
-        evaluation = _saved_split(saved[evaluation_name], text_column, f"{path} split {evaluation_name}")
-    return _saved_split(saved["train"], text_column, f"{path} split train"), evaluation
+        evaluation = _saved_split(_load_saved(path / evaluation_name), selection, f"{path} split {evaluation_name}")
+    return _saved_split(_load_saved(path / "train"), selection, f"{path} split train"), evaluation
 
 
-def _saved_split(dataset: Any, text_column: str | None, origin: str) -> Documents:
-    def read(_: Documents) -> Iterator[tuple[str, Document | None]]:
-        chooser = _ColumnChooser(text_column)
+def _load_saved(folder: Path) -> Any | None:
+    """Return the data set of a folder that `save_to_disk` wrote, or None if it has no rows, for which no file is written."""
+    import datasets
+
+    try:
+        if not json.loads((folder / "state.json").read_bytes())["_data_files"]:
+            return None
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:  # for a damaged directory datasets raises errors of many types
+        raise _incomplete_dataset(folder, error) from None
+
+
+def _incomplete_dataset(path: Path, error: Exception) -> RequestError:
+    reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return RequestError(f"{path} is not a complete datasets directory ({reason}); save it again")
+
+
+def _saved_split(dataset: Any | None, selection: _Selection, origin: str) -> Documents:
+    """Return the documents of a data set, none for None."""
+
+    def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
+        if dataset is None:
+            return
+        chooser = _ColumnChooser(selection, documents)
         columns = chooser.choose_from_schema(dataset.features.arrow_schema, origin)
         tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1024)
-        yield from _read_documents(rows_of_batches(tables, origin), chooser)
+        yield from _read_documents(rows_of_batches(tables, origin), chooser, has_schema=True)
 
-    return Documents(read, origin, dataset.dataset_size or 0)
+    return Documents(read, origin, 0 if dataset is None else dataset.dataset_size or 0)

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["json", "csv", "parquet", "arrow", "text"]
 RECORD_KINDS: dict[str, Kind] = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+    ".jsonl": "json", ".jsonlines": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
 }  # fmt: skip
 PREFERENCE = (".parquet", ".arrow", ".jsonl", ".json", ".csv")  # if a folder has equally many files of several kinds
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
@@ -45,7 +46,7 @@ SPLIT_WORDS = {
 EVALUATION_SPLIT = "validation"
 FOLDER_PATTERNS = ("{word}", "{word}{mark}.*", ".*{mark}{word}", ".*{mark}{word}{mark}.*")
 NAME_PATTERNS = ("{word}{mark}.*", ".*{mark}{word}{mark}.*")
-MAX_NAMES = 5  # file names in one message
+MAX_NAMES = 5  # names in one message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,11 @@ def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
 
     ``pattern`` is a glob that selects the files of a folder; they are read as texts.
     """
-    if path.is_file():
+    if not path.is_dir():
+        if not path.is_file():
+            raise RequestError(
+                f"{path} is a pipe, a socket or a device; data is read more than once: write it to a file, and give the file"
+            )
         kind = file_kind(path)
         refuse_unreadable(path)
         return DataFiles(kind=kind, training=(path,))
@@ -166,6 +171,8 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
     visible = [path for name, path in matches if not is_hidden(name)]
     links = [path for path in visible if path.is_symlink() and not path.is_file()]
     _report_left_out(folder, links, "links to folders, or to nothing, are not followed")
+    special = [path for path in visible if path.exists() and not (path.is_file() or path.is_dir())]
+    _report_left_out(folder, special, "pipes, sockets and devices are not read")
     return [path for path in visible if path.is_file()]
 
 
@@ -186,9 +193,11 @@ def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Pa
 def _make_data_files(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
     """Return the files of the training and evaluation splits. Tell the user about the others."""
     if "train" not in splits:
+        others = [file for file in files if file_kind(file) not in (kind, "text") and file.name not in METADATA_FILES]
+        other_kinds = f" ({list_names(folder, others)} is of another kind than these)" if others else ""
         raise RequestError(
-            f"{folder} has no split 'train'; its files are of {', '.join(splits)}; name the files to train on train*, "
-            "or give one file or the folder of one split"
+            f"{folder} has no split 'train'; its {kind} files are of {', '.join(splits)}{other_kinds}; name the files to train "
+            "on train*, with one kind of file in the folder, or give one file or the folder of one split"
         )
     for split, members in splits.items():
         if split not in ("train", EVALUATION_SPLIT):
@@ -200,9 +209,18 @@ def _make_data_files(folder: Path, files: Sequence[Path], splits: dict[str, list
 
 def _report_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
     if files:
-        names = [file.relative_to(folder).as_posix() for file in files]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        say_once(f"{folder}: not trained on: {', '.join(names[:MAX_NAMES])}{more} ({reason})")
+        say_once(f"{folder}: not trained on: {list_names(folder, files)} ({reason})")
+
+
+def list_names(folder: Path, files: Sequence[Path]) -> str:
+    """Return the names of files within a folder, at most MAX_NAMES of them, for a message."""
+    return first_names([file.relative_to(folder).as_posix() for file in files])
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return at most MAX_NAMES names, and how many more there are, for a message."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:

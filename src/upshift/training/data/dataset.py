@@ -15,19 +15,24 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
+from upshift.models.build import choose_class
 from upshift.models.profile import num_sides
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
 from upshift.training.batches.plan_layout import find_objective
-from upshift.training.data.corpus import CorpusSummary, read_corpus
+from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, read_corpus
 from upshift.training.data.data_files import say_once
-from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
+from upshift.training.data.data_options import DataOptions, LongRows
+from upshift.training.data.row_formats import DESCRIPTIONS
+from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    check_vocabulary,
+    TokenizedCorpus,
+    count_single_tokens,
     cut_sequences,
+    highest_id,
     histogram_of,
 )
 
@@ -58,34 +63,42 @@ def prepare_data(
     *,
     tokenizer: Any | None = None,
     sequence_length: int | None = None,
-    text_column: str | None = None,
+    options: DataOptions | None = None,
     progress: Progress | None = None,
 ) -> TrainingData:
     """Read, tokenize and cut the data. Raise RequestError for data that the model cannot be trained on.
 
     Without ``tokenizer`` the model's own is used, and without ``sequence_length`` the model's default.
     """
+    options = options or DataOptions()
     sequence_length = sequence_length_of(source, sequence_length)
-    corpus = read_corpus(data_path, text_column=text_column)
+    corpus = _read_corpus(source, data_path, options)
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
     objective = _find_objective(source, tokenizer)
-    if not corpus.is_tokenized:
+    _check_loss_on(corpus, options)
+    if corpus.is_chat:
+        _check_takes_chats(corpus, objective, source)
+        say_once(_describe_chats(corpus, options))
+    elif not corpus.is_tokenized:
         objective.check_masks()
     length = sequence_length * num_sides(objective.kind)
-    tokenized, held_out = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
+    tokenized, held_out = tokenize_corpus(
+        corpus, tokenizer, sequence_length=length, side_length=sequence_length, options=options, progress=progress
+    )
     for part in (tokenized, held_out):
-        if part is not None:
-            check_vocabulary(part, objective.vocab_size or 0)
+        if part is not None and highest_id(part.tokens, part.labels) >= (objective.vocab_size or 0):
+            raise _outside_vocabulary(corpus, part, objective.vocab_size or 0)
     if tokenized.labels is None:
         objective.check_masks()
-    if tokenized.labels is not None and objective.kind == "seq2seq-lm":
-        raise RequestError(
-            f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
-            "it trains on the first and the second half of a text; leave labels out, or use another model"
-        )
+    num_single = count_single_tokens(tokenized, length)
+    if num_single:
+        say_once(f"{corpus.origin}: {num_single} sequences of one token are left out, because they predict nothing")
     training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
     if not len(training):
-        raise RequestError(f"{data_path} has no sequence of two or more tokens with something to learn; give more text")
+        raise RequestError(
+            f"{data_path} has no sequence of two or more tokens with something to learn; give more text, or a longer "
+            "--sequence-length"
+        )
     evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
     return TrainingData(
         training=training,
@@ -95,6 +108,81 @@ def prepare_data(
         summary=corpus.summary(),
         tokenizer=tokenizer,
     )
+
+
+def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions) -> Corpus:
+    """Return the corpus of a path. The labels of an encoder-decoder may be more or fewer than its token ids."""
+    has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
+    corpus = read_corpus(data_path, text_column=options.text_column, data_format=options.data_format, has_decoder=has_decoder)
+    if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
+        raise RequestError(
+            f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"
+        )
+    return corpus
+
+
+def _outside_vocabulary(corpus: Corpus, tokenized: TokenizedCorpus, vocab_size: int) -> RequestError:
+    """Return the error about an id outside of the vocabulary. If the data has ids, it names the first row with such an id."""
+    if corpus.is_tokenized:
+        for documents in filter(None, (corpus.documents, corpus.evaluation)):
+            for place, row in documents.with_places():
+                if isinstance(row, TokenRow) and highest_id(row.ids, row.labels) >= vocab_size:
+                    return _no_such_id(place, highest_id(row.ids, row.labels), vocab_size)
+    return _no_such_id("the tokenized data", highest_id(tokenized.tokens, tokenized.labels), vocab_size)
+
+
+def _no_such_id(place: str, token_id: int, vocab_size: int) -> RequestError:
+    return RequestError(
+        f"{place} holds token id {token_id}, the model's vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
+        "tokenize with the model's own tokenizer, or resize the model's embeddings"
+    )
+
+
+def document_lengths(source: ModelSource, data_path: str, options: DataOptions) -> tuple[tuple[int, ...], LongRows]:
+    """Return the tokens of each document of the training split, and what happens to documents that are too long."""
+    corpus = _read_corpus(source, data_path, options)
+    tokenizer = _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
+    tokenized = tokenize(corpus.documents, tokenizer, loss_on=options.loss_on or "assistant")
+    return tuple(np.diff(tokenized.offsets).tolist()), long_rows_of(corpus, options)
+
+
+def _check_loss_on(corpus: Corpus, options: DataOptions) -> None:
+    """Raise RequestError if the data does not have what the loss is to be computed on."""
+    has_labels = corpus.is_tokenized and corpus.columns is not None and corpus.columns.has_labels
+    if options.loss_on == "assistant" and not corpus.is_chat:
+        raise RequestError(
+            f"--loss-on assistant is for chats, and for prompts with completions, and {corpus.origin} holds "
+            f"{'token ids' if corpus.is_tokenized else 'text'}; leave it out"
+        )
+    if options.loss_on == "all" and has_labels:
+        raise RequestError(
+            f"--loss-on all learns all tokens, and the column {LABELS!r} of {corpus.origin} says which are learned; "
+            "leave one of the two out"
+        )
+
+
+def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource) -> None:
+    """Raise RequestError if the model is not a causal language model."""
+    assert corpus.columns is not None
+    if objective.kind != "causal-lm":
+        raise RequestError(
+            f"{corpus.origin} holds {DESCRIPTIONS[corpus.columns.format]}, which only causal language models are trained on, and "
+            f"{source.reference!r} is of the kind {objective.kind}; give text, or a causal language model"
+        )
+
+
+def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
+    """Return a line that says what the rows are, what is learned of them, and which columns are not used."""
+    assert corpus.columns is not None
+    if options.loss_on == "all":
+        learned = "all tokens"
+    elif corpus.columns.format == "prompt-completion":
+        learned = "the completion"
+    else:
+        learned = "the assistant's turns"
+    unused = corpus.documents.unused_columns
+    columns = f"; columns that are not used: {', '.join(unused)}" if unused else ""
+    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}{columns}"
 
 
 def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:

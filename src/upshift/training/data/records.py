@@ -20,6 +20,7 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.training.data.data_files import data_suffix, open_data
+from upshift.training.data.file_content import FIRST_BYTES, describe_no_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,23 +32,38 @@ ARROW_ROWS = 1024  # rows in memory at once
 
 
 def read_json(file: Path) -> Iterator[Row]:
-    """Yield one object for each line, or, from a .json file, the objects of one array."""
+    """Yield one object for each line, or the objects of one array, or objects of several lines each."""
     with open_data(file) as handle:
-        may_be_array = data_suffix(file) == ".json"
+        is_first = True
         for number, line in enumerate(handle, start=1):
-            if not line.removeprefix(BOM_UTF8).strip():
+            content = line.removeprefix(BOM_UTF8).strip()
+            if not content:
                 continue
-            if may_be_array and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            if is_first and (content.startswith(b"[") or _goes_on(content)):
                 break
-            may_be_array = False
+            is_first = False
             place = f"{file}:{number}"
-            yield place, _check_object(_parse(line, place), place)
+            yield place, _check_object(_parse(file, line, place), place)
         else:
             return
+    is_array = content.startswith(b"[")
     with open_data(file) as handle:
-        for number, record in enumerate(_read_array(handle, file), start=1):
-            place = f"{file} (record {number})"
-            yield place, _check_object(record, place)
+        values = _JsonValues(handle)
+        with _checking_json(file, str(file), "write an array of objects, or one object per line"):
+            for number, record in enumerate(values.of_array() if is_array else values.in_sequence(), start=1):
+                place = f"{file} (record {number})"
+                yield place, _check_object(record, place)
+
+
+def _goes_on(line: bytes) -> bool:
+    """Return whether a line begins a JSON object that does not end in it."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return line.startswith(b"{") and error.pos >= len(error.doc)
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _check_object(record: Any, place: str) -> dict[str, Any]:
@@ -68,64 +84,88 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parse(text: bytes, place: str) -> Any:
-    with _checking_json(place, "write one JSON object per line"):
+def _parse(file: Path, text: bytes, place: str) -> Any:
+    with _checking_json(file, place, "write one JSON object per line"):
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
 
 
 @contextmanager
-def _checking_json(place: str, advice: str) -> Iterator[None]:
+def _checking_json(file: Path, place: str, advice: str) -> Iterator[None]:
     """Raise RequestError for bytes that are not UTF-8 text, and for text that is not JSON."""
     try:
         yield
+    except RequestError:
+        raise
     except UnicodeDecodeError:
-        raise RequestError(f"{place} is not UTF-8 text; convert the file") from None
+        raise _no_text(file, place) from None
     except ValueError as error:
         raise RequestError(f"{place} is not valid JSON ({error}); {advice}") from None
     except RecursionError:
         raise RequestError(f"{place} is nested too deeply for JSON; write flat objects") from None
 
 
-def _read_array(handle: BinaryIO, file: Path) -> Iterator[Any]:
-    """Yield the values of one JSON array. Only the part that is decoded is in memory."""
-    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
-    text = io.TextIOWrapper(handle, encoding="utf-8-sig")
-    buffer = ""
-    needed = READ_CHARACTERS  # characters in the buffer before the next value is decoded
-    is_at_end = False
-    previous = ""  # what was read last of the array: "[", "," or "value"
-    with _checking_json(str(file), "write an array of objects, or one object per line"):
-        while True:
-            buffer = buffer.lstrip(" \t\r\n")
-            if len(buffer) < needed and not is_at_end:
-                added = text.read(needed - len(buffer))
-                is_at_end = not added
-                buffer += added
-                continue
-            if not previous:
-                buffer = buffer[1:]
-                previous = "["
-            elif buffer.startswith("]") and previous != ",":
-                break
-            elif previous == "value" and buffer.startswith(","):
-                buffer = buffer[1:]
-                previous = ","
-            elif previous == "value":
-                raise ValueError(f"Expecting ',' or ']' before {buffer[:20]!r}" if buffer else "the array does not end")
-            else:
-                try:
-                    value, end = decoder.raw_decode(buffer)
-                except ValueError:
-                    if is_at_end:
-                        raise
-                    needed = 2 * len(buffer) + READ_CHARACTERS
-                    continue
-                yield value
-                buffer = buffer[end:]
-                needed = READ_CHARACTERS
-                previous = "value"
-        if (buffer[1:] + text.read()).strip():
+class _JsonValues:
+    """Read the values of a JSON text one after another. Only the part that is decoded is in memory."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._text = io.TextIOWrapper(handle, encoding="utf-8-sig")
+        self._decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
+        self._buffer = ""
+        self._is_at_end = False
+
+    def of_array(self) -> Iterator[Any]:
+        """Yield the values of one array. Raise ValueError if it is not valid, or if more follows."""
+        self._skip("[")
+        if not self._skip("]"):
+            while True:
+                yield self._decode()
+                if self._skip("]"):
+                    break
+                if not self._skip(","):
+                    following = self._peek()
+                    raise ValueError(f"Expecting ',' or ']' before {following!r}" if following else "the array does not end")
+        if self._peek():
             raise ValueError("more follows after the array")
+
+    def in_sequence(self) -> Iterator[Any]:
+        """Yield values that follow each other with white space between them. Raise ValueError for text that is none."""
+        while self._peek():
+            yield self._decode()
+
+    def _peek(self) -> str:
+        """Return the next characters that are not white space, at most 20, or nothing at the end."""
+        self._fill(READ_CHARACTERS)
+        return self._buffer[:20]
+
+    def _skip(self, mark: str) -> bool:
+        """Skip the mark and return True if it comes next."""
+        is_next = self._peek().startswith(mark)
+        if is_next:
+            self._buffer = self._buffer[1:]
+        return is_next
+
+    def _fill(self, num_characters: int) -> None:
+        """Read on until the buffer begins with a character that is not white space and holds so many."""
+        self._buffer = self._buffer.lstrip(" \t\r\n")
+        while len(self._buffer) < num_characters and not self._is_at_end:
+            added = self._text.read(num_characters - len(self._buffer))
+            self._is_at_end = not added
+            self._buffer = (self._buffer + added).lstrip(" \t\r\n")
+
+    def _decode(self) -> Any:
+        """Return the next value. A value that is longer than the buffer is tried again with more text."""
+        needed = READ_CHARACTERS
+        while True:
+            self._fill(needed)
+            try:
+                value, end = self._decoder.raw_decode(self._buffer)
+            except ValueError:
+                if self._is_at_end:
+                    raise
+                needed = 2 * len(self._buffer) + READ_CHARACTERS
+                continue
+            self._buffer = self._buffer[end:]
+            return value
 
 
 def read_csv(file: Path) -> Iterator[Row]:
@@ -138,10 +178,12 @@ def read_csv(file: Path) -> Iterator[Row]:
         try:
             for row in rows:
                 place = f"{file}:{rows.line_num}"
-                if not row:
+                is_blank = not row or (header is None and row[0].isspace() and len(row) == 1)
+                if is_blank:
                     continue
                 if header is None:
                     check_column_names(row, place)
+                    _check_delimiter(row, place)
                     header = row
                     continue
                 if len(row) != len(header):
@@ -151,9 +193,25 @@ def read_csv(file: Path) -> Iterator[Row]:
                     )
                 yield place, dict(zip(header, row, strict=True))
         except UnicodeDecodeError:
-            raise RequestError(f"{file} is not UTF-8 text (after line {rows.line_num}); convert the file") from None
+            raise _no_text(file, f"{file} (after line {rows.line_num})") from None
         except csv.Error as error:
             raise RequestError(f"{file}:{rows.line_num} is no row of a table ({error}); write the file again") from None
+
+
+def _check_delimiter(header: Sequence[str], place: str) -> None:
+    """Raise RequestError for a header of one column that has other delimiters in it."""
+    mark = next((mark for mark in ";\t|," if mark in header[0]), None)
+    if len(header) == 1 and mark is not None:
+        raise RequestError(
+            f"{place}: the first line names one column, {header[0][:60]!r}; if {mark!r} divides the columns, write a comma in "
+            "its place, or a tab in a .tsv file"
+        )
+
+
+def _no_text(file: Path, place: str) -> RequestError:
+    """Return the error about a file that is not UTF-8 text."""
+    with open_data(file) as handle:
+        return RequestError(describe_no_text(place, handle.read(FIRST_BYTES)))
 
 
 def check_column_names(names: Sequence[str], place: str) -> None:
@@ -234,9 +292,11 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
         column = column.combine_chunks()
     if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
         try:  # also for the other kinds of lists: Arrow 26 casts a list_view of bytes to half of its rows
-            return list(column.to_pylist())
+            values = column.to_pylist()
         except UnicodeDecodeError:  # Arrow reads files without checking their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
+        is_plain = is_number_list(column.type) or not (kinds.is_nested(column.type) or _is_json(column.type))
+        return values if is_plain else [_plain_value(value, column.type) for value in values]
     numbers = column.flatten()
     values = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)
@@ -246,12 +306,50 @@ def _column_values(column: Any, name: str, place: str) -> list[Any]:
     return [None if is_null else array for is_null, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
 
 
+def _plain_value(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow column as JSON would hold it.
+
+    Values of the type Json of datasets are decoded. Keys that are null are left out of objects, because Arrow gives each object
+    the keys of all objects.
+    """
+    import pyarrow.types as kinds
+
+    if value is None:
+        return None
+    if _is_json(kind):
+        return json.loads(value)
+    if kinds.is_struct(kind):
+        names = (kind.field(index).name for index in range(kind.num_fields))
+        return {name: _plain_value(value[name], kind.field(name).type) for name in names if value[name] is not None}
+    if isinstance(value, list) and kinds.is_nested(kind) and not kinds.is_map(kind):
+        return [_plain_value(item, kind.value_type) for item in value]
+    return value
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
 def is_number_list(kind: Any) -> bool:
     """Return whether an Arrow type is a list of numbers."""
     import pyarrow.types as kinds
 
-    list_checks = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list, kinds.is_list_view, kinds.is_large_list_view)
-    if not any(check(kind) for check in list_checks):
-        return False
     number_checks = (kinds.is_integer, kinds.is_floating, kinds.is_boolean)
-    return any(check(kind.value_type) for check in number_checks)
+    return is_list(kind) and any(check(kind.value_type) for check in number_checks)
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether an Arrow type is any kind of list."""
+    import pyarrow.types as kinds
+
+    list_checks = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list, kinds.is_list_view, kinds.is_large_list_view)
+    return any(check(kind) for check in list_checks)
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether an Arrow type is text, or has no values."""
+    import pyarrow.types as kinds
+
+    if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind):
+        return is_text(kind.value_type)
+    return any(check(kind) for check in (kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null))

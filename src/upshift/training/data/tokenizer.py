@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.training.data.corpus import PIECE_CHARACTERS, Corpus, Document, Documents, TextFile, TokenRow
-from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation
+from upshift.training.data.chat_tokens import encode_rows
+from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
+from upshift.training.data.data_files import say_once
+from upshift.training.data.data_options import DataOptions, LongRows, LossOn
+from upshift.training.data.special_tokens import ids_around_document, overlap
+from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
+from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation, limit_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES = 2**22
 MIN_BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+LONG_ROWS_OUTCOMES = {"cut": "are cut", "split": "are split into several sequences", "drop": "are left out"}
 Progress = Callable[[int, int], None]  # gets the bytes that are done, and all bytes
 
 
@@ -73,18 +79,34 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 
 
 def tokenize(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, *, progress: Progress | None = None
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    loss_on: LossOn = "assistant",
+    side_length: int | None = None,
+    progress: Progress | None = None,
 ) -> TokenizedCorpus:
-    """Return the token ids of documents. Documents that are already tokenized stay as they are."""
+    """Return the token ids of documents, and the labels of those that have some. Tokenized documents stay as they are.
+
+    ``loss_on`` says what is learned of chats, and of prompts with completions. Of a pair of an encoder's tokens and a decoder's
+    labels, each side is cut to ``side_length``. The user is told how many are.
+    """
     ids = TokenFile(np.uint16)
     labels: TokenFile | None = None
+    source_lengths = array("q")
+    num_cut = 0
     offsets = array("q", [0])
     pieces: list[_TextPiece] = []
     batch_bytes = 0
     byte_progress = _ByteProgress(documents, progress)
     ids_around: tuple[list[int], list[int]] | None = None
-    for document in documents:
+    for document in encode_rows(documents, tokenizer, loss_on):
         if isinstance(document, TokenRow):
+            if document.source_length is not None:
+                whole_length = len(document.ids)
+                document = _cut_pair(document, document.source_length, side_length or whole_length)
+                num_cut += len(document.ids) < whole_length
+                source_lengths.append(document.source_length or 0)
             ids.add(document.ids)
             if document.labels is not None:
                 labels = labels or TokenFile(np.int32)
@@ -94,7 +116,8 @@ def tokenize(
             continue
         if tokenizer is None:
             raise RequestError("the data is text and there is no tokenizer; give one, or data with a column input_ids")
-        ids_around = ids_around or _ids_around_document(tokenizer)
+        ids_around = ids_around or ids_around_document(tokenizer)
+        assert isinstance(document, str | TextFile)  # encode_rows yields no other kind
         for piece in _cut_text(document):
             pieces.append(piece)
             batch_bytes += len(piece.text)
@@ -106,9 +129,21 @@ def tokenize(
     if pieces and tokenizer is not None and ids_around is not None:
         _encode(pieces, tokenizer, ids_around, ids, offsets)
     byte_progress.finish()
+    if num_cut:
+        say_once(f"the inputs or the labels of {num_cut} rows are longer than {side_length} tokens, and are cut to that length")
     return TokenizedCorpus(
-        tokens=ids.finish(), offsets=np.array(offsets, np.int64), labels=None if labels is None else labels.finish()
+        tokens=ids.finish(),
+        offsets=np.array(offsets, np.int64),
+        labels=None if labels is None else labels.finish(),
+        source_lengths=np.array(source_lengths, np.int64) if source_lengths else None,
     )
+
+
+def _cut_pair(row: TokenRow, source_length: int, side_length: int) -> TokenRow:
+    """Return a pair with at most ``side_length`` tokens on each side."""
+    if row.labels is None or max(source_length, len(row.ids) - source_length) <= side_length:
+        return row
+    return make_pair(row.ids[:source_length][:side_length], row.labels[source_length:][:side_length])
 
 
 def _encode(
@@ -119,17 +154,16 @@ def _encode(
     ids_before, ids_after = ids_around
     for piece, piece_ids in zip(pieces, encoded, strict=True):
         if piece.is_first:
-            ids.add(ids_before[: len(ids_before) - _overlap(ids_before, piece_ids)])
+            ids.add(ids_before[: len(ids_before) - overlap(ids_before, piece_ids)])
         ids.add(piece_ids)
         if piece.is_last:
-            ids.add(ids_after[_overlap(piece_ids, ids_after) :])
+            ids.add(ids_after[overlap(piece_ids, ids_after) :])
             offsets.append(ids.length)
 
 
-def _overlap(first: list[int], second: list[int]) -> int:
-    """Return how many ids at the end of the first list are also the beginning of the second."""
-    longest = min(len(first), len(second))
-    return next((count for count in range(longest, 0, -1) if first[-count:] == second[:count]), 0)
+def long_rows_of(corpus: Corpus, options: DataOptions) -> LongRows:
+    """Return what happens to rows that are longer than a sequence: chats are cut, as in TRL, and texts are split."""
+    return options.long_rows or ("cut" if corpus.is_chat else "split")
 
 
 def tokenize_corpus(
@@ -137,13 +171,29 @@ def tokenize_corpus(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     sequence_length: int,
+    side_length: int | None = None,
+    options: DataOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out."""
-    training = tokenize(corpus.documents, tokenizer, progress=progress)
+    """Return the training and the evaluation corpus. Without an evaluation split the last documents are held out.
+
+    ``side_length`` is the sequence length of an encoder and of its decoder.
+    """
+    options = options or DataOptions()
+    loss_on = options.loss_on or "assistant"
+    long_rows = long_rows_of(corpus, options)
+
+    def tokenize_part(documents: Documents, progress: Progress | None) -> TokenizedCorpus:
+        tokenized = tokenize(documents, tokenizer, loss_on=loss_on, side_length=side_length, progress=progress)
+        limited, num_long = limit_documents(tokenized, sequence_length, long_rows)
+        if num_long and (corpus.is_chat or options.long_rows is not None):
+            say_once(f"{documents.origin}: {num_long} rows longer than {sequence_length} tokens {LONG_ROWS_OUTCOMES[long_rows]}")
+        return limited
+
+    training = tokenize_part(corpus.documents, progress)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
-    evaluation = tokenize(corpus.evaluation, tokenizer)
+    evaluation = tokenize_part(corpus.evaluation, None)
     if evaluation.num_tokens and (evaluation.labels is None) != (training.labels is None):
         raise RequestError(f"{corpus.origin}: one of train and validation has labels, the other has none; give both or neither")
     return training, evaluation
@@ -154,23 +204,6 @@ def _missing_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
         f"{model_dir} has no tokenizer that loads ({reason}); save one there with tokenizer.save_pretrained, "
         "name another directory, or give data with a column input_ids"
     )
-
-
-def _ids_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the ids before and after a document. They are found by encoding a letter with and without special tokens."""
-    letter: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full: list[int] = tokenizer("a")["input_ids"]
-    starts = (index for index in range(len(full) - len(letter) + 1) if full[index : index + len(letter)] == letter)
-    start = next(starts, None)
-    ids_before: list[int] = []
-    ids_after: list[int] = []
-    if start is not None and letter:
-        ids_before = full[:start]
-        ids_after = full[start + len(letter) :]
-    eos = tokenizer.eos_token_id
-    if eos is not None and eos not in ids_after:
-        ids_after = [*ids_after, eos]
-    return ids_before, ids_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from upshift.errors import RequestError
 from upshift.planning.workload import MAX_BUCKETS, LengthHistogram
 from upshift.settings import read_settings
 from upshift.training.data.corpus import IGNORED
+from upshift.training.data.data_options import LongRows
 from upshift.units import MIB
 
 EVALUATION_SHARE = 0.02
@@ -36,6 +37,8 @@ class TokenizedCorpus:
     tokens: NDArray[Any]  # uint16 if every id fits, else int32
     offsets: NDArray[np.int64]  # document d is tokens[offsets[d]:offsets[d + 1]]
     labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens are the labels
+    # The tokens of each document that an encoder reads; the labels after them are those of the decoder. None: see Objective.
+    source_lengths: NDArray[np.int64] | None = None
 
     @property
     def num_documents(self) -> int:
@@ -75,6 +78,7 @@ class Sequences:
     lengths: NDArray[np.int64]
     sequence_length: int
     labels: NDArray[Any] | None = None  # as in TokenizedCorpus
+    source_lengths: NDArray[np.int64] | None = None  # as in TokenizedCorpus, for each sequence
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -94,11 +98,15 @@ class Sequences:
         return np.array(counts, np.int64)
 
     def select(self, members: NDArray[np.int64]) -> Sequences:
-        return replace(self, starts=self.starts[members], lengths=self.lengths[members])
+        source_lengths = None if self.source_lengths is None else self.source_lengths[members]
+        return replace(self, starts=self.starts[members], lengths=self.lengths[members], source_lengths=source_lengths)
 
 
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
-    """Cut documents into sequences of at most ``sequence_length`` tokens."""
+    """Cut documents into sequences of at most ``sequence_length`` tokens.
+
+    A document with a source length is never longer, because the tokenizer cuts its two sides. It becomes one sequence.
+    """
     if sequence_length < 2:
         raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2")
     num_pieces = _count_pieces(tokenized, sequence_length)
@@ -107,8 +115,37 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
     starts = tokenized.offsets[document] + piece_in_document * sequence_length
     lengths = np.minimum(sequence_length, tokenized.offsets[document + 1] - starts)
     return Sequences(
-        tokens=tokenized.tokens, starts=starts, lengths=lengths, sequence_length=sequence_length, labels=tokenized.labels
+        tokens=tokenized.tokens,
+        starts=starts,
+        lengths=lengths,
+        sequence_length=sequence_length,
+        labels=tokenized.labels,
+        source_lengths=None if tokenized.source_lengths is None else tokenized.source_lengths[document],
     )
+
+
+def limit_documents(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows) -> tuple[TokenizedCorpus, int]:
+    """Cut or drop the documents longer than ``sequence_length``. Return the corpus and the number of longer documents.
+
+    ``split`` keeps them whole, and ``cut_sequences`` makes several sequences of each.
+    """
+    lengths = np.diff(tokenized.offsets)
+    num_long = int(np.count_nonzero(lengths > sequence_length))
+    if long_rows == "split" or not num_long:
+        return tokenized, num_long
+    tokens = TokenFile(tokenized.tokens.dtype)
+    labels = None if tokenized.labels is None else TokenFile(np.int32)
+    for start, length in zip(tokenized.offsets[:-1].tolist(), lengths.tolist(), strict=True):
+        if length > sequence_length and long_rows == "drop":
+            continue
+        end = start + min(length, sequence_length)
+        tokens.add(tokenized.tokens[start:end])
+        if labels is not None and tokenized.labels is not None:
+            labels.add(tokenized.labels[start:end])
+    kept_lengths = np.minimum(lengths, sequence_length) if long_rows == "cut" else lengths[lengths <= sequence_length]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)]).astype(np.int64)
+    limited = TokenizedCorpus(tokens=tokens.finish(), offsets=offsets, labels=None if labels is None else labels.finish())
+    return limited, num_long
 
 
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
@@ -134,16 +171,15 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
     return train, evaluation
 
 
-def check_vocabulary(tokenized: TokenizedCorpus, vocab_size: int) -> None:
-    """Raise RequestError if the data has an id outside of the vocabulary."""
-    highest = int(tokenized.tokens.max(initial=0))
-    if tokenized.labels is not None:
-        highest = max(highest, int(tokenized.labels.max(initial=0)))
-    if highest >= vocab_size:
-        raise RequestError(
-            f"the data holds token id {highest}, the model's vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
-            "tokenize with the model's own tokenizer, or resize the model's embeddings"
-        )
+def highest_id(tokens: NDArray[Any], labels: NDArray[Any] | None) -> int:
+    """Return the highest token id of tokens and labels."""
+    highest = int(tokens.max(initial=0))
+    return highest if labels is None else max(highest, int(labels.max(initial=0)))
+
+
+def count_single_tokens(tokenized: TokenizedCorpus, sequence_length: int) -> int:
+    """Return how many pieces of one token ``cut_sequences`` drops."""
+    return int(np.count_nonzero(np.diff(tokenized.offsets) % sequence_length == 1))
 
 
 def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHistogram:
@@ -169,7 +205,8 @@ def _count_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[n
 def _slice_documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
     start = int(tokenized.offsets[first])
     stop = int(tokenized.offsets[end])
-    return _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
+    part = _slice_corpus(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
+    return part if tokenized.source_lengths is None else replace(part, source_lengths=tokenized.source_lengths[first:end])
 
 
 def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:

@@ -8,6 +8,7 @@ from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.arguments import Arguments
+from upshift.training.data.data_options import DataOptions
 from upshift.value import Value
 
 
@@ -20,7 +21,7 @@ class Job(Value):
     whole_plan: Plan | None = Field(None, description="of several copies that each have a job: that of all")
     arguments: Arguments
     data: str = Field(description="path, as the user gave it")
-    text_column: str | None = None
+    data_options: DataOptions = DataOptions()
     global_batch: int = Field(gt=0, description="sequences per optimizer step")
     output: str
     overwrite: bool = False

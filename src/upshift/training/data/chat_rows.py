@@ -1,0 +1,254 @@
+"""Read chats, and prompts with completions, from the rows of a table.
+
+A row becomes messages as transformers' chat templates take them: ``{"role": .., "content": ..}``. What cannot be used is rejected
+with the place of the row: parts that are not text, unknown roles, values of another type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from upshift.errors import RequestError
+from upshift.text import describe_other_part
+from upshift.training.data.row_formats import MEDIA_COLUMNS, REQUIRED, SYSTEM, TEMPLATE_ARGUMENTS, TOOLS, Columns, list_columns
+
+Message = dict[str, Any]
+
+ASSISTANT = "assistant"
+WEIGHT = "weight"  # of an assistant's message, as OpenAI's API takes it: 0 if it is not learned
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+SPEAKERS = {  # ``from`` of a ShareGPT turn -> role
+    "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system", "tool": "tool",
+    "observation": "tool", "function_call": ASSISTANT,
+}  # fmt: skip
+FUNCTION_CALL = "function_call"
+RESERVED = ("conversation", "messages", "tools", "add_generation_prompt", "tokenize", "return_dict")  # of apply_chat_template
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A chat whose assistant's turns are learned, or, with ``num_prompt_messages``, all messages after the prompt."""
+
+    place: str
+    messages: list[Message]
+    tools: list[Any] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_prompt_messages: int | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Return the characters of the contents, about."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompletion:
+    """Two texts, of which the second is learned."""
+
+    place: str
+    prompt: str
+    completion: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion | None:
+    """Return the chat, or the prompt and completion, of a row, or None if it is empty. Raise RequestError for other rows."""
+    for name in REQUIRED[columns.format]:
+        if name not in record:
+            raise RequestError(f"{place} has no column {name!r}; {list_columns(record)}; give it, or leave the row out")
+    if all(_is_empty(record[name]) for name in REQUIRED[columns.format]):
+        return None
+    media = next((name for name in MEDIA_COLUMNS if not _is_empty(record.get(name))), None)
+    if media is not None:
+        raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
+    if columns.format == "prompt-completion":
+        return _read_prompt_completion(record, place)
+    if columns.format == "alpaca":
+        messages = _read_alpaca(record, place)
+    else:
+        messages = _read_messages(record[columns.name], columns.name, place)
+    return Chat(place=place, messages=_with_system(messages, record.get(SYSTEM), place), **_template_inputs(record, place))
+
+
+def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | PromptCompletion:
+    prompt = record["prompt"]
+    completion = record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _refuse_template_inputs(record, place)
+        return PromptCompletion(place=place, prompt=prompt, completion=completion)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise RequestError(
+            f"{place}: prompt holds {_shorten(prompt)} and completion holds {_shorten(completion)}; "
+            "give two texts, or two lists of messages"
+        )
+    messages = _read_messages(prompt, "prompt", place)
+    answer = _read_messages(completion, "completion", place)
+    if any(message.get(WEIGHT) == 0 for message in answer):
+        raise RequestError(
+            f"{place} has weight 0 in its completion, and a completion is learned as a whole; leave the weight out"
+        )
+    return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
+
+
+def _refuse_template_inputs(record: Mapping[str, Any], place: str) -> None:
+    """Raise RequestError if a row of two texts has something that only a chat template uses."""
+    name = next((name for name in (TOOLS, TEMPLATE_ARGUMENTS) if not _is_empty(record.get(name))), None)
+    if name is not None:
+        raise RequestError(
+            f"{place} has {name!r}, which a prompt and a completion of plain text do not use; write them as lists of messages"
+        )
+
+
+def _read_alpaca(record: Mapping[str, Any], place: str) -> list[Message]:
+    """Return the turns of an Alpaca row: the instruction and the input are one message of the user, a line each."""
+    for name in ("instruction", "input", "output"):
+        _check_text_or_null(record.get(name), name, place)
+    if record["output"] is None:
+        raise RequestError(f"{place}: column 'output' is null; give the answer, or leave the row out")
+    messages = []
+    for turn in _json_list([] if _is_empty(record.get("history")) else record["history"], "history", place):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise RequestError(f"{place}: column 'history' holds {_shorten(turn)}; it must hold pairs [question, answer]")
+        messages += _pair(turn[0], turn[1])
+    question = "\n".join(text for text in (record["instruction"], record.get("input")) if text)
+    return messages + _pair(question, record["output"])
+
+
+def _pair(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
+
+
+def _with_system(messages: list[Message], system: Any, place: str) -> list[Message]:
+    """Return the messages after the system message of the row's own column."""
+    _check_text_or_null(system, SYSTEM, place)
+    if not system:
+        return messages
+    if messages[0]["role"] == SYSTEM:
+        raise RequestError(f"{place} has a column 'system' and a first message of the system; give one of the two")
+    return [{"role": SYSTEM, "content": system}, *messages]
+
+
+def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the tools and the arguments of a row's chat template."""
+    tools = record.get(TOOLS)
+    if _is_empty(tools):
+        tools = [] if isinstance(tools, list) else None
+    else:
+        tools = [_decode(tool) for tool in _json_list(tools, TOOLS, place)]
+        other = next((tool for tool in tools if not isinstance(tool, dict)), None)
+        if other is not None:
+            raise RequestError(f"{place}: column 'tools' holds {_shorten(other)}; it must hold JSON schemas of functions")
+    arguments = record.get(TEMPLATE_ARGUMENTS)
+    arguments = {} if _is_empty(arguments) else _decode(arguments)
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} holds {_shorten(arguments)}; it must be an object")
+    reserved = next((name for name in arguments if name in RESERVED), None)
+    if reserved is not None:
+        raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} sets {reserved!r}, which Upshift sets; leave it out")
+    return {"tools": tools, "template_arguments": arguments}
+
+
+def _read_messages(value: Any, column: str, place: str) -> list[Message]:
+    """Return the messages of a column: a list, or a list that is written as JSON."""
+    entries = [_decode(entry) for entry in _json_list(value, column, place)]
+    if not entries:
+        raise RequestError(f"{place}: column {column!r} has no messages; write at least one, or leave the row out")
+    return [_read_message(entry, f"{place}: message {number} of {column}") for number, entry in enumerate(entries, start=1)]
+
+
+def _read_message(entry: Any, name: str) -> Message:
+    """Return a message with a role, and a content of one text, from OpenAI's or ShareGPT's form."""
+    if not isinstance(entry, dict):
+        raise RequestError(f'{name} is {_shorten(entry)}; write {{"role": "user", "content": ".."}}')
+    message: Message = {key: value for key, value in entry.items() if value is not None}
+    if "from" in message and "value" in message and "role" not in message:
+        message = _read_turn(message, name)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{name} has role {_shorten(role)}; use {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        other_part = describe_other_part(content)
+        if other_part is not None:
+            raise RequestError(
+                f"{name} has a part {other_part}, and only text is trained on; leave the row out, "
+                'or write parts as {"type": "text", "text": ".."}'
+            )
+        message["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"{name} has content {_shorten(content)}; it must be text")
+    _check_weight(message, name)
+    _check_tool_calls(message, name)
+    return message
+
+
+def _read_turn(turn: Message, name: str) -> Message:
+    """Return a ShareGPT turn as a message. A turn ``function_call`` holds a call, or a list of calls, as JSON."""
+    speaker = turn["from"]
+    if speaker not in SPEAKERS:
+        raise RequestError(f"{name} is from {_shorten(speaker)}; use {', '.join(SPEAKERS)}")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker != FUNCTION_CALL:
+        return {"role": SPEAKERS[speaker], "content": turn["value"], **others}
+    calls = _decode(turn["value"])
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": call} for call in calls], **others}
+
+
+def _check_weight(message: Message, name: str) -> None:
+    weight = message.get(WEIGHT)
+    if weight is None:
+        return
+    if message["role"] != ASSISTANT or weight not in (0, 1):
+        raise RequestError(
+            f"{name} has weight {_shorten(weight)}; an assistant's message may have 0 (not learned) or 1, and others none"
+        )
+
+
+def _check_tool_calls(message: Message, name: str) -> None:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    is_valid = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    functions = [call.get("function", call) for call in calls] if is_valid else []
+    if not is_valid or not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise RequestError(
+            f'{name} has tool_calls {_shorten(calls)}; write [{{"type": "function", "function": {{"name": "..", '
+            '"arguments": {{..}}}}}}]'
+        )
+
+
+def _check_text_or_null(value: Any, column: str, place: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{place}: column {column!r} holds {_shorten(value)}; it must be text")
+
+
+def _json_list(value: Any, column: str, place: str) -> list[Any]:
+    entries = _decode(value)
+    if not isinstance(entries, list):
+        raise RequestError(f"{place}: column {column!r} holds {_shorten(value)}; it must be a list")
+    return entries
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _decode(value: Any) -> Any:
+    """Return the object or the list that a text is the JSON of, or else the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _shorten(value: Any) -> str:
+    return json.dumps(value, default=str)[:60]

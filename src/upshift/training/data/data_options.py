@@ -1,0 +1,36 @@
+"""Define what a user may say of training data beside its path. Every command that reads training data takes these options."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from pydantic import Field
+
+from upshift.training.data.row_formats import RowFormat
+from upshift.value import Value
+
+LossOn = Literal["assistant", "all"]
+LongRows = Literal["cut", "split", "drop"]
+
+
+class DataOptions(Value):
+    """Hold what a user says of training data. None: the default for what the data holds."""
+
+    text_column: str | None = Field(None, description="the column that holds the text or the token ids")
+    data_format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
+    loss_on: LossOn | None = Field(None, description="assistant: its turns, or completions; all: all tokens")
+    long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
+
+    @property
+    def as_options(self) -> DataOptions:
+        """Return these options alone."""
+        return DataOptions(**{name: getattr(self, name) for name in DataOptions.model_fields})
+
+
+class DataKeywords(TypedDict, total=False):
+    """The fields of ``DataOptions`` as keyword arguments."""
+
+    text_column: str | None
+    data_format: RowFormat | None
+    loss_on: LossOn | None
+    long_rows: LongRows | None

@@ -1,0 +1,450 @@
+"""Chats, and prompts with completions, as training data: each token and each label against transformers' own chat templates."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from chat_models import (
+    CHATML,
+    DROPS_THOUGHTS,
+    LLAMA2,
+    MARKED,
+    TOKENIZERS,
+    byte_level_tokenizer,
+    make_chats,
+    save_model,
+    words,
+    write_jsonl,
+)
+from typer.testing import CliRunner
+
+from upshift.cli.main import app
+from upshift.errors import RequestError
+from upshift.models.source import find_model
+from upshift.training.batches.layout import Layout
+from upshift.training.batches.sampler import BatchSource
+from upshift.training.data.corpus import IGNORED, read_corpus
+from upshift.training.data.data_options import DataOptions
+from upshift.training.data.dataset import document_lengths, load_data, prepare_data, save_data
+from upshift.training.data.tokenizer import tokenize
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"count": 2, "road": "north"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"type": "object", "properties": {"road": {"type": "string"}}}},
+}
+WITH_TOOLS = {
+    "tools": [TOOL],
+    "messages": [
+        {"role": "user", "content": "which road"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "the north"},
+        {"role": "assistant", "content": "the road to the north"},
+    ],
+}
+
+
+Rows = list[tuple[list[int], list[int]]]  # ids and labels
+
+
+def rows_of(path: Path, tokenizer: Any, **options: Any) -> Rows:
+    """The ids and the labels of each document."""
+    loss_on = options.pop("loss_on", "assistant")
+    tokenized = tokenize(read_corpus(path, **options).documents, tokenizer, loss_on=loss_on)
+    labels = tokenized.tokens if tokenized.labels is None else tokenized.labels
+    borders = zip(tokenized.offsets[:-1].tolist(), tokenized.offsets[1:].tolist(), strict=True)
+    return [(tokenized.tokens[start:end].tolist(), labels[start:end].tolist()) for start, end in borders]
+
+
+def refusal(path: Path, tokenizer: Any, **options: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        rows_of(path, tokenizer, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def reference(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What transformers makes of a chat, with the labels by the marks of the template."""
+    encoded = tokenizer.apply_chat_template(
+        row["messages"], tools=row.get("tools"), chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    return list(encoded["input_ids"]), [token if is_learned else IGNORED for token, is_learned in pairs]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by marks"])
+def test_ids_and_labels_equal_those_of_transformers(template, tmp_path):
+    rows = [*make_chats(40), WITH_TOOLS]
+    tokenizer = byte_level_tokenizer(template)
+    found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+    assert found == [reference(row, tokenizer) for row in rows]
+    assert all(ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id for ids, _ in found)
+    assert all(0 < sum(label != IGNORED for label in labels) < len(ids) for ids, labels in found)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_marks_and_prefixes_agree_for_every_kind_of_tokenizer(kind, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", make_chats(60, seed=1))
+    by_marks = rows_of(path, TOKENIZERS[kind](MARKED))
+    assert by_marks == rows_of(path, TOKENIZERS[kind](CHATML)) and len(by_marks) == 60
+
+
+def test_marks_hold_where_tokens_leave_white_space_out(tmp_path):
+    """The marked part begins and ends with a character that belongs to no token: transformers' own mask then runs on."""
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }} \n{% endgeneration %}"
+    marked += "{% else %}{{ m.content }} ? {% endif %}{% endfor %}"
+    tokenizer = TOKENIZERS["words"](marked)
+    turns = [("user", "every road"), ("assistant", "the north"), ("user", "trees"), ("assistant", "a short answer")]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    [(_, labels)] = rows_of(path, tokenizer)
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == "the north a short answer"
+
+
+def test_all_tokens_are_learned_if_the_user_says_so(tmp_path):
+    rows = make_chats(20)
+    tokenizer = byte_level_tokenizer()
+    expected = [reference(row, tokenizer)[0] for row in rows]
+    found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, loss_on="all")
+    assert found == [(ids, ids) for ids in expected]
+
+
+def test_a_turn_of_weight_0_is_not_learned(tmp_path):
+    [row] = [row for row in make_chats(40) if len(row["messages"]) == 4][:1]
+    weighted = {"messages": [dict(message) for message in row["messages"]]}
+    weighted["messages"][1]["weight"] = 0
+    first = {"messages": row["messages"][:2]}
+    for template in (CHATML, MARKED):
+        tokenizer = byte_level_tokenizer(template)
+        ids, labels = reference(row, tokenizer)
+        end = len(reference(first, tokenizer)[0])
+        [found] = rows_of(write_jsonl(tmp_path / "a.jsonl", [weighted]), tokenizer)
+        assert found == (ids, [IGNORED] * end + labels[end:]) and labels[:end] != [IGNORED] * end
+        assert "weight 0" in refusal(tmp_path / "a.jsonl", tokenizer, loss_on="all")
+
+
+def test_a_template_without_a_prompt_for_the_assistant_is_learned_from_the_space_on(tmp_path):
+    tokenizer = TOKENIZERS["sentences"](LLAMA2)
+    row = {"messages": [{"role": "user", "content": "every road"}, {"role": "assistant", "content": "the north"}]}
+    [(_, labels)] = rows_of(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert tokenizer.decode([label for label in labels if label != IGNORED]).strip() == "the north</s>"
+
+
+def test_a_template_that_writes_earlier_turns_in_another_way_is_refused(tmp_path):
+    tokenizer = byte_level_tokenizer(DROPS_THOUGHTS)
+    rows = [{"messages": make_chats(1)[0]["messages"][-2:]}, next(row for row in make_chats(30) if len(row["messages"]) >= 4)]
+    message = refusal(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+    assert f"{tmp_path / 'a.jsonl'}:2" in message and "--loss-on all" in message
+    assert len(rows_of(tmp_path / "a.jsonl", tokenizer, loss_on="all")) == 2
+    last = {"prompt": rows[1]["messages"][:-1], "completion": rows[1]["messages"][-1:]}
+    [(_, labels)] = rows_of(write_jsonl(tmp_path / "b.jsonl", [last]), tokenizer)
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == (
+        f"<think></think>{rows[1]['messages'][-1]['content']}<|im_end|>\n"
+    )
+
+
+def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_path):
+    """Some templates go through the parts of a content. Of a text they would write nothing, and say nothing."""
+    parts = "{%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}"
+    takes_parts = CHATML.replace("{{- (message.content or '') + '<|im_end|>\\n' }}", parts + "{{- '<|im_end|>\\n' }}")
+    assert takes_parts != CHATML
+    rows = make_chats(10)
+    found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(takes_parts))
+    assert found == [reference(row, byte_level_tokenizer()) for row in rows]
+    silent = CHATML.replace("(message.content or '')", "''")
+    assert "does not write the content" in refusal(tmp_path / "a.jsonl", byte_level_tokenizer(silent))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as the kind of file that the suffix names."""
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, rows)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows)
+    elif path.suffix == ".hub":  # as load_dataset reads JSON lines: objects of different keys become the type Json
+        source = write_jsonl(path.with_suffix(".jsonl"), rows)
+        loaded = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(path.parent / "cache"))
+        loaded.save_to_disk(path)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
+    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+    return {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in row["messages"]]}
+
+
+def alpaca(row: dict[str, Any]) -> dict[str, Any]:
+    question, _, details = row["messages"][0]["content"].partition(" ")
+    return {"instruction": question, "input": details, "output": row["messages"][1]["content"]}
+
+
+def single(number: int) -> list[dict[str, Any]]:
+    return [{"messages": row["messages"][:2]} for row in make_chats(number, system=False)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".saved", ".hub"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "tools", "parts", "alpaca", "system"])
+def test_every_form_in_every_file_gives_the_same_tokens(form, suffix, tmp_path):
+    tokenizer = byte_level_tokenizer()
+    rows = make_chats(12, seed=2)
+    if form == "tools":
+        other = json.loads(json.dumps(WITH_TOOLS).replace("road", "river"))
+        rows = [WITH_TOOLS, other, WITH_TOOLS]
+        written = rows
+    elif form == "parts":
+        written = [
+            {"messages": [m | {"content": [{"type": "text", "text": c} for c in m["content"]]} for m in row["messages"]]}
+            for row in rows
+        ]
+    elif form == "conversations":
+        written = [sharegpt(row) for row in rows]
+    elif form == "system":
+        rows = [{"messages": [{"role": "system", "content": "north"}, *row["messages"]]} for row in make_chats(9, system=False)]
+        written = [
+            {"system": "north", "conversations": sharegpt({"messages": row["messages"][1:]})["conversations"]} for row in rows
+        ]
+    elif form == "alpaca":
+        written = [alpaca(row) for row in single(12)]
+        texts = [("\n".join(filter(None, (row["instruction"], row["input"]))), row["output"]) for row in written]
+        rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts]
+    else:
+        written = rows
+    path = write(tmp_path / f"a{suffix}", [row | {"id": "7"} for row in written])
+    assert rows_of(path, tokenizer) == [reference(row, tokenizer) for row in rows]
+
+
+def test_tool_calls_are_used_as_objects_and_as_json_texts(tmp_path):
+    """OpenAI writes the arguments of a call as a JSON text, ShareGPT the whole call as the text of a turn."""
+    tokenizer = byte_level_tokenizer()
+    expected = [reference(WITH_TOOLS, tokenizer)]
+    texts = json.loads(json.dumps(WITH_TOOLS))
+    texts["messages"][1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
+    assert rows_of(write_jsonl(tmp_path / "a.jsonl", [texts]), tokenizer) == expected
+    speakers = [("human", "which road"), ("function_call", json.dumps(CALL["function"])), ("observation", "the north")]
+    turns = [{"from": speaker, "value": text} for speaker, text in (*speakers, ("gpt", "the road to the north"))]
+    row = {"conversations": turns, "tools": json.dumps([TOOL])}
+    assert rows_of(write_jsonl(tmp_path / "b.jsonl", [row]), tokenizer) == expected
+    takes_text = CHATML.replace("(call.function.arguments | tojson)", "call.function.arguments + ''")
+    [(ids, _)] = rows_of(write_jsonl(tmp_path / "c.jsonl", [WITH_TOOLS]), byte_level_tokenizer(takes_text))
+    assert '<call>{"count": 2, "road": "north"}' in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_only_the_completion_is_learned_and_bos_and_eos_stand_once(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind](None)
+    draws = random.Random(3)
+    pairs = [(words(draws, 5), " " + words(draws, 4)) for _ in range(20)] + [("the north", " a road</s>")]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in pairs])
+    bos = [tokenizer.bos_token_id] if kind == "bytes" else []  # the other two add none of themselves
+    for (ids, labels), (prompt, answer) in zip(rows_of(path, tokenizer), pairs, strict=True):
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        answer_ids = tokenizer(answer.removesuffix("</s>"), add_special_tokens=False)["input_ids"]
+        assert ids == [*bos, *prompt_ids, *answer_ids, tokenizer.eos_token_id]
+        assert labels == [IGNORED] * len(bos + prompt_ids) + ids[len(bos + prompt_ids) :]
+
+
+def test_a_completion_that_merges_with_the_prompt_is_learned_from_the_first_other_token(tmp_path, caplog):
+    tokenizer = byte_level_tokenizer(None)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the ans", "completion": "wer"}])
+    [(ids, labels)] = rows_of(path, tokenizer)
+    whole = tokenizer("the answer")["input_ids"]
+    assert ids == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == " answer</s>"
+    assert f"{path}:1" in caplog.text
+
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "role": ({"messages": [USER, {"role": "asistant", "content": "b"}]}, "system, developer, user, assistant, tool"),
+    "no role": ({"messages": [USER, {"content": "b"}]}, "role"),
+    "speaker": ({"messages": [{"from": "martian", "value": "b"}]}, "human"),
+    "image part": ({"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}, "image_url"),
+    "audio part": ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}, ANSWER]}, "input_audio"),
+    "image column": ({"messages": [USER, ANSWER], "images": ["a.png"]}, "images"),
+    "content": ({"messages": [USER, {"role": "assistant", "content": 7}]}, "must be text"),
+    "no content": ({"messages": [USER, {"role": "assistant"}]}, "must be text"),
+    "text": ({"messages": "hello"}, "must be a list"),
+    "number": ({"messages": 3}, "must be a list"),
+    "object": ({"messages": USER}, "must be a list"),
+    "texts": ({"messages": ["a", "b"]}, "role"),
+    "numbers": ({"messages": [1, 2]}, "role"),
+    "missing": ({"text": "a"}, "no column 'messages'"),
+    "surrogate": ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "surrogate"),
+    "begins": ({"messages": [ANSWER, USER]}, "begins with a turn of the assistant"),
+    "tools": ({"messages": [USER, ANSWER], "tools": "none"}, "tools"),
+    "tool names": ({"messages": [USER, ANSWER], "tools": ["f"]}, "JSON schemas"),
+    "calls": ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": 1}]}]}, "tool_calls"),
+    "weight": ({"messages": [USER | {"weight": 1}, ANSWER]}, "weight"),
+    "half weight": ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight"),
+    "two systems": ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "t"}, "system"),
+    "system": ({"messages": [USER, ANSWER], "system": 5}, "must be text"),
+    "arguments": ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tokenize": False}}, "tokenize"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_refused_with_its_place(name, suffix, tmp_path):
+    row, reason = BAD_ROWS[name]
+    path = write(tmp_path / f"a{suffix}", [{"messages": [USER, ANSWER]}, row])
+    message = refusal(path, byte_level_tokenizer())
+    assert reason in message and (f"{path}:2" in message or f"{path} (record 2)" in message)
+
+
+BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
+    "two formats": ({"messages": [USER, ANSWER], "text": "a"}, "--data-format text or --data-format messages"),
+    "ids and chats": ({"messages": [USER, ANSWER], "input_ids": [1, 2]}, "--data-format input_ids"),
+    "alpaca's text": ({"instruction": "a", "output": "b", "text": "ab"}, "--data-format alpaca"),
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences (chosen and rejected)"),
+    "chosen chats": ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "add --data-format messages"),
+    "good or bad": ({"prompt": "a", "completion": "b", "label": False}, "completion and label"),
+    "mixed": ({"prompt": "a", "completion": [ANSWER]}, "two lists of messages"),
+    "null": ({"prompt": "a", "completion": None}, "two lists of messages"),
+    "no answer": ({"instruction": "a", "output": None}, "'output' is null"),
+    "texts with tools": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "'tools'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_a_table_that_can_be_read_in_two_ways_or_none_is_refused(name, tmp_path):
+    row, reason = BAD_TABLES[name]
+    assert reason in refusal(write_jsonl(tmp_path / "a.jsonl", [row, row]), byte_level_tokenizer())
+
+
+def test_a_named_format_decides(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ANSWER], "text": "abc"}])
+    assert rows_of(path, tokenizer, data_format="messages") == [reference({"messages": [USER, ANSWER]}, tokenizer)]
+    assert rows_of(path, tokenizer, data_format="text") == rows_of(path, tokenizer, text_column="text")
+    for options in ({"data_format": "alpaca"}, {"data_format": "chat"}, {"data_format": "text", "text_column": "text"}):
+        assert "--data-format" in refusal(path, tokenizer, **options)
+
+
+@pytest.mark.parametrize("part", ["tools", "tool_calls"])
+def test_a_template_that_ignores_tools_is_refused_and_other_fields_are_named(part, tmp_path, caplog):
+    plain = CHATML.replace("tools" if part == "tools" else "tool_calls", "nothing")
+    message = refusal(write_jsonl(tmp_path / "a.jsonl", [WITH_TOOLS]), byte_level_tokenizer(plain))
+    assert f"{tmp_path / 'a.jsonl'}:1 has '{part}'" in message
+    rows_of(write_jsonl(tmp_path / "b.jsonl", [{"messages": [USER | {part + part: "x"}, ANSWER]}]), byte_level_tokenizer())
+    assert f"{part + part!r} of the messages (1 rows)" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), byte_level_tokenizer())
+
+
+def limited(rows: Rows, length: int, long_rows: str) -> Rows:
+    """The sequences that are trained on, by plain Python: cut, split or dropped, and then those with something to learn."""
+    pieces: Rows = []
+    for ids, labels in rows:
+        starts = range(0, len(ids), length) if long_rows == "split" else [0]
+        if long_rows != "drop" or len(ids) <= length:
+            pieces += [(ids[start : start + length], labels[start : start + length]) for start in starts]
+    return [piece for piece in pieces if any(label != IGNORED for label in piece[1][1:])]
+
+
+@pytest.mark.parametrize("long_rows", [None, "cut", "split", "drop"])
+@pytest.mark.parametrize("loss_on", [None, "all"])
+def test_each_learned_token_survives_cutting_padding_and_packing(long_rows, loss_on, model, tmp_path, caplog):
+    rows = make_chats(50, seed=4)
+    tokenizer = byte_level_tokenizer()
+    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "data" / "validation.jsonl", rows[:5])
+    options = DataOptions(long_rows=long_rows, loss_on=loss_on)
+    data = prepare_data(find_model(str(model)), tmp_path / "data", sequence_length=48, options=options)
+    whole = [reference(row, tokenizer) for row in rows]
+    num_long = sum(len(ids) > 48 for ids, _ in whole)
+    assert num_long > 5 and f"{num_long} rows longer than 48 tokens" in caplog.text
+    if loss_on == "all":
+        whole = [(ids, ids) for ids, _ in whole]
+    expected = limited(whole, 48, long_rows or "cut")
+    save_data(data, tmp_path)
+    for training in (data.training, load_data(tmp_path).training):
+        spans = [(s, s + n) for s, n in zip(training.starts.tolist(), training.lengths.tolist(), strict=True)]
+        labels = training.tokens if training.labels is None else training.labels
+        assert [(training.tokens[s:e].tolist(), labels[s:e].tolist()) for s, e in spans] == expected
+        learned = sorted(label for _, row in expected for label in row[1:] if label != IGNORED)
+        for packing, flatten, micro_batch in ((False, False, 3), (True, False, 2), (True, True, 4)):
+            layout = Layout(micro_batch=micro_batch, packing=packing, flatten=flatten, pad_multiple=8)
+            source = BatchSource(sequences=training, global_batch=8, layout=layout)
+            batches = source.batches()
+            for _ in range(2):  # epochs
+                found: list[int] = []
+                for _ in range(source.batches_per_epoch):
+                    batch = next(batches)
+                    for micro in batch.micro_batches:
+                        counted = micro.arrays["labels"][:, 1:]
+                        found += counted[counted != IGNORED].tolist()
+                        assert micro.num_label_tokens == np.count_nonzero(counted != IGNORED)
+                assert sorted(found) == learned
+
+
+def test_rows_without_a_token_to_learn_are_counted_and_left_out(model, tmp_path, caplog):
+    rows = [*make_chats(6), {"messages": [USER]}, {"messages": [USER, ANSWER | {"weight": 0}]}, {"messages": None}]
+    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "data" / "validation.jsonl", rows[:2])
+    data = prepare_data(find_model(str(model)), tmp_path / "data", sequence_length=200)
+    assert "2 sequences without a label to learn are left out" in caplog.text and len(data.training) == 6
+    assert "1 empty or null rows" in caplog.text
+    only = write_jsonl(tmp_path / "b.jsonl", [{"messages": [USER]}] * 3)
+    with pytest.raises(RequestError, match="something to learn"):
+        prepare_data(find_model(str(model)), only, sequence_length=64)
+
+
+def test_planning_reads_the_lengths_of_chats(model, tmp_path):
+    rows = make_chats(20, seed=5)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    expected = tuple(len(reference(row, byte_level_tokenizer())[0]) for row in rows)
+    assert document_lengths(find_model(str(model)), str(path), DataOptions()) == (expected, "cut")
+    assert document_lengths(find_model(str(model)), str(path), DataOptions(long_rows="drop")) == (expected, "drop")
+
+
+def test_loss_on_is_refused_where_it_says_nothing(model, tmp_path):
+    source = find_model(str(model))
+    text = write_jsonl(tmp_path / "a.jsonl", [{"text": "the north"}] * 4)
+    with pytest.raises(RequestError, match="--loss-on assistant is for chats"):
+        prepare_data(source, text, sequence_length=64, options=DataOptions(loss_on="assistant"))
+    labelled = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}] * 4)
+    with pytest.raises(RequestError, match="--loss-on all learns all tokens"):
+        prepare_data(source, labelled, sequence_length=64, options=DataOptions(loss_on="all"))
+    chats = write_jsonl(tmp_path / "c.jsonl", make_chats(3))
+    with pytest.raises(RequestError, match="no chat template"):
+        prepare_data(source, chats, sequence_length=64, tokenizer=byte_level_tokenizer(None))
+
+
+def run(*arguments: str, **environment: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env=environment or None, catch_exceptions=True)
+
+
+def test_show_marks_what_is_learned_and_counts(model, tmp_path):
+    rows = [{"messages": [USER, {"role": "assistant", "content": f"the north {number}"}]} for number in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    shown = run("data", "show", str(model), "--data", str(path), "--sequence-length", "200")
+    assert shown.exit_code == 0, shown.output
+    for number in range(3):
+        assert f"<|im_start|>assistant\n[[the north {number}<|im_end|>\n]]" in shown.output
+    assert "the north 3" not in shown.output and "60 rows" in shown.output
+    pairs = [reference(row, byte_level_tokenizer()) for row in rows]
+    learned = sum(label != IGNORED for _, labels in pairs[:59] for label in labels)
+    assert f"{sum(len(ids) for ids, _ in pairs[:59]):,} tokens; trained on: {learned:,}" in shown.output
+    everything = run("data", "show", str(model), "--data", str(path), "--loss-on", "all", "--rows", "1")
+    assert "<s>[[<|im_start|>user" in everything.output
+    assert run("data", "show", str(model), "--data", str(path), "--loss-on", "some").exit_code != 0
