@@ -10,6 +10,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chat_models import (
     CHATML,
@@ -271,6 +273,8 @@ def test_a_completion_that_merges_with_the_prompt_is_learned_from_the_first_othe
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+ROLE = ("role", pa.string())
+CONTENT = ("content", pa.dictionary(pa.int32(), pa.string()))
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [USER, {"role": "asistant", "content": "b"}]}, "system, developer, user, assistant, tool"),
     "no role": ({"messages": [USER, {"content": "b"}]}, "role"),
@@ -306,6 +310,34 @@ def test_a_bad_row_is_refused_with_its_place(name, suffix, tmp_path):
     path = write(tmp_path / f"a{suffix}", [{"messages": [USER, ANSWER]}, row])
     message = refusal(path, byte_level_tokenizer())
     assert reason in message and (f"{path}:2" in message or f"{path} (record 2)" in message)
+
+
+PARQUET_TABLES: dict[str, tuple[Any, str]] = {  # tables, and the reason of the refusal or nothing
+    "lists of numbers": (pa.table({"messages": [[1, 2], [3]]}), "must be a list"),
+    "numbers of an image": (pa.table({"messages": [[USER, ANSWER]], "images": [[1.5, 2.0]]}), "images"),
+    "nulls": (pa.table({"messages": pa.nulls(2)}), "2 empty"),
+    "maps": (
+        pa.table({"messages": pa.array([[[("role", "user"), ("content", "a")]]], pa.list_(pa.map_(pa.string(), pa.string())))}),
+        "message 1 of messages",
+    ),
+    "large lists and dictionaries": (
+        pa.table({"messages": pa.array([[USER, ANSWER]], pa.large_list(pa.struct([("role", pa.large_string()), CONTENT])))}),
+        "",
+    ),
+    "lists of one size": (pa.table({"messages": pa.array([[USER, ANSWER]], pa.list_(pa.struct([ROLE, CONTENT]), 2))}), ""),
+    "bytes": (pa.table({"prompt": [b"\xff"], "completion": ["a"]}), "two texts"),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET_TABLES)
+def test_every_type_of_column_is_used_or_refused(name, tmp_path):
+    table, reason = PARQUET_TABLES[name]
+    pq.write_table(table, tmp_path / "a.parquet")
+    if reason:
+        assert reason in refusal(tmp_path / "a.parquet", byte_level_tokenizer())
+    else:
+        expected = [reference({"messages": [USER, ANSWER]}, byte_level_tokenizer())]
+        assert rows_of(tmp_path / "a.parquet", byte_level_tokenizer()) == expected
 
 
 BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
