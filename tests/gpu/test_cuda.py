@@ -153,6 +153,35 @@ def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_weight_goes_to_the_host_with_the_activations(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """autocast makes copies of the weights, which autograd saves as it saves activations."""
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    def recording(pack: Any, unpack: Any) -> Any:
+        def packed(tensor: torch.Tensor) -> Any:
+            result = pack(tensor)
+            if result[1].device.type == "cpu":
+                moved.append((tensor, result[1]))
+            return result
+
+        return hooks(packed, unpack)
+
+    initial = [parameter.detach().clone() for parameter in llama().parameters() if parameter.dim() == 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.autograd.graph, "saved_tensors_hooks", recording)
+        losses(plan_of(activation_offload=True, precision=precision), steps=1)
+    torch.cuda.synchronize()
+    assert len(moved) > 10
+    for tensor, on_host in moved:
+        for weight in (weight.to(tensor.dtype) for weight in initial if weight.numel() == on_host.numel()):
+            for side in (weight, weight.t().contiguous()):
+                assert not torch.equal(side.reshape(on_host.shape), on_host), tuple(on_host.shape)
+    offloaded = losses(plan_of(activation_offload=True, precision=precision))
+    assert offloaded == pytest.approx(losses(plan_of(precision=precision)), rel=1e-5)
+
+
 def test_the_trainer_takes_both_offloads_by_hand(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path / "plain", plan_of())
     moved, _ = trained(tmp_path / "moved", plan_of(optim_offload=True, activation_offload=True))

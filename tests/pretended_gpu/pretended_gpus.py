@@ -31,7 +31,8 @@ def missing() -> str | None:
 def library() -> Path:
     """Return the built library. It is kept in build/, one for each torch, Python and source."""
     source = DEVICE / "pretended_cuda.cpp"
-    key = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    sources = source.read_bytes() + (DEVICE / "pretended_nccl.h").read_bytes()
+    key = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{hashlib.sha256(sources).hexdigest()[:16]}"
     path = ROOT / "build" / "pretended_gpu" / f"{key}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -165,6 +165,8 @@ class Measured(Value):
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
     exchanges: dict[Exchange, Link] = {}  # gloo between two processes: latency, and bytes of the full tensor per second
+    gpu_exchanges: dict[Exchange, Link] = {}  # NCCL between gpu_exchange_ranks GPUs of one host, as above
+    gpu_exchange_ranks: Count | None = None
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
     compiler: bool | None  # whether the C++ compiler and the headers that torch.compile needs on the CPU work
     probe_seconds: Seconds
