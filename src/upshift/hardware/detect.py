@@ -59,8 +59,13 @@ def detect(
     link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
     origin = cpu_origin | {"gpu": gpu_origin}
     if gpu is not None:
-        unknown = f"unknown: {gpu.name!r} is not in the table"
-        source = f"table: {NVIDIA_GPUS[gpu.table_key].source}" if gpu.table_key else unknown
+        unknown = f"{gpu.name!r} is not in the table"
+        if gpu.table_key:
+            source = f"table: {NVIDIA_GPUS[gpu.table_key].source}"
+        elif gpu.peak is not None:
+            source = f"estimated: {unknown}; NVML's cores, clocks and bus at the highest clocks"
+        else:
+            source = f"unknown: {unknown}"
         origin |= {"gpu.peak": source, "host_to_device": "NVML and PCI Express base specification"}
     return Host(
         name="this machine",

@@ -1,7 +1,7 @@
 """Measure this machine's GPUs. The probe runs this module in processes of its own, so that its own process never uses CUDA.
 
-A process that has used CUDA keeps memory of the GPU, and its forks cannot use one. ``rates`` measures the first GPU, ``exchanges``
-how fast all GPUs exchange tensors by NCCL; each of its ranks is a process. The first rank prints one JSON line.
+A process that has used CUDA keeps memory of the GPU, and its forks cannot use one. ``rates`` measures the first GPU, and
+``exchanges`` how fast all GPUs exchange tensors by NCCL; each of its ranks is a process. The first rank prints one JSON line.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
 from upshift.hardware.probe import dispatch_seconds, matrix_rate, median_seconds, triad_rate
+from upshift.hardware.spec import TRITON_CAPABILITY
 from upshift.units import MIB
 
 if TYPE_CHECKING:
@@ -49,9 +54,17 @@ def measure_rates(limit_seconds: float, unsupported: list[str]) -> dict[str, Any
     torch.cuda.empty_cache()
     return {
         "gpu": rates,
+        "gpu_compiler": triton_compiles(torch.cuda.get_device_capability()),
         "gpu_dispatch_seconds": _try("dispatch", lambda: dispatch_seconds("cuda")),
         "host_to_device_bytes_per_second": _try("copies from the host", lambda: _copy_rate(seconds_each)),
     }
+
+
+def triton_compiles(capability: tuple[int, int]) -> bool:
+    """Return whether Triton is installed, runs on the GPU, and finds the C compiler and the header that its launcher needs."""
+    has_compiler = any(which(name) for name in ("cc", "gcc", "clang"))
+    has_header = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    return find_spec("triton") is not None and capability >= TRITON_CAPABILITY and has_compiler and has_header
 
 
 def _try(name: str, measure: Callable[[], float]) -> float | None:

@@ -38,6 +38,7 @@ CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
     "fp16": ("avx512_fp16", "amx_fp16", "neon_fp16"),
     "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "neon_dotprod", "neon_i8mm"),
 }
+TRITON_CAPABILITY = (7, 0)  # the first that Triton compiles for (its README, "Compatibility")
 # "HIP (ROCm) semantics" in PyTorch's documentation: ROCm GPUs keep the name cuda.
 TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
@@ -168,6 +169,7 @@ class Measured(Value):
     gpu_exchanges: dict[Exchange, Link] = {}  # NCCL between gpu_exchange_ranks GPUs of one host, as above
     gpu_exchange_ranks: Count | None = None
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
+    gpu_compiler: bool | None = None  # whether Triton, which compiles for GPUs, has all that it needs
     compiler: bool | None  # whether the C++ compiler and the headers that torch.compile needs on the CPU work
     probe_seconds: Seconds
     core_share: float | None = None  # share of the cores' time that the probe got; other programs had the rest

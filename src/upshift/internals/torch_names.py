@@ -95,6 +95,7 @@ LAST_RATE = Internal("torch", "LRScheduler._last_lr", "Population based training
 # Names with fall-backs.
 SOFTMAX_BACKWARD = Internal("torch", "torch:_softmax_backward_data", "The backward pass of block attention")
 NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
+ARCHITECTURES = Internal("torch", "torch._C:_cuda_getArchFlags", "Comparing torch's kernels with a GPU")
 EXCLUDED_KEY = Internal("torch", "torch._C:_SetExcludeDispatchKeyGuard", "Activations on the host beside autocast")
 DISPATCH_KEY = Internal("torch", "torch._C:DispatchKey", "Activations on the host beside autocast")
 TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")

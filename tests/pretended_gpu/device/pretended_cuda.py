@@ -36,6 +36,7 @@ def _load_extension() -> Any:
 
 ext = _load_extension()
 MIB = 2**20
+ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # of torch's wheels for CUDA 13
 CONTEXT_BYTES = 500 * MIB  # that a process holds on a device beside its tensors
 gpus = pynvml.visible_gpus()
 ext.set_device_count(len(gpus))
@@ -275,7 +276,7 @@ def _functions() -> dict[str, Any]:
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]), "is_bf16_supported": is_bf16_supported,
         "CUDAGraph": CUDAGraph, "graph": graph, "is_current_stream_capturing": ext.is_recording, "ipc_collect": _nothing,
         "cudart": lambda: types.SimpleNamespace(cudaHostRegister=_register_host, cudaHostUnregister=_unregister_host),
-        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+        "get_arch_list": ARCHITECTURES.split,
         "default_generators": tuple(torch.default_generator for _ in gpus), "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
 
@@ -289,6 +290,7 @@ def install() -> None:
     for module, functions in ((cuda, _functions()), (cuda.memory, _memory_functions())):
         for name, function in functions.items():
             setattr(module, name, _of_its_own(function))
+    torch._C._cuda_getArchFlags = lambda: ARCHITECTURES
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDeviceCount = _count_by_driver
     torch.Tensor.record_stream = _of_its_own(_nothing)
