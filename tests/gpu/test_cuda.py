@@ -141,6 +141,28 @@ def test_an_optimizer_on_the_host_updates_alike() -> None:
     assert losses(plan_of(optim_offload=True)) == pytest.approx(losses(plan_of()), rel=1e-5)
 
 
+def test_the_optimizer_on_the_host_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds each pinned tensor up to a power of two: a vocabulary of 33,000 would take twice its bytes."""
+    registered: list[int] = []
+    runtime = torch.cuda.cudart()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                registered.extend(arguments[1:2])
+                return getattr(runtime, name)(*arguments)
+
+            return call if name == "cudaHostRegister" else getattr(runtime, name)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Counting)
+    plan = plan_of(optim_offload=True)
+    model = prepare_model(llama(), plan, Mesh(plan))
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=100))
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    assert needed <= sum(registered) / 2 <= 1.01 * needed
+    assert all(copy.is_pinned() and copy.grad.is_pinned() for copy in optimizer.copies)
+
+
 def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
     assert losses(plan_of(activation_offload=True)) == losses(plan_of())
     peaks = []

@@ -949,3 +949,19 @@ def test_an_unknown_card_is_described_by_its_cores_and_clocks(key: str, tmp_path
         # L40 alone of its generation has half of the tensor cores' rate.
         assert ours is None or ours == pytest.approx(theirs, rel=1.01 if key == "l40" else 0.1), name
     assert host.gpu.peak.memory_bytes_per_second == pytest.approx(listed.peak.memory_bytes_per_second, rel=0.02)
+
+
+def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    for number, simds in enumerate((0, 1216, 1216)):  # the CPU's node, and two GPUs
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"cpu_cores_count {0 if simds else 96}\nsimd_count {simds}\nmem_banks_count 1\n")
+    host = detect(tmp_path, nvml=None)
+    assert host.device == "cpu" and "AMD" in host.origin["gpu"] and host.origin["gpu"].endswith("2 here")
+    monkeypatch.setattr(planner, "detect", lambda: host)
+    planner.find_host(None, probe=False)
+    assert "AMD's are planned for with --on only" in caplog.text
+    caplog.clear()
+    assert "AMD" not in detect(tmp_path / "elsewhere", nvml=None).origin["gpu"]
+    assert detect(tmp_path, nvml=FakeNvml((H100, GIB))).device == "cuda"  # an NVIDIA GPU beside them is used

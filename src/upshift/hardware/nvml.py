@@ -37,6 +37,22 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
         nvml.nvmlShutdown()
 
 
+def visible_uuids(nvml: Any, visible_devices: str | None) -> list[str]:
+    """Return the UUIDs of the GPUs that this process may use; none if NVML does not work. They are the same in all processes."""
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        return [_uuid(nvml, handle) for handle in usable_handles(nvml, visible_devices)]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
+
+
 def newest_cuda(nvml: Any) -> tuple[int, int] | None:
     """Return the newest CUDA release that the driver supports. ``nvml`` must be initialised."""
     version = query(nvml, "nvmlSystemGetCudaDriverVersion")
