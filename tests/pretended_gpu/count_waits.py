@@ -1,4 +1,4 @@
-"""Train some steps of two micro-batches on a pretended GPU, and print how often the host waits for it in one step, as JSON."""
+"""Train some steps of two micro-batches on a pretended GPU, and print how often the host waits for it in the last one, as JSON."""
 
 import json
 import sys
@@ -10,22 +10,23 @@ from parallel_runs import Case
 STEPS = 3
 
 
-def main(precision: str) -> None:
+def main(precisions: list[str]) -> None:
     from upshift.training import step as step_module
 
-    waits: list[dict[str, int]] = []
+    waits: dict[str, dict[str, int]] = {}
     plain_step = step_module.TrainStep.step
 
     def counted_step(self, *arguments, **options):  # type: ignore[no-untyped-def]
         pretended_cuda.clear_counters()
         result = plain_step(self, *arguments, **options)
-        waits.append(dict(pretended_cuda.host_waits()))
+        waits[self.plan.precision] = dict(pretended_cuda.host_waits())
         return result
 
     step_module.TrainStep.step = counted_step
-    parallel_runs.train(Case(device="cuda", steps=STEPS, micro_batch=4, plan={"precision": precision}))
-    print(json.dumps(waits[-1]))
+    for precision in precisions:
+        parallel_runs.train(Case(device="cuda", steps=STEPS, micro_batch=4, plan={"precision": precision}))
+    print(json.dumps(waits))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -106,12 +106,12 @@ def test_the_doctor_names_the_gpus(on_gpus: Run) -> None:
     assert "NVIDIA GeForce RTX 4090" in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-weights"])
-def test_the_host_waits_once_a_step(on_gpus: Run, precision: str) -> None:
+def test_the_host_waits_once_a_step(on_gpus: Run) -> None:
     """Loss and norm are read together at the end, and nothing is in a micro-batch: kernels are queued while the GPU computes."""
-    done = on_gpus("h100", str(HERE / "count_waits.py"), precision)
+    precisions = ("fp32", "bf16", "bf16-weights")
+    done = on_gpus("h100", str(HERE / "count_waits.py"), *precisions)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"device to host": 1}
+    assert json.loads(done.stdout) == dict.fromkeys(precisions, {"device to host": 1})
 
 
 PROBE = """
@@ -153,10 +153,31 @@ def test_a_card_without_kernels_in_the_wheel_is_refused_before_planning(on_gpus:
     assert not (tmp_path / "out").exists()
 
 
-def test_two_gpus_of_one_command_train_as_one_and_resume(on_gpus: Run, job: Path, tmp_path: Path) -> None:
-    """``--nproc 2`` starts its ranks anew, as a fork could not use CUDA; a checkpoint of two GPUs goes on, on one."""
+def test_two_gpus_of_one_command_train_as_one(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    """``--nproc 2`` starts its ranks anew, as a fork could not use CUDA."""
     plain = ("--set", "precision=fp32", "--set", "packing=False", "--trial-seconds", "0", "--save-steps", "2")
     one = train(on_gpus, "2xh100", job, tmp_path / "one", *plain, "--nproc", "1")
     two = train(on_gpus, "2xh100", job, tmp_path / "two", *plain, "--nproc", "2", "--fully-shard", "weights")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert two["plan"]["num_processes"] == 2 and two["plan"]["layout"]["fully_shard"] == "weights"  # type: ignore[index]
+
+
+def test_offloads_change_no_loss(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    plain = ("--set", "precision=bf16", "--set", "packing=False", "--trial-seconds", "0")
+    here = train(on_gpus, "h100", job, tmp_path / "here", *plain)
+    moved = train(
+        on_gpus, "h100", job, tmp_path / "moved", *plain, "--set", "activation_offload=True", "--set", "optim_offload=True"
+    )
+    assert losses(moved) == pytest.approx(losses(here), rel=1e-3)
+
+
+def test_a_profile_counts_the_waits(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    kept = on_gpus("h100", str(HERE / "keep_probe.py"))
+    assert kept.returncode == 0, kept.stderr
+    done = on_gpus(
+        "h100", "-m", "upshift", "profile", "-o", str(tmp_path / "profile"), "--", "train", str(job / "model"), "--data",
+        str(job / "data.jsonl"), "-o", str(tmp_path / "out"), "--sequence-length", "64", "--global-batch", "8",
+        "--max-steps", "8", "--trial-seconds", "0", "--set", "torch_compile=off", "--set", "precision=fp32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "profile" / "profile.json").is_file() and "Traceback" not in done.stderr
