@@ -1,4 +1,4 @@
-"""Train some steps of two micro-batches on a pretended GPU, and print how often the host waits for it in the last one, as JSON."""
+"""Train some steps of two micro-batches on a pretended GPU. Print how often the host waits for it in the last one, as JSON."""
 
 import json
 import sys
