@@ -468,7 +468,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
 static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool causal,
                         std::optional<double> scale, bool enable_gqa) {
   const bool is_plain = recording || !at::GradMode::is_enabled() || dropout > 0.0 || query.dim() != 4 ||
-                        query.size(1) != key.size(1) || query.size(3) != value.size(3);
+                        query.size(1) != key.size(1) || query.size(3) != value.size(3) ||
+                        (mask && mask->defined() && mask->requires_grad());
   std::optional<Tensor> bias = mask;
   if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
     bias = at::zeros_like(*mask, query.options()).masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
