@@ -20,7 +20,6 @@ ZERO3 = {"fully_shard": "weights", "shard_size": 2}
 ZERO2 = {"fully_shard": "gradients", "shard_size": 2}
 ZERO1 = {"fully_shard": "optimizer", "shard_size": 2}
 ULYSSES = {"context_parallel": 2, "context_kind": "ulysses"}
-RING = {"context_parallel": 2, "context_kind": "ring"}
 TENSOR = {"tensor_parallel": 2}
 PIPELINE = {"pipeline_parallel": 2}
 CASES = {
@@ -40,7 +39,6 @@ CASES = {
     "gpipe bf16": Case(world=2, layout=PIPELINE | {"pipeline_schedule": "gpipe"}, plan=BF16, options=SLOWER),
     "zero bubble": Case(world=2, layout=PIPELINE | {"pipeline_schedule": "zero_bubble"}),
     "ulysses": Case(world=2, layout=ULYSSES),
-    "ring": Case(world=2, layout=RING),
     "experts": Case("mixture", world=2, layout={"expert_parallel": 2}),
     "hybrid": Case(world=4, layout=ZERO3, micro_batch=1),
     "zero3 x tensor": Case(world=4, layout=ZERO3 | TENSOR),
@@ -49,7 +47,6 @@ CASES = {
     "zero2 of 2 x tensor x ulysses, eight ranks": Case(world=8, layout=ZERO2 | TENSOR | ULYSSES | {"shard_size": 4}, steps=2),
 }
 CASES = {name: replace(case, device="cuda", steps=min(case.steps, 3)) for name, case in CASES.items()}
-LOSS_DIFFERENCES = {"zero3 of t5": 2e-5}
 
 
 @pytest.fixture(scope="module")
@@ -68,4 +65,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_of_gpus_trains_as_one_gpu(name: str, results: dict[str, Result]) -> None:
-    assert_as_one_process(name, CASES[name], results, loss=LOSS_DIFFERENCES.get(name))
+    assert_as_one_process(name, CASES[name], results)

@@ -57,6 +57,9 @@ def _ask_driver() -> None:
 
 def _after_fork() -> None:
     Driver.is_bad_fork = Driver.is_bad_fork or Driver.was_asked
+    # A fork makes a new thread pool at its first use. The backward pass has a thread for each device, and two that make it at once
+    # abort the process (ParallelOpenMP.cpp: "Invalid thread pool").
+    torch.set_num_threads(torch.get_num_threads())
 
 
 os.register_at_fork(after_in_child=_after_fork)
