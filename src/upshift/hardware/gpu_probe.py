@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -49,7 +50,7 @@ def measure_rates(limit_seconds: float, unsupported: list[str]) -> dict[str, Any
         if name in unsupported:
             rates[name] = None
         else:
-            rates[name] = _try(name, lambda dtype=dtype: _product_rate(getattr(torch, dtype), seconds_each))
+            rates[name] = _try(name, partial(_product_rate, getattr(torch, dtype), seconds_each))
     rates["memory_bytes_per_second"] = _try("memory", lambda: _stream_rate(seconds_each))
     torch.cuda.empty_cache()
     return {

@@ -508,6 +508,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("scaled_dot_product_attention
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kCUDA, &allocator, 9);
+  m.def("initialize", [] { at::globalContext().lazyInitDevice(kCUDA); });
   m.def("set_device_count", [](int count) { device_count = count; });
   m.def("set_device", [](int device) { active_device = device; });
   m.def("current_device", [] { return active_device; });

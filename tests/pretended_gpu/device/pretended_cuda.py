@@ -57,8 +57,8 @@ def _ask_driver() -> None:
 
 def _after_fork() -> None:
     Driver.is_bad_fork = Driver.is_bad_fork or Driver.was_asked
-    # A fork makes a new thread pool at its first use. The backward pass has a thread for each device, and two that make it at once
-    # abort the process (ParallelOpenMP.cpp: "Invalid thread pool").
+    # A fork makes a new thread pool at its first use. The backward pass has a thread for each device, and two that make it at the
+    # same time abort the process (ParallelOpenMP.cpp: "Invalid thread pool").
     torch.set_num_threads(torch.get_num_threads())
 
 
@@ -73,6 +73,8 @@ def _lazy_init() -> None:
             "'spawn' start method"
         )
     _ask_driver()
+    if not cuda._initialized:
+        ext.initialize()
     cuda._initialized = True
 
 

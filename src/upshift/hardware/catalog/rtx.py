@@ -28,7 +28,7 @@ Row = tuple[str, str, str, float, int, float, int]  # key, name by NVML, source,
 
 
 def _rows(rows: tuple[Row, ...], shares: Shares, *, cc: tuple[int, int], pcie: int) -> dict[str, GpuFacts]:
-    facts = {}
+    facts: dict[str, GpuFacts] = {}
     for key, name, source, fp32, mib, gb_s, watts in rows:
         tera: Tera = (fp32, *(None if share is None else round(share * fp32, 2) for share in shares))  # type: ignore[assignment]
         facts.update([cuda_row(key, f"NVIDIA {name}", source, tera, mib=mib, gb_s=gb_s, cc=cc, pcie=pcie, watts=watts)])
