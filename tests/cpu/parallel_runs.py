@@ -85,6 +85,7 @@ class Case:
     overlapped: bool = False  # gradients are summed in the backward pass, as on devices
     adapter: bool = False  # LoRA, trained on a bf16 base
     steps: int = STEPS
+    device: str = "cpu"
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
 
     @property
@@ -151,7 +152,7 @@ def a_plan(case: Case) -> Any:
     from upshift.planning.layout import Layout
     from upshift.planning.plan import Plan
 
-    fields = {"device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch"}
+    fields = {"device": case.device, "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch"}
     fields |= {"num_processes": case.world, "layout": Layout(**case.layout), "per_device_train_batch_size": case.micro_batch}
     plan = Plan(**(fields | case.plan))
     return plan.changed(gradient_accumulation_steps=GLOBAL_BATCH // case.micro_batch // plan.data_parallel)
@@ -181,10 +182,12 @@ def train(case: Case) -> Result:
     from upshift.training.distributed.gradients import can_overlap
     from upshift.training.distributed.mesh import init_mesh
     from upshift.training.evaluate import evaluate
-    from upshift.training.prepare import prepare_model
+    from upshift.training.prepare import configure_process, prepare_model
     from upshift.training.step import TrainStep
 
     plan = a_plan(case)
+    if case.device == "cuda":
+        configure_process(plan)
     place = init_mesh(plan)
     config = a_config(case.model)
     model_class, kind = choose_class(config, case.model)
@@ -282,7 +285,7 @@ def fork_world(size: int, cases: dict[str, Case], output: Path) -> None:
         return
     code = 1
     try:
-        found = join_processes(a_plan(Case(world=size)), run_world, cases)
+        found = join_processes(a_plan(next(iter(cases.values()))), run_world, cases)
         output.write_text(json.dumps(found))
         code = 0
     except BaseException:

@@ -117,7 +117,7 @@ def test_torch_settings_are_restored_after_a_failure(monkeypatch: pytest.MonkeyP
         raise RuntimeError("planted")
 
     monkeypatch.setattr(probe_module, "_run_base_process", lambda *_, **__: {})
-    monkeypatch.setattr(probe_module, "_dispatch_seconds", failing)
+    monkeypatch.setattr(probe_module, "dispatch_seconds", failing)
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     with pytest.raises(RuntimeError, match="planted"):
         probe(detect(), budget_seconds=1)

@@ -141,6 +141,28 @@ def test_an_optimizer_on_the_host_updates_alike() -> None:
     assert losses(plan_of(optim_offload=True)) == pytest.approx(losses(plan_of()), rel=1e-5)
 
 
+def test_the_optimizer_on_the_host_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds each pinned tensor up to a power of two: a vocabulary of 33,000 would take twice its bytes."""
+    registered: list[int] = []
+    runtime = torch.cuda.cudart()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                registered.extend(arguments[1:2])
+                return getattr(runtime, name)(*arguments)
+
+            return call if name == "cudaHostRegister" else getattr(runtime, name)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Counting)
+    plan = plan_of(optim_offload=True)
+    model = prepare_model(llama(), plan, Mesh(plan))
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=100))
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    assert needed <= sum(registered) / 2 <= 1.01 * needed
+    assert all(copy.is_pinned() and copy.grad.is_pinned() for copy in optimizer.copies)
+
+
 def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
     assert losses(plan_of(activation_offload=True)) == losses(plan_of())
     peaks = []
@@ -151,6 +173,35 @@ def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
         losses(plan, model=model, steps=2)
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_weight_goes_to_the_host_with_the_activations(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """autocast makes copies of the weights, which autograd saves as it saves activations."""
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    def recording(pack: Any, unpack: Any) -> Any:
+        def packed(tensor: torch.Tensor) -> Any:
+            result = pack(tensor)
+            if result[1].device.type == "cpu":
+                moved.append((tensor, result[1]))
+            return result
+
+        return hooks(packed, unpack)
+
+    initial = [parameter.detach().clone() for parameter in llama().parameters() if parameter.dim() == 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.autograd.graph, "saved_tensors_hooks", recording)
+        losses(plan_of(activation_offload=True, precision=precision), steps=1)
+    torch.cuda.synchronize()
+    assert len(moved) > 10
+    for tensor, on_host in moved:
+        for weight in (weight.to(tensor.dtype) for weight in initial if weight.numel() == on_host.numel()):
+            for side in (weight, weight.t().contiguous()):
+                assert not torch.equal(side.reshape(on_host.shape), on_host), tuple(on_host.shape)
+    offloaded = losses(plan_of(activation_offload=True, precision=precision))
+    assert offloaded == pytest.approx(losses(plan_of(precision=precision)), rel=1e-5)
 
 
 def test_the_trainer_takes_both_offloads_by_hand(tmp_path: Path) -> None:

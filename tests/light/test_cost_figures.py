@@ -8,18 +8,19 @@ from made_requests import ADAPTER, RANK, model_of
 
 from upshift.errors import RequestError
 from upshift.hardware import describe, gemm_efficiency
-from upshift.hardware.spec import Link
+from upshift.hardware.spec import Gpu, Host, Link, Measured, Rates
 from upshift.models.profile import ParameterShape
 from upshift.planning.analysis.bottleneck import sum_by_kind
 from upshift.planning.analysis.compare_hosts import DURATIONS
 from upshift.planning.analysis.lock_file import _moved_numbers
 from upshift.planning.cost import memory, optimizer, process_memory, rates
-from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds
+from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
 from upshift.planning.plan import Plan
 from upshift.planning.search.constraints import PACKED_KERNELS, why_kernel_unusable
+from upshift.planning.search.space import can_compile
 from upshift.planning.trials.runner import LABELS_OF_A_LOSS, loosen_tolerance
 from upshift.planning.workload import LengthHistogram, pack_rows
 
@@ -285,3 +286,41 @@ def test_a_loss_of_few_labels_may_differ_more() -> None:
     assert loosen_tolerance(0.1, LABELS_OF_A_LOSS) == loosen_tolerance(0.1, 4 * LABELS_OF_A_LOSS) == 0.1
     assert loosen_tolerance(0.1, LABELS_OF_A_LOSS // 4) == pytest.approx(0.2)
     assert loosen_tolerance(0.1, 0) == pytest.approx(0.1 * LABELS_OF_A_LOSS**0.5)
+
+
+def measured_gpus(host: Host, ranks: int, **links: tuple[float, float]) -> Host:
+    """The host, whose GPUs were measured to exchange tensors so: (seconds, bytes per second) by operation."""
+    exchanges = {
+        name: Link(name=name, latency_seconds=latency, bytes_per_second=rate, measured=True)
+        for name, (latency, rate) in links.items()
+    }
+    rates = Rates(fp32=1e12)
+    return host.changed(measured=Measured(
+        torch_version="", transformers_version=None, num_threads=1, cpu=rates, gpu=rates, dispatch_seconds=0.0,
+        first_touch_seconds_per_byte=None, base_resident_bytes=None, compiler=None, probe_seconds=1.0,
+        gpu_exchanges=exchanges, gpu_exchange_ranks=ranks,
+    ))  # fmt: skip
+
+
+def test_exchanges_that_were_measured_between_the_gpus_count() -> None:
+    """Two 4090 without peer access: the slot's specified rate says nothing about copies through the host."""
+    host = measured_gpus(describe("4x4090"), 4, all_reduce=(5e-5, 3e9), send=(1e-5, 4e9))
+    four = Group(4, 1, 4)
+    assert collective_seconds(host, "all_reduce", 3e9, four) == pytest.approx(5e-5 + 1.0)
+    # A ring of two moves 1 of the tensor's bytes where that of four moves 1.5.
+    assert collective_seconds(host, "all_reduce", 3e9, Group(2, 1, 4)) == pytest.approx(5e-5 + 1 / 1.5)
+    assert point_to_point_seconds(host, 4e9, stride=1, node_ranks=4) == pytest.approx(1e-5 + 1.0)
+    plain = describe("4x4090")
+    assert collective_seconds(host, "all_gather", 3e9, four) == collective_seconds(plain, "all_gather", 3e9, four)
+    listed = measured_gpus(describe("8xh100"), 8, all_reduce=(1e-5, 1e9))  # and not the fit of other machines
+    assert collective_seconds(listed, "all_reduce", 1e9, Group(8, 1, 8)) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_gpus_that_triton_cannot_compile_for_compile_nothing() -> None:
+    assert can_compile(describe("h100")) and not can_compile(Host(name="x", gpus_per_node=1, gpu=Gpu(
+        name="GTX 1080", memory_bytes=2**33, compute_capability=(6, 1),
+    )))  # fmt: skip
+    probed = measured_gpus(describe("h100"), 1)
+    assert probed.measured is not None
+    for works in (True, False):
+        assert can_compile(probed.changed(measured=probed.measured.changed(gpu_compiler=works))) is works

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ from upshift.hardware import (
 )
 from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
-from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
+from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, key_by_nvml
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.planning import planner
@@ -100,8 +101,9 @@ def test_describe_answers_any_text_with_a_host_or_one_line(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["h10", "h100x", "h1000", "xh100", "l40", "l4s", "l 40", "0xh100", "8x", "", "8x8x8xh100", "4080", "rtx 4090 ti",
-             "-1xh100", "1.5xh100", "8 h100", "h100-94gb", "h100 h100", "٨xh100", "a\nb", "nul\0.json", "no such file.json",
+    "text", ["h10", "h100x", "h1000", "xh100", "l4s", "0xh100", "8x", "", "8x8x8xh100", "4095", "rtx 4090 ti",
+             "-1xh100", "1.5xh100", "8 h100", "h100-95tb", "h100 h100", "h100-nvl72",
+             "2x2xgb200-nvl72", "nvl72", "٨xh100", "a\nb", "nul\0.json", "no such file.json",
              "tpu-v5", "m2-max", "m2-max-65gb", "m2-64gb", "mi300", "mi300a", "epyc", "epyc-965", "graviton", "nvidia", "amd",
              "epyc-9654-0gb", "rtx", "pcie", "80gb", "a100 pcie", "100", "rtx 4090 48gb", "gh200", "0x4090", "x4090",
              "3x2xgraviton-3", "1x4xepyc-9654", "0xepyc-9654", "16xh100", "80xgb200", "2xm1-8gb", "512xtpu-v5e",
@@ -125,6 +127,8 @@ def test_a_product_is_found_however_its_words_are_joined(key: str) -> None:
         assert (counted.num_nodes, counted.gpus_per_node, counted.gpu) == (2, 1, GPUS[key].gpu)
     name = GPUS[key].gpu.name if key in GPUS else CPUS[key].cpu.model_name
     assert name is not None
+    if sum(facts.gpu.name == name for facts in GPUS.values()) > 1:  # products that differ in their memory alone
+        return
     assert find_product(name) == facts
     assert find_product(name.replace(" ", "-").lower()) == facts
 
@@ -134,6 +138,10 @@ def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
         "4090": "rtx-4090", "2x4090": "rtx-4090", "2xrtx4090": "rtx-4090", "a100-80g": "a100-80gb", "A100 80GiB": "a100-80gb",
         "a100 pcie 40g": "a100-pcie-40gb", "A100-SXM-80GB": "a100-80gb", "h100 80gb": "h100-sxm", "H100 SXM5": "h100-sxm",
         "h100-80gb-pcie": "h100-pcie", "nvidia h100": "h100-sxm", "v5e": "tpu-v5e", "gaudi2": "gaudi-2", "l40s 48gb": "l40s",
+        "4080": "rtx-4080", "4070ti super": "rtx-4070-ti-super", "rtx 4090 laptop gpu": "rtx-4090-laptop", "l40": "l40",
+        "2080ti": "rtx-2080-ti", "a6000": "rtx-a6000", "rtx 6000 ada": "rtx-6000-ada", "rtx pro 6000": "rtx-pro-6000",
+        "3080 12gb": "rtx-3080-12gb",
+        "h100 nvl": "h100-nvl", "h100-94gb": "h100-nvl", "gh200 96gb": "gh200-96gb", "8xb300": "b300", "mi355x": "mi355x",
         "M2 Ultra 192GB": "m2-ultra-192gb", "b200 192gb": "b200", "8×h200": "h200",
     }  # fmt: skip
     for text, key in meant.items():
@@ -149,13 +157,26 @@ def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("text", "candidates"),
-    [("a100 pcie", ("a100-pcie-40gb", "a100-pcie-80gb")), ("rtx", ("rtx-3090", "rtx-4090", "rtx-5090")),
+    [("a100 pcie", ("a100-pcie-40gb", "a100-pcie-80gb")), ("4060 ti", ("rtx-4060-ti-8gb", "rtx-4060-ti-16gb")),
+     ("gh200", ("gh200-96gb", "gh200-144gb")),
      ("m2 64gb", ("m2-max-64gb", "m2-ultra-64gb")), ("80g", ("a100-80gb", "a100-pcie-80gb")),
      ("nvidia a100", ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"))]
 )  # fmt: skip
 def test_a_spelling_that_fits_several_products_names_them(text: str, candidates: tuple[str, ...]) -> None:
     with pytest.raises(RequestError, match=f"use one of {', '.join(candidates)}$"):
         describe(f"2x{text}")
+
+
+def test_a_rack_is_one_nvlink_domain() -> None:
+    one = describe("gb200-nvl72")
+    assert (one.num_nodes, one.gpus_per_node) == (1, 72)
+    assert one.intra_node == describe("72xgb200").intra_node and one.intra_node is not None
+    assert describe("GB300 NVL72").gpus_per_node == 72
+    two = describe("2xgb200-nvl72")
+    assert (two.num_nodes, two.gpus_per_node) == (2, 72)
+    assert two.inter_node is not None and "NVLink" not in two.inter_node.name
+    trays = describe("18x4xgb200")  # the same rack, host by host: NVLink joins the hosts, too
+    assert trays.inter_node is not None and "NVLink" in trays.inter_node.name
 
 
 def test_similar_names_are_different_products() -> None:
@@ -194,12 +215,13 @@ def test_rows_have_a_source_and_consistent_figures(key: str) -> None:
     assert facts.source.startswith(vendors[gpu.backend])
     assert gpu.table_key == key == key.lower()
     assert (key in NVIDIA_GPUS) == (gpu.backend == "cuda")
-    assert 7 * GIB < (gpu.memory_bytes or 0) <= 512 * GIB
+    assert 5 * GIB < (gpu.memory_bytes or 0) <= 512 * GIB
     assert 0.06e12 <= (peak.memory_bytes_per_second or 0) <= 8e12
-    rates = [rate for rate in (peak.fp32, peak.bf16, peak.fp8, peak.int8) if rate is not None]
+    rates = [rate for rate in (peak.fp32, peak.bf16, peak.fp8) if rate is not None]
     assert rates == sorted(rates)
+    assert peak.int8 is None or peak.int8 >= (peak.fp32 or 0)  # B300 has few units for integers
     assert peak.fp16 in (None, peak.bf16) or peak.bf16 is None
-    assert gpu.tdp_watts is None or 70 <= gpu.tdp_watts <= 1200
+    assert gpu.tdp_watts is None or 70 <= gpu.tdp_watts <= 1400
     assert facts.fabric is None or facts.fabric.source
     assert facts.reference is None or (facts.reference.source and facts.reference.port in PORTS)
 
@@ -209,13 +231,14 @@ def test_rows_of_nvidia(key: str) -> None:
     facts = GPUS[key]
     gpu, peak = facts.gpu, facts.gpu.peak
     assert peak is not None
-    assert NVML_NAMES[gpu.name] == key
+    assert key_by_nvml(gpu.name, gpu.memory_bytes) == key
     for precision in ("fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"):
         assert (peak.matrix(precision) is not None) == gpu.supports(precision), precision
     assert (peak.fp16 or 0) >= 1.9 * (peak.fp32 or 0) > 0
     assert (gpu.nvlink_bytes_per_second is None) == (gpu.nvlink_links == 0) == (facts.fabric is None)
-    assert (gpu.tdp_watts is None) == (key == "a10g")  # unknown, not guessed
-    assert (facts.reference is None) == (facts.fabric is None)
+    assert (gpu.tdp_watts is None) == (key in ("a10g", "gh200-96gb", "gh200-144gb"))  # unknown, not guessed
+    sold_without_system = ("a800", "h800", "h20")
+    assert (facts.reference is None) == (facts.fabric is None or key in sold_without_system)
 
 
 def test_figures_are_dense() -> None:
@@ -473,10 +496,10 @@ def test_supports() -> None:
     assert [describe("t4").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, True]
     assert [describe("v100-16gb").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, False]
     with_fp8 = {name for name in GPUS if describe(name).supports("fp8")}
-    assert with_fp8 == {
-        "l4", "l40s", "rtx-4090", "rtx-5090", "h100-sxm", "h100-pcie", "h200", "b200", "gb200",
-        "mi300x", "gaudi-2", "gaudi-3", "tpu-v5p",
-    }  # fmt: skip
+    of_nvidia = {"l4", "l40", "l40s", "rtx-4060", "rtx-4090", "rtx-5090", "rtx-6000-ada", "h100-sxm", "b200", "gb200"}
+    assert of_nvidia <= with_fp8
+    assert not {"a100-80gb", "a40", "rtx-3090", "rtx-a6000", "v100-16gb", "t4"} & with_fp8
+    assert with_fp8 - NVIDIA_GPUS.keys() == {"mi300x", "mi325x", "mi350x", "mi355x", "gaudi-2", "gaudi-3", "tpu-v5p"}
     unknown = Gpu(name="new", memory_bytes=None)
     assert Host(name="x", gpu=unknown, gpus_per_node=1).supports("bf16") is None
     t4 = GPUS["t4"].gpu
@@ -722,7 +745,7 @@ def test_nvml_equal_gpus_with_the_least_free_memory(tmp_path: Path) -> None:
     assert host.origin["gpu.peak"].startswith("table: NVIDIA H100")
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA H100 80GB HBM3 ", "nvidia h100 80gb hbm3", "NVIDIA H20", ""])
+@pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA H100 80GB HBM3 ", "nvidia h100 80gb hbm3", "NVIDIA H999", ""])
 def test_nvml_unknown_names_have_no_peak(tmp_path: Path, name: str) -> None:
     gpu = detect(tmp_path, nvml=FakeNvml((name, GIB))).gpu
     assert gpu is not None
@@ -869,3 +892,76 @@ def test_a_torch_that_cannot_use_the_gpu_is_told_before_planning(
     with pytest.raises(RequestError, match=f"{H100}.*{words}.*CUDA_VISIBLE_DEVICES"):
         planner.find_host(None)
     assert planner.find_host("h100").device == "cuda"  # a described one needs no torch
+
+
+WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # torch's wheels for CUDA 13
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "words"),
+    [
+        ((7, 0), WHEEL, "none for compute capability 7.0.*an older CUDA"),
+        ((6, 1), WHEEL, "none for compute capability 6.1"),
+        ((7, 5), WHEEL, None),
+        ((8, 9), WHEEL, None),  # code of 8.6 and 8.0
+        ((12, 1), WHEEL, None),
+        ((11, 0), WHEEL, "none for compute capability 11.0"),  # no code of another major number
+        ((13, 0), WHEEL, "a newer CUDA"),
+        ((13, 0), (*WHEEL, "compute_120"), None),  # the driver compiles it
+        ((10, 0), ("sm_90", "sm_90a"), "a newer CUDA"),
+        ((9, 1), ("sm_90a",), "none"),
+        ((9, 0), ("sm_90a",), None),
+        ((7, 0), (), None),  # unknown
+        (None, WHEEL, None),
+        ((7, 0), ("gfx942",), None),  # ROCm's names
+    ],
+)
+def test_a_gpu_without_kernels_in_the_wheel_is_told(
+    capability: tuple[int, int] | None, architectures: tuple[str, ...], words: str | None
+) -> None:
+    reason = torch_build.why_no_kernels(capability, architectures, (13, 0))
+    assert (reason is None) == (words is None), reason
+    assert words is None or re.search(words, str(reason))
+
+
+@pytest.mark.parametrize("key", ["rtx-3090", "rtx-4090", "rtx-5090", "a100-80gb", "h100-sxm", "l40", "rtx-a6000"])
+def test_an_unknown_card_is_described_by_its_cores_and_clocks(key: str, tmp_path: Path) -> None:
+    """The estimate of a listed product under another name is near its datasheet. (cores, MHz, memory's MHz, bits of the bus)"""
+    figures = {
+        "rtx-3090": (10496, 1695, 9751, 384), "rtx-4090": (16384, 2520, 10501, 384), "rtx-5090": (21760, 2407, 14001, 512),
+        "a100-80gb": (6912, 1410, 1593, 5120), "h100-sxm": (16896, 1980, 2619, 5120), "l40": (18176, 2490, 9001, 384),
+        "rtx-a6000": (10752, 1800, 8001, 384),
+    }  # fmt: skip
+    cores, clock, memory_clock, bits = figures[key]
+    listed = GPUS[key].gpu
+    nvml: Any = FakeNvml((f"{listed.name} X", 24 * GIB))
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: listed.compute_capability
+    assert detect(tmp_path, nvml=nvml).gpu.peak is None  # type: ignore[union-attr]
+    nvml.nvmlDeviceGetNumGpuCores = lambda handle: cores
+    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: memory_clock if kind == 2 else clock
+    nvml.nvmlDeviceGetMemoryBusWidth = lambda handle: bits
+    host = detect(tmp_path, nvml=nvml)
+    assert host.gpu is not None and host.gpu.peak is not None and listed.peak is not None
+    assert host.gpu.table_key is None and "estimated" in host.origin["gpu.peak"]
+    for name in ("fp32", "fp32_medium", "bf16", "fp16", "fp8"):
+        ours, theirs = host.gpu.peak.matrix(name), listed.peak.matrix(name)
+        assert (ours is None) == (theirs is None), name
+        # L40 alone of its generation has half of the tensor cores' rate.
+        assert ours is None or ours == pytest.approx(theirs, rel=1.01 if key == "l40" else 0.1), name
+    assert host.gpu.peak.memory_bytes_per_second == pytest.approx(listed.peak.memory_bytes_per_second, rel=0.02)
+
+
+def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    for number, simds in enumerate((0, 1216, 1216)):  # the CPU's node, and two GPUs
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"cpu_cores_count {0 if simds else 96}\nsimd_count {simds}\nmem_banks_count 1\n")
+    host = detect(tmp_path, nvml=None)
+    assert host.device == "cpu" and "AMD" in host.origin["gpu"] and host.origin["gpu"].endswith("2 here")
+    monkeypatch.setattr(planner, "detect", lambda: host)
+    planner.find_host(None, probe=False)
+    assert "AMD's are planned for with --on only" in caplog.text
+    caplog.clear()
+    assert "AMD" not in detect(tmp_path / "elsewhere", nvml=None).origin["gpu"]
+    assert detect(tmp_path, nvml=FakeNvml((H100, GIB))).device == "cuda"  # an NVIDIA GPU beside them is used

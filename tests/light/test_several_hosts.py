@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
 from upshift.errors import RequestError
 from upshift.hardware import describe
-from upshift.hardware.cluster import join_hosts
+from upshift.hardware.cluster import join_hosts, with_gpus_of_all_ranks
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
 
 LINK = Link(name="network", bytes_per_second=1e8, latency_seconds=1e-4, measured=True)
@@ -49,3 +51,15 @@ def test_hosts_of_different_devices_are_refused() -> None:
         join_hosts([describe("4xh100"), describe("8xh100")], LINK)
     joined = join_hosts([describe("8xh100")] * 2, LINK)
     assert joined.num_devices == 16 and joined.ranks_per_node(16) == 8
+
+
+def test_gpus_that_a_launcher_shows_one_to_each_rank_are_counted_by_their_uuids() -> None:
+    """Slurm's ``--gpus-per-task=1``: each rank sees one GPU of the host's four, and all ranks together see all."""
+    one = describe("h100")
+    here = platform.node()
+    seen = [(here, [f"GPU-{number}"]) for number in range(4)] + [("another host", ["GPU-9"])]
+    host = with_gpus_of_all_ranks(one, seen)
+    assert host.gpus_per_node == 4 and host.intra_node == describe("4xh100").intra_node
+    assert host.intra_node is not None
+    assert with_gpus_of_all_ranks(describe("4xh100"), [(here, ["GPU-0", "GPU-1", "GPU-2", "GPU-3"])] * 4) == describe("4xh100")
+    assert with_gpus_of_all_ranks(describe("epyc-9654"), [(here, [])]) == describe("epyc-9654")

@@ -31,7 +31,8 @@ def missing() -> str | None:
 def library() -> Path:
     """Return the built library. It is kept in build/, one for each torch, Python and source."""
     source = DEVICE / "pretended_cuda.cpp"
-    key = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    sources = source.read_bytes() + (DEVICE / "pretended_nccl.h").read_bytes()
+    key = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{hashlib.sha256(sources).hexdigest()[:16]}"
     path = ROOT / "build" / "pretended_gpu" / f"{key}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def _build(source: Path, path: Path) -> None:
 
 def environment(gpus: str, **more: str) -> dict[str, str]:
     """Return the environment of a process that has these GPUs, such as 2xh100."""
-    paths = [str(DEVICE), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(DEVICE), str(ROOT / "src"), str(ROOT / "tests" / "cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ, "PRETENDED_GPUS": gpus, "PRETENDED_GPU_LIBRARY": str(library()), "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1", **more,

@@ -104,3 +104,80 @@ def test_a_gpu_that_is_full_is_refused_in_words(on_gpus: Run, job: Path, tmp_pat
 def test_the_doctor_names_the_gpus(on_gpus: Run) -> None:
     done = on_gpus("2x4090", "-m", "upshift", "doctor", "--quick")
     assert "NVIDIA GeForce RTX 4090" in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
+def test_the_host_waits_once_a_step(on_gpus: Run) -> None:
+    """Loss and norm are read together at the end, and nothing is in a micro-batch: kernels are queued while the GPU computes."""
+    precisions = ("fp32", "bf16", "bf16-weights")
+    done = on_gpus("h100", str(HERE / "count_waits.py"), *precisions)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == dict.fromkeys(precisions, {"device to host": 1})
+
+
+PROBE = """
+import json, sys
+from upshift.hardware.detect import detect
+from upshift.hardware.probe_cache import measure
+from upshift.planning.search.space import can_compile
+if __name__ == "__main__":
+    host = measure(detect())
+    import torch
+    used = torch.cuda.is_initialized() or torch.cuda.memory_allocated() > 0
+    print(json.dumps({"measured": host.measured.model_dump(mode="json"), "used": used, "compiles": can_compile(host)}))
+"""
+
+
+@pytest.mark.parametrize(("gpus", "used_mib"), [("2xh100", "500"), ("t4", "15000")])
+def test_the_probe_measures_every_gpu_in_processes_of_its_own(on_gpus: Run, gpus: str, used_mib: str, tmp_path: Path) -> None:
+    (tmp_path / "probing.py").write_text(PROBE)
+    done = on_gpus(gpus, str(tmp_path / "probing.py"), PRETENDED_USED_MIB=used_mib)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    measured = answer["measured"]
+    assert measured["gpu"]["fp32"] > 1e8 and measured["gpu"]["memory_bytes_per_second"] > 1e8
+    assert (measured["gpu"]["bf16"] is None) == (gpus == "t4")  # the T4 has no bf16, and the probe does not try
+    assert measured["gpu_compiler"] is answer["compiles"]
+    assert not answer["used"]  # trials are forks, and a process that has used CUDA cannot fork
+    exchanges = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"} if gpus == "2xh100" else set()
+    assert set(measured["gpu_exchanges"]) == exchanges
+    assert measured["gpu_exchange_ranks"] == (2 if exchanges else None)
+    assert all("through the host" in link["name"] for link in measured["gpu_exchanges"].values())
+    assert measured["probe_seconds"] < 90
+
+
+def test_a_card_without_kernels_in_the_wheel_is_refused_before_planning(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    options = ("--data", str(job / "data.jsonl"), "-o", str(tmp_path / "out"), "--sequence-length", "64", "--max-steps", "2")
+    done = on_gpus("v100", "-m", "upshift", "train", str(job / "model"), *options)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "none for compute capability 7.0" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_gpus_of_one_command_train_as_one(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    """``--nproc 2`` starts its ranks anew, as a fork could not use CUDA."""
+    plain = ("--set", "precision=fp32", "--set", "packing=False", "--trial-seconds", "0", "--save-steps", "2")
+    one = train(on_gpus, "2xh100", job, tmp_path / "one", *plain, "--nproc", "1")
+    two = train(on_gpus, "2xh100", job, tmp_path / "two", *plain, "--nproc", "2", "--fully-shard", "weights")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert two["plan"]["num_processes"] == 2 and two["plan"]["layout"]["fully_shard"] == "weights"  # type: ignore[index]
+
+
+def test_offloads_change_no_loss(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    plain = ("--set", "precision=bf16", "--set", "packing=False", "--trial-seconds", "0")
+    here = train(on_gpus, "h100", job, tmp_path / "here", *plain)
+    moved = train(
+        on_gpus, "h100", job, tmp_path / "moved", *plain, "--set", "activation_offload=True", "--set", "optim_offload=True"
+    )
+    assert losses(moved) == pytest.approx(losses(here), rel=1e-3)
+
+
+def test_a_profile_counts_the_waits(on_gpus: Run, job: Path, tmp_path: Path) -> None:
+    kept = on_gpus("h100", str(HERE / "keep_probe.py"))
+    assert kept.returncode == 0, kept.stderr
+    done = on_gpus(
+        "h100", "-m", "upshift", "profile", "-o", str(tmp_path / "profile"), "--", "train", str(job / "model"), "--data",
+        str(job / "data.jsonl"), "-o", str(tmp_path / "out"), "--sequence-length", "64", "--global-batch", "8",
+        "--max-steps", "8", "--trial-seconds", "0", "--set", "torch_compile=off", "--set", "precision=fp32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "profile" / "profile.json").is_file() and "Traceback" not in done.stderr

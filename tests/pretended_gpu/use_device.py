@@ -2,6 +2,7 @@
 
 import os
 
+import pretended_cuda
 import torch
 
 ones = torch.ones(2, 3, device="cuda:0")
@@ -42,6 +43,25 @@ static.fill_(5.0)
 assert total.item() == 3.0
 graph.replay()
 assert column.flatten().tolist() == [11.0] * 3 and total.item() == 33.0
+
+halves = torch.full((4,), 0.5, device="cuda:0")
+for target in (torch.empty(4, pin_memory=True), torch.empty(4).pin_memory()):
+    assert target.is_pinned() and not torch.empty(4).is_pinned()
+    event = torch.cuda.Event()
+    event.record()
+    target.copy_(halves, non_blocking=True)
+    event.synchronize()  # it was recorded before the copy
+    assert target.isnan().all(), "a copy was there before the host waited for it"
+    torch.cuda.synchronize()
+    assert target.tolist() == [0.5] * 4
+on_host = halves.to("cpu", non_blocking=True)
+assert on_host.isnan().all()
+assert halves.sum().item() == 2.0 and on_host.tolist() == [0.5] * 4  # item() waits for the stream
+pageable = torch.empty(4)
+pageable.copy_(halves, non_blocking=True)
+assert pageable.tolist() == [0.5] * 4
+large = torch.empty(5000, dtype=torch.uint8, pin_memory=True)
+assert pretended_cuda.pinned_bytes_and_peak()[0] >= 8192  # powers of two
 
 child = os.fork()
 if child == 0:

@@ -26,7 +26,9 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
     A failure raises no error: it is a finding of the rank that sees it.
     """
     address = f"{ranks.address}:{ranks.port}"
-    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())  # under Slurm each rank may see only one
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         if device.type == "cuda":

@@ -5,12 +5,14 @@ Machines are planned as equal ones. Each step waits for the slowest machine, so 
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, TypeVar
 
 from upshift.errors import RequestError
+from upshift.hardware.catalog.interconnect import gpu_link
 from upshift.hardware.spec import Cpu, Host, Isa, Link, Measured
 from upshift.units import MIB
 
@@ -43,6 +45,20 @@ def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
         measured=_slowest_measured([host.measured for host in hosts]),
         origin=first.origin | {"num_nodes": "the launcher", "inter_node": "measured" if link else "unknown: not measured"},
     )
+
+
+def with_gpus_of_all_ranks(host: Host, gpus_of_ranks: list[tuple[str, list[str]]]) -> Host:
+    """Return this host with all GPUs that its ranks see. A launcher may show each rank one GPU only (``--gpus-per-task=1``).
+
+    Args:
+        gpus_of_ranks: the host's name and the UUIDs of the visible GPUs, of every rank of the job.
+    """
+    uuids = {uuid for name, seen in gpus_of_ranks if name == platform.node() for uuid in seen}
+    if host.gpu is None or len(uuids) <= host.gpus_per_node:
+        return host
+    link = gpu_link(host.gpu)
+    origin = host.origin | {"gpus_per_node": "NVML, over all ranks", "intra_node": "NVML and the link's specification"}
+    return host.changed(gpus_per_node=len(uuids), intra_node=link, origin=origin)
 
 
 def measure_link(group: Any = None) -> Link | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ ISA_FLAGS: dict[str, dict[str, Isa]] = {
         "sve": "sve", "sve2": "sve2",
     },
 }  # fmt: skip
+AMD_UNUSED = "none that Upshift uses: it trains and serves on NVIDIA's GPUs, and AMD's are planned for with --on only"
 FIND_NVML = object()
 FROM_ENVIRONMENT = object()
 
@@ -54,13 +56,20 @@ def detect(
     limits = read_limits(root)
     cpu, cpu_origin = _cpu(root, affinity, limits)
     gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
+    if not gpus:
+        gpu_origin = _unused_amd(root) or gpu_origin
     is_uniform = len({str(gpu.identity()) for gpu in gpus}) == 1
     gpu = _with_least_free_memory(gpus) if is_uniform else None
     link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
     origin = cpu_origin | {"gpu": gpu_origin}
     if gpu is not None:
-        unknown = f"unknown: {gpu.name!r} is not in the table"
-        source = f"table: {NVIDIA_GPUS[gpu.table_key].source}" if gpu.table_key else unknown
+        unknown = f"{gpu.name!r} is not in the table"
+        if gpu.table_key:
+            source = f"table: {NVIDIA_GPUS[gpu.table_key].source}"
+        elif gpu.peak is not None:
+            source = f"estimated: {unknown}; NVML's cores, clocks and bus at the highest clocks"
+        else:
+            source = f"unknown: {unknown}"
         origin |= {"gpu.peak": source, "host_to_device": "NVML and PCI Express base specification"}
     return Host(
         name="this machine",
@@ -72,6 +81,15 @@ def detect(
         host_to_device=None if gpu is None else pcie_link(gpu),
         origin=origin | ({"intra_node": "NVML and the link's specification"} if link else {}),
     )
+
+
+def _unused_amd(root: Path) -> str | None:
+    """Return a remark about AMD's GPUs, which ROCm's kernel driver lists: Upshift does not use them. None if there are none."""
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    is_gpu = [re.search(r"^simd_count [1-9]", read_text(properties), re.MULTILINE) is not None for properties in nodes]
+    if not any(is_gpu):
+        return None
+    return f"{AMD_UNUSED}: {sum(is_gpu)} here"
 
 
 def find_nvml() -> Any:

@@ -1,9 +1,8 @@
 """Find GPUs and read their present state with NVML.
 
-``find_gpus`` returns what the planner needs, with the catalog's figures if the product is in it. Without a driver there is no
-GPU, which is not an error. A GPU divided into MIG instances counts as its first instance, because a CUDA process can use only one
-of them, and the peak of an instance is unknown. ``read_gpus`` returns heat, power, clocks, links, errors and the processes that
-hold memory.
+``find_gpus`` returns what the planner needs, with the catalog's figures if the product is in it, or estimates. Without a driver
+there is no GPU, which is not an error. A GPU divided into MIG instances counts as its first instance, because a CUDA process can
+use only one of them. ``read_gpus`` returns heat, power, clocks, links, errors and the processes that hold memory.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, NVML_NAMES
-from upshift.hardware.spec import Gpu
+from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, key_by_nvml
+from upshift.hardware.spec import Gpu, Rates
 from upshift.units import GIGA
 from upshift.value import Value
 
@@ -34,6 +33,22 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
         return tuple(_gpu(nvml, handle) for handle in usable_handles(nvml, visible_devices)), "NVML"
     except nvml.NVMLError as error:
         return (), f"none: NVML says {error}"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def visible_uuids(nvml: Any, visible_devices: str | None) -> list[str]:
+    """Return the UUIDs of the GPUs that this process may use; none if NVML does not work. They are the same in all processes."""
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        return [_uuid(nvml, handle) for handle in usable_handles(nvml, visible_devices)]
+    except nvml.NVMLError:
+        return []
     finally:
         nvml.nvmlShutdown()
 
@@ -93,21 +108,56 @@ def _select(nvml: Any, gpus: Sequence[Any], instances: Sequence[Any], visible_de
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     name = as_text(nvml.nvmlDeviceGetName(handle))
     memory = query(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    key = NVML_NAMES.get(name)
+    key = key_by_nvml(name, None if memory is None else memory.total)
     links, link_rate = _nvlink(nvml, handle)
+    capability = _capability(nvml, handle)
     return Gpu(
         name=name,
         table_key=key,
         memory_bytes=None if memory is None else memory.total,
         free_memory_bytes=None if memory is None else memory.free,
-        compute_capability=_capability(nvml, handle),
+        compute_capability=capability,
         pcie_generation=query(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
         pcie_width=query(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
         nvlink_links=links,
         nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
         tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
-        peak=None if key is None else NVIDIA_GPUS[key].gpu.peak,
+        peak=_estimated_peak(nvml, handle, name, capability) if key is None else NVIDIA_GPUS[key].gpu.peak,
     )
+
+
+# Operations of the tensor cores per cycle and CUDA core, over those in FP32, by the first capability that has them: fp32_medium,
+# bf16, fp16, fp8, int8. Source: the rows of catalog/nvidia.py and catalog/rtx.py. GeForce cards accumulate in FP32 at half of it.
+TENSOR_SHARES: dict[tuple[int, int], tuple[float | None, float | None, float | None, float | None, float | None]] = {
+    (12, 0): (2, 4, 4, 8, 8), (10, 0): (15, 30, 30, 60, 60), (9, 0): (7, 15, 15, 30, 30), (8, 9): (2, 4, 4, 8, 8),
+    (8, 6): (2, 4, 4, None, 8), (8, 0): (8, 16, 16, None, 32), (7, 0): (None, None, 8, None, None),
+    (0, 0): (None, None, None, None, None),
+}  # fmt: skip
+CLOCK_MEMORY = 2  # NVML_CLOCK_MEM
+BITS_PER_CYCLE = 2  # of a memory pin: NVML's clock is half of the data rate
+MEGA = 10**6
+
+
+def _estimated_peak(nvml: Any, handle: Any, name: str, capability: tuple[int, int] | None) -> Rates | None:
+    """Return rates of a GPU that is not in the catalog, from its cores, clocks and capability. None if the driver hides them.
+
+    They are those at the highest clocks, which the GPU seldom keeps. The probe measures what it reaches."""
+    cores = query(nvml, "nvmlDeviceGetNumGpuCores", handle)
+    clock = query(nvml, "nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM)
+    memory_clock = query(nvml, "nvmlDeviceGetMaxClockInfo", handle, CLOCK_MEMORY)
+    bus_bits = query(nvml, "nvmlDeviceGetMemoryBusWidth", handle)
+    if not cores or not clock or capability is None or query(nvml, "nvmlDeviceIsMigDeviceHandle", handle):
+        return None  # the driver reports the whole GPU's cores for a MIG instance
+    fp32 = 2.0 * cores * clock * MEGA
+    shares = next(shares for first, shares in TENSOR_SHARES.items() if capability >= first)
+    if capability == (7, 5):  # some have no tensor cores (GTX 16 series, T1000), and compute in fp16 at twice the rate
+        shares = (None, None, 2, None, None)
+    halved = 2 if "GeForce" in name and capability >= (8, 6) else 1
+    medium, bf16, fp16, fp8, int8 = (None if share is None else fp32 * share / halved for share in shares)
+    return Rates(
+        fp32=fp32, fp32_medium=medium, bf16=bf16, fp16=fp16, fp8=fp8, int8=None if int8 is None else int8 * halved,
+        memory_bytes_per_second=BITS_PER_CYCLE * memory_clock * MEGA * bus_bits / 8 if memory_clock and bus_bits else None,
+    )  # fmt: skip
 
 
 def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
@@ -249,8 +299,9 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
     rows = get("RemappedRows")
     bus = getattr(get("PciInfo"), "busId", None)
     reasons = get("CurrentClocksEventReasons")
+    key = key_by_nvml(name, None if memory is None else memory.total)
     return GpuState(
-        index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else as_text(bus),
+        index=index, name=name, table_key=key, bus=None if bus is None else as_text(bus),
         compute_capability=get("CudaComputeCapability"),
         temperature=get("Temperature", TEMPERATURE_GPU), slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
         throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # drivers before 535

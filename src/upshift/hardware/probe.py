@@ -1,8 +1,8 @@
 """Measure this machine for the cost model: matrix and memory rates, and the fixed costs of torch.
 
 Each number is a median after warm-up, on all usable cores, at a shape that is typical of training; smaller shapes reach less.
-Exchanges between processes are measured with gloo. Collectives of GPUs, fp8 and int8 are not measured. Other work on the machine
-lowers the rates.
+Exchanges between processes are measured with gloo, and those between GPUs with NCCL, in processes of their own. fp8 and int8 are
+not measured. Other work on the machine lowers the rates.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 from upshift import parent_process
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
+from upshift.hardware.probe_process import free_port
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
+from upshift.hardware.torch_build import lacks_cuda
 from upshift.units import MIB
-from upshift.versions import installed_version
+from upshift.versions import installed_version, torch_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +35,9 @@ logger = logging.getLogger(__name__)
 # tokens, in features, out features
 CPU_SHAPE = (1024, 1024, 4096)
 CPU_SMALL_SHAPE = (128, 1024, 1024)
-GPU_SHAPE = (8192, 8192, 8192)
 MIN_STREAM_BYTES = 64 * MIB  # of one array, if the last-level cache is small or unknown
 MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
-PINNED_BYTES = 256 * MIB
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
 
 
@@ -45,7 +45,7 @@ def memory_rate(host: Host) -> float:
     """Return the bytes per second of the CPU's memory. If the host was not probed, measure them in less than a second."""
     if host.measured is not None and host.measured.cpu.memory_bytes_per_second is not None:
         return host.measured.cpu.memory_bytes_per_second
-    return _triad_rate("cpu", MIN_STREAM_BYTES, limit_seconds=0.5)
+    return triad_rate("cpu", MIN_STREAM_BYTES, limit_seconds=0.5)
 
 
 def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
@@ -61,9 +61,9 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
     with _torch_settings(cpu.usable_cores):
         seconds_left = max(1.0, budget_seconds - (time.perf_counter() - start))
         cpu_rates, core_share = _cpu_rates(cpu, limit_seconds=0.7 * seconds_left)
-        dispatch = _dispatch_seconds("cpu")
+        dispatch = dispatch_seconds("cpu")
         touch = _first_touch_seconds_per_byte(cpu)
-        gpu = _gpu_numbers(0.5 * seconds_left) if host.device == "cuda" else {}
+        gpu = _gpu_numbers(host, 0.5 * seconds_left) if host.device == "cuda" else {}
     measured = Measured(
         torch_version=version("torch"),
         transformers_version=installed_version("transformers"),
@@ -71,10 +71,7 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         cpu=cpu_rates,
         dispatch_seconds=dispatch,
         first_touch_seconds_per_byte=touch,
-        exchanges={
-            name: Link(name=f"gloo {name}", latency_seconds=latency, bytes_per_second=rate, measured=True)
-            for name, (latency, rate) in base["exchanges"].items()
-        },
+        exchanges=_links("gloo", base["exchanges"]),
         base_resident_bytes=base["resident_bytes"],
         compiler=base["compiler"],
         probe_seconds=time.perf_counter() - start,
@@ -128,7 +125,7 @@ def _torch_settings(num_threads: int) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: float) -> float:
+def median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: float) -> float:
     """Return the median time of `run` after one untimed call. If the time limit is reached, there are fewer repeats."""
     run()
     end = time.perf_counter() + limit_seconds
@@ -154,20 +151,20 @@ def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
     medium = _cpu_matrix_rate(torch.float32, limit_seconds=seconds_each)
     bf16 = _cpu_matrix_rate(torch.bfloat16, limit_seconds=seconds_each)
     fp16 = _cpu_matrix_rate(torch.float16, limit_seconds=seconds_each)
-    triad = _triad_rate("cpu", _stream_bytes(cpu), limit_seconds=seconds_each)
+    triad = triad_rate("cpu", _stream_bytes(cpu), limit_seconds=seconds_each)
     return Rates(fp32=fp32, fp32_medium=medium, bf16=bf16, fp16=fp16, memory_bytes_per_second=triad), share
 
 
 def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:
     """Return the FLOP/s of a linear layer. If emulation is too slow for the usual shape, the small shape counts."""
-    small = _matrix_rate("cpu", dtype, CPU_SMALL_SHAPE, limit_seconds=limit_seconds / 4)
+    small = matrix_rate("cpu", dtype, CPU_SMALL_SHAPE, limit_seconds=limit_seconds / 4)
     m, k, n = CPU_SHAPE
     if 4 * (2 * m * k * n) / small > limit_seconds:
         return small
-    return _matrix_rate("cpu", dtype, CPU_SHAPE, limit_seconds=limit_seconds / 2)
+    return matrix_rate("cpu", dtype, CPU_SHAPE, limit_seconds=limit_seconds / 2)
 
 
-def _matrix_rate(device: str, dtype: torch.dtype, shape: tuple[int, int, int], *, limit_seconds: float) -> float:
+def matrix_rate(device: str, dtype: torch.dtype, shape: tuple[int, int, int], *, limit_seconds: float) -> float:
     import torch
 
     m, k, n = shape
@@ -178,7 +175,7 @@ def _matrix_rate(device: str, dtype: torch.dtype, shape: tuple[int, int, int], *
         torch.nn.functional.linear(inputs, weight)
         _synchronize(device)
 
-    return 2 * m * k * n / _median_seconds(run, repeats=9, limit_seconds=limit_seconds)
+    return 2 * m * k * n / median_seconds(run, repeats=9, limit_seconds=limit_seconds)
 
 
 def _synchronize(device: str) -> None:
@@ -197,7 +194,7 @@ def _stream_bytes(cpu: Cpu) -> int:
     return max(MIB, min(preferred, limit))
 
 
-def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
+def triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
     """Return the bytes per second of a = b + s * c, counted as in STREAM: two reads and one write, without write-allocate."""
     import torch
 
@@ -207,10 +204,10 @@ def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
         torch.add(b, c, alpha=2.0, out=a)
         _synchronize(device)
 
-    return 3 * num_bytes / _median_seconds(run, repeats=15, limit_seconds=limit_seconds)
+    return 3 * num_bytes / median_seconds(run, repeats=15, limit_seconds=limit_seconds)
 
 
-def _dispatch_seconds(device: str) -> float:
+def dispatch_seconds(device: str) -> float:
     """Return the seconds that Python and torch take to issue one operation on one element."""
     import torch
 
@@ -243,32 +240,58 @@ def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
     return max(0.0, statistics.median(differences) / num_bytes)
 
 
-def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
-    """Return the fields of Measured for the first GPU, or no field if this torch cannot use CUDA."""
-    import torch
-
-    if not torch.cuda.is_available():
-        logger.warning("a GPU is here but torch %s cannot use it; install a CUDA build of torch", torch.__version__)
+def _gpu_numbers(host: Host, limit_seconds: float) -> dict[str, Any]:
+    """Return the fields of Measured for the first GPU, and for the exchanges between all GPUs if there are several equal ones."""
+    if lacks_cuda(*torch_cuda()):
+        logger.warning("a GPU is here but torch cannot use it; install a CUDA build of torch")
         return {}
-    seconds_each = limit_seconds / 6
-    torch.set_float32_matmul_precision("highest")
-    fp32 = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=seconds_each)
-    torch.set_float32_matmul_precision("medium")
-    medium = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=seconds_each)
-    stream_bytes = min(1024 * MIB, torch.cuda.mem_get_info()[0] // 8)
-    rates = Rates(
-        fp32=fp32,
-        fp32_medium=medium,
-        bf16=_matrix_rate("cuda", torch.bfloat16, GPU_SHAPE, limit_seconds=seconds_each),
-        fp16=_matrix_rate("cuda", torch.float16, GPU_SHAPE, limit_seconds=seconds_each),
-        memory_bytes_per_second=_triad_rate("cuda", stream_bytes, limit_seconds=seconds_each),
-    )
-    torch.cuda.empty_cache()
-    pinned = torch.ones(PINNED_BYTES, dtype=torch.uint8).pin_memory()
-    target = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
-    copy_seconds = _median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=seconds_each)
+    gpu = host.one_device().gpu
+    unsupported = [name for name in ("fp32_medium", "bf16", "fp16") if gpu is not None and gpu.supports(name) is False]
+    numbers = _run_gpu_probe([["rates", str(limit_seconds), *unsupported]])
+    if numbers is None:
+        return {}
+    ranks = host.gpus_per_node if host.gpu is not None else 1
+    if ranks > 1:
+        port = str(free_port())
+        answer = _run_gpu_probe([["exchanges", str(rank), str(ranks), port] for rank in range(ranks)])
+        if answer is not None:
+            path = "peer to peer" if answer["peers"] else "through the host"
+            numbers["gpu_exchanges"] = _links(f"nccl {path},", answer["exchanges"])
+            numbers["gpu_exchange_ranks"] = ranks
+    return numbers
+
+
+def _run_gpu_probe(arguments_of_ranks: list[list[str]]) -> dict[str, Any] | None:
+    """Run one process for each list of arguments. Return what the first one printed, or None if one of them fails."""
+    module = "upshift.hardware.gpu_probe"
+    processes = [
+        subprocess.Popen(
+            parent_process.command(module, *arguments, options=("-P",)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for arguments in arguments_of_ranks
+    ]
+    outputs: list[str] = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=IMPORT_PATIENCE_SECONDS)
+            outputs.append(output)
+            if process.returncode != 0:
+                last_line = (errors.strip().splitlines() or ["no message"])[-1]
+                logger.warning("GPUs are not measured (%s): %s", arguments_of_ranks[0][0], last_line)
+                return None
+    except subprocess.TimeoutExpired:
+        logger.warning("GPUs are not measured (%s): no answer in %.0f s", arguments_of_ranks[0][0], IMPORT_PATIENCE_SECONDS)
+        return None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    answer: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return answer
+
+
+def _links(name: str, exchanges: dict[str, tuple[float, float]]) -> dict[str, Link]:
     return {
-        "gpu": rates,
-        "gpu_dispatch_seconds": _dispatch_seconds("cuda"),
-        "host_to_device_bytes_per_second": PINNED_BYTES / copy_seconds,
+        operation: Link(name=f"{name} {operation}", latency_seconds=latency, bytes_per_second=rate, measured=True)
+        for operation, (latency, rate) in exchanges.items()
     }

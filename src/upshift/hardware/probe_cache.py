@@ -15,7 +15,7 @@ from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "2"  # raise it when the probe measures more
+FORMAT = "3"  # raise it when the probe measures more
 MIN_CORE_SHARE = 0.75  # of the cores' time; a probe that runs alone gets more; beside six busy processes rates were a twentieth
 LOW_SHARE_SECONDS = 600.0  # how long a probe with less of the cores' time is valid
 

@@ -11,23 +11,19 @@ import importlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 from upshift.errors import MissingInternal
+from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.parent_process import end_with
 
-SMALL_BYTES = 2**10
 LARGE_BYTES = 2**23
-REPEATS = 5
 PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
 
@@ -96,48 +92,23 @@ def measure_exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
         # With an address instead of a store, torchrun's environment would make torch connect to the agent's store.
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE)
         dist.init_process_group("gloo", store=store, timeout=PATIENCE, rank=rank, world_size=2)
-        small = _exchange_seconds(rank, SMALL_BYTES)
-        large = _exchange_seconds(rank, LARGE_BYTES)
+        small = exchange_seconds(LATENCY_BYTES, device="cpu")
+        large = exchange_seconds(LARGE_BYTES, device="cpu")
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError:  # torch raises this type for errors of a process group
         return {}
-    return {name: (small[name], LARGE_BYTES / large[name]) for name in small}
+    return links_of(small, large, LARGE_BYTES)
 
 
-def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
-    import torch
-    import torch.distributed as dist
-
-    full = torch.zeros(num_bytes // 4)
-    received = torch.zeros(num_bytes // 4)
-    half = torch.zeros(num_bytes // 8)
-    operations: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(full, half),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, full), "all_reduce": lambda: dist.all_reduce(full),
-        "all_to_all": lambda: dist.all_to_all_single(received, full),
-        "send": lambda: dist.recv(full, 0) if rank else dist.send(full, 1),
-    }  # fmt: skip
-    seconds = {}
-    for name, operation in operations.items():
-        samples = []
-        for _ in range(REPEATS + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            operation()
-            samples.append(time.perf_counter() - start)
-        seconds[name] = statistics.median(samples[1:])
-    return seconds
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
-    port = _free_port()
+    port = free_port()
     child = fork_exchange_partner(port)
     alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
     together = {"exchanges": {} if child is None else measure_exchanges(0, port)}

@@ -57,6 +57,7 @@ CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
     "fp16": ("avx512_fp16", "amx_fp16", "neon_fp16"),
     "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "neon_dotprod", "neon_i8mm"),
 }
+TRITON_CAPABILITY = (7, 0)  # the first that Triton compiles for (its README, "Compatibility")
 # "HIP (ROCm) semantics" in PyTorch's documentation: ROCm GPUs keep the name cuda.
 TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
@@ -184,7 +185,10 @@ class Measured(Value):
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
     exchanges: dict[Exchange, Link] = {}  # gloo between two processes: latency, and bytes of the full tensor per second
+    gpu_exchanges: dict[Exchange, Link] = {}  # NCCL between gpu_exchange_ranks GPUs of one host, as above
+    gpu_exchange_ranks: Count | None = None
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
+    gpu_compiler: bool | None = None  # whether Triton, which compiles for GPUs, has all that it needs
     compiler: bool | None  # whether the C++ compiler and the headers that torch.compile needs on the CPU work
     probe_seconds: Seconds
     core_share: float | None = None  # share of the cores' time that the probe got; other programs had the rest

@@ -101,6 +101,9 @@ LAST_RATE = Internal("torch", "LRScheduler._last_lr", "Population based training
 # Names with fall-backs.
 SOFTMAX_BACKWARD = Internal("torch", "torch:_softmax_backward_data", "The backward pass of block attention")
 NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
+ARCHITECTURES = Internal("torch", "torch._C:_cuda_getArchFlags", "Comparing torch's kernels with a GPU")
+EXCLUDED_KEY = Internal("torch", "torch._C:_SetExcludeDispatchKeyGuard", "Activations on the host beside autocast")
+DISPATCH_KEY = Internal("torch", "torch._C:DispatchKey", "Activations on the host beside autocast")
 TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")
 
 
@@ -199,3 +202,19 @@ def is_fake(tensor: Any) -> bool:
     """Return whether a tensor is fake: it has a shape but no values. Without FakeTensor in torch, no tensor is."""
     fake_tensor_class = _fake_type()
     return fake_tensor_class is not None and isinstance(tensor, fake_tensor_class)
+
+
+def autocast_copy(weight: Any) -> Any:
+    """Return a view of the copy that autocast keeps of a CUDA weight until it ends, or of the weight itself outside autocast.
+
+    autocast casts the operands of einsum, and einsum of one operand is a view of it. Inside an operator autocast is switched off
+    for the operators that it calls. If there is no copy yet, this makes the one that a layer will use, so it has a gradient.
+    """
+    import torch
+
+    try:
+        switched_on = EXCLUDED_KEY.get()(DISPATCH_KEY.get().AutocastCUDA, False)
+    except MissingInternal:
+        return weight
+    with switched_on, torch.enable_grad():
+        return torch.einsum("...->...", weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, get_args
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
+from upshift.hardware.detect import AMD_UNUSED
 from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
@@ -40,6 +42,8 @@ from upshift.units import format_bytes
 
 Progress = Callable[[int, int], None]
 MAX_SHOWN_PLANS = 50
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ def find_host(name: str | None, *, probe: bool = True) -> Host:
     host = detect() if name is None else describe(name)
     if name is None:
         check_torch_uses_gpus(host)
+        if host.origin["gpu"].startswith(AMD_UNUSED):
+            logger.warning("GPUs: %s", host.origin["gpu"])
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
         one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if name is None else "plan for one kind of them"

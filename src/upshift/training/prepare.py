@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.benchmarking.meters import tensor_bytes
-from upshift.errors import RequestError
-from upshift.internals.transformers_names import ATTENTION
+from upshift.errors import MissingInternal, RequestError
+from upshift.internals.torch_names import autocast_copy
+from upshift.internals.transformers_names import ATTENTION, PACKED_ROWS
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.fill import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
@@ -81,15 +83,46 @@ MIN_OFFLOADED_BYTES = 2**16  # copying a smaller tensor costs more than it saves
 Packed = tuple[torch.device, Tensor]
 
 
+class _WeightStorages:
+    """Recognize tensors that share memory with a weight, or with a weight's copy that autocast made.
+
+    Weights are looked up by their numbers of elements when a tensor is saved, because FSDP replaces the weights of a layer while
+    it computes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._addresses: set[int] = set()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                self._names.setdefault(parameter.numel(), []).append((module, name))
+
+    def contain(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._addresses:
+            return True
+        for module, name in self._names.get(storage.nbytes() // tensor.element_size(), ()):
+            parameter = getattr(module, name)
+            if isinstance(parameter, DTensor):  # a shard of it is never saved whole
+                continue
+            self._addresses.add(parameter.untyped_storage().data_ptr())
+            if parameter.dtype != tensor.dtype and parameter.requires_grad:
+                self._addresses.add(autocast_copy(parameter).untyped_storage().data_ptr())
+            if address in self._addresses:
+                return True
+        return False
+
+
 def offload_activations(model: nn.Module) -> AbstractContextManager[object]:
     """Keep the tensors that the forward pass saves for the backward pass in host memory while open.
 
     torch.autograd.graph.save_on_cpu would also copy the weights, which autograd saves beside the activations.
     """
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = _WeightStorages(model)
 
     def pack(tensor: Tensor) -> Packed:
-        if tensor.nbytes < MIN_OFFLOADED_BYTES or tensor.untyped_storage().data_ptr() in weights:
+        if tensor.nbytes < MIN_OFFLOADED_BYTES or weights.contain(tensor):
             return tensor.device, tensor
         # Copies run on the stream that wrote the tensor, and come back on the same stream.
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
@@ -366,12 +399,31 @@ def no_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+@contextmanager
+def without_search_for_packed_rows(inputs: dict[str, Tensor], plan: Plan) -> Iterator[None]:
+    """Tell transformers that no row holds several sequences while open, if ``inputs`` has no positions.
+
+    It would look for such rows in the positions that the model makes, and so wait for the GPU in every micro-batch.
+    """
+    replaced: AbstractContextManager[None] = contextlib.nullcontext()
+    if plan.device != "cpu" and "position_ids" not in inputs:
+        with contextlib.suppress(MissingInternal):  # this transformers waits, or no longer searches
+            PACKED_ROWS.get()
+            replaced = PACKED_ROWS.replaced(_no_packed_rows)
+    with replaced:
+        yield
+
+
+def _no_packed_rows(position_ids: Tensor) -> None:
+    return None
+
+
 def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none."""
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
     offloading = offload_activations(model) if plan.activation_offload else contextlib.nullcontext()
-    with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model):
+    with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model), without_search_for_packed_rows(inputs, plan):
         loss: torch.Tensor = model(**inputs).loss
     return loss

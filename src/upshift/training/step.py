@@ -192,8 +192,8 @@ class TrainStep:
         norm = None
         if self.arguments.max_grad_norm:
             norm = clip_all_gradients(self.optimizer, self.model, self.mesh, self.arguments.max_grad_norm)
-        loss = float(loss_share)
-        check_finite(loss)
+        if self.plan.device == "cpu":
+            check_finite(float(loss_share))
         self.scaler.step(self.optimizer)
         if rounds_stochastically(self.plan):
             copy_tied_weights(self.model)
@@ -201,7 +201,9 @@ class TrainStep:
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         self.forget_gradients()
-        return StepResult(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
+        loss, gradient_norm = _read_numbers(loss_share, norm)
+        check_finite(loss)
+        return StepResult(loss=loss, gradient_norm=gradient_norm, learning_rate=learning_rate, num_tokens=num_tokens)
 
     @property
     def halvings(self) -> int:
@@ -212,6 +214,16 @@ class TrainStep:
         """Return the numbers in the state of the learning-rate schedule."""
         state: dict[str, Any] = self.schedule.state_dict()
         return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
+
+
+def _read_numbers(loss: torch.Tensor, norm: torch.Tensor | None) -> tuple[float, float | None]:
+    """Return both as numbers. The host waits for a GPU once, after it has queued the whole step."""
+    if norm is None:
+        return float(loss), None
+    if loss.device.type == "cpu":
+        return float(loss), float(norm)
+    numbers = torch.stack([loss.float(), norm.detach().to(loss.device).float()]).tolist()
+    return numbers[0], numbers[1]
 
 
 def check_finite(loss: float) -> None:

@@ -3,7 +3,8 @@
 // Tensors say "cuda:N", live in host memory and are computed by the CPU's kernels. The device keeps what CUDA keeps and a CPU
 // does not: blocks of 512 bytes counted per device, a limit that raises torch.OutOfMemoryError, the refusal of tensors on two
 // devices, a count of every moment at which the host waits for the device, and graphs that are recorded once and replayed.
-// It emulates no streams, no kernels of CUDA's own, and no time.
+// It emulates no streams, no kernels of CUDA's own, and no time. A copy to pinned memory that the host does not wait for arrives
+// when the host waits: until then the memory holds wrong values. Ranks exchange tensors by pretended_nccl.h.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -15,6 +16,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -78,6 +80,94 @@ struct PretendedAllocator final : c10::Allocator {
 };
 static PretendedAllocator allocator;
 
+// ---- pinned memory, and copies into it that wait ----
+
+static std::mutex pinned_lock;
+static std::map<char*, size_t> pinned;  // address -> bytes
+static size_t pinned_block_bytes = 0, pinned_block_peak = 0;
+
+static size_t power_of_two(size_t bytes) {  // CUDA's caching host allocator rounds to it
+  size_t size = 1;
+  while (size < bytes) size *= 2;
+  return size;
+}
+
+static void register_pinned(void* address, size_t bytes) {
+  std::lock_guard<std::mutex> lock(pinned_lock);
+  pinned[static_cast<char*>(address)] = bytes;
+}
+
+static void unregister_pinned(void* address) {
+  std::lock_guard<std::mutex> lock(pinned_lock);
+  pinned.erase(static_cast<char*>(address));
+}
+
+static bool is_pinned(const void* address) {
+  std::lock_guard<std::mutex> lock(pinned_lock);
+  auto next = pinned.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+  if (next == pinned.begin()) return false;
+  auto block = std::prev(next);
+  return static_cast<const char*>(address) < block->first + block->second;
+}
+
+static void release_pinned(void* address) {
+  if (!address) return;
+  {
+    std::lock_guard<std::mutex> lock(pinned_lock);
+    auto block = pinned.find(static_cast<char*>(address));
+    pinned_block_bytes -= power_of_two(block->second);
+    pinned.erase(block);
+  }
+  free(address);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* address = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr;
+    if (address) {
+      register_pinned(address, bytes);
+      std::lock_guard<std::mutex> lock(pinned_lock);
+      pinned_block_bytes += power_of_two(bytes);
+      pinned_block_peak = std::max(pinned_block_peak, pinned_block_bytes);
+    }
+    return {address, address, &release_pinned, Device(kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+};
+static PinnedAllocator pinned_allocator;
+
+struct WaitingCopy {
+  uint64_t ticket;
+  Tensor target;
+  Tensor values;
+};
+static std::mutex waiting_lock;
+static std::vector<WaitingCopy> waiting;
+static uint64_t last_ticket = 0;
+
+static void copy_later(const Tensor& target, const Tensor& values) {
+  std::lock_guard<std::mutex> lock(waiting_lock);
+  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+  Tensor kept = values.to(target.scalar_type()).clone();
+  waiting.push_back({++last_ticket, target.detach(), kept});
+  if (target.is_floating_point() || target.is_complex()) waiting.back().target.fill_(std::numeric_limits<double>::quiet_NaN());
+  else waiting.back().target.copy_(kept.bitwise_not());
+}
+
+// Let the copies up to this ticket arrive: the host waited for them.
+static void arrive(uint64_t ticket = std::numeric_limits<uint64_t>::max()) {
+  std::lock_guard<std::mutex> lock(waiting_lock);
+  if (waiting.empty()) return;
+  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+  std::vector<WaitingCopy> later;
+  for (auto& copy : waiting) {
+    if (copy.ticket <= ticket) copy.target.copy_(copy.values);
+    else later.push_back(std::move(copy));
+  }
+  waiting = std::move(later);
+}
+
 // ---- devices and streams ----
 
 struct PretendedGuard final : c10::impl::DeviceGuardImplInterface {
@@ -107,9 +197,9 @@ struct PretendedGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream&) const override { arrive(); }
+  void synchronizeEvent(void*) const override { arrive(); }
+  void synchronizeDevice(const DeviceIndex) const override { arrive(); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 C10_REGISTER_GUARD_IMPL(CUDA, PretendedGuard)
@@ -120,8 +210,8 @@ struct CUDAHooks : CUDAHooksInterface {  // torch looks for a class of this name
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   DeviceIndex deviceCount() const override { return device_count; }
   DeviceIndex getCurrentDevice() const override { return active_device; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
@@ -147,6 +237,8 @@ static Tensor twin(const Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) implementation->set_wrapped_number(true);
   return view;
 }
+
+#include "pretended_nccl.h"
 
 static Tensor copy_to_device(const Tensor& tensor, Device device) {
   c10::OptionalDeviceGuard guard(device);
@@ -211,6 +303,7 @@ static void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* 
     operator_calls[name]++;
     if (WAITS.count(name)) host_waits[name]++;
   }
+  if (WAITS.count(name)) arrive();
   TORCH_CHECK(!recording || !WAITS.count(name), "operation not permitted when stream is capturing (", name, ")");
   std::vector<std::pair<Tensor, Tensor>> pairs;  // a device's tensor, and its twin
   std::optional<Device> device;
@@ -319,6 +412,12 @@ static Tensor& copy_between_devices(Tensor& self, const Tensor& source, bool non
     if (self.is_cpu() && source.is_cuda()) host_waits[non_blocking ? "device to host, not waited for" : "device to host"]++;
     if (self.is_cuda() && source.is_cpu() && !non_blocking) host_waits["host to device, blocking"]++;
   }
+  const bool is_later = self.is_cpu() && non_blocking && self.has_storage() && is_pinned(self.storage().data());
+  if (is_later) {
+    copy_later(self, twin(source));
+    return self;
+  }
+  if (self.is_cpu() || source.is_cpu()) arrive();  // a stream does one copy after another
   Tensor target = twin(self);
   target.copy_(twin(source));
   if (recording && !replaying && self.is_cuda()) {
@@ -332,6 +431,15 @@ static const Tensor& resize_on_device(const Tensor& self, IntArrayRef size, std:
   at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
   if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return self;
+}
+
+// FSDP frees the storage of a gathered weight and fills it again.
+static void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::OptionalDeviceGuard guard(storage.device());
+  c10::DataPtr data = allocator.allocate(bytes);
+  if (bytes && storage.nbytes()) memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
 }
 
 // Attention keeps what a GPU's kernels keep, which is not the attention probabilities: the CPU's flash kernel computes it. What
@@ -360,7 +468,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
 static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool causal,
                         std::optional<double> scale, bool enable_gqa) {
   const bool is_plain = recording || !at::GradMode::is_enabled() || dropout > 0.0 || query.dim() != 4 ||
-                        query.size(1) != key.size(1) || query.size(3) != value.size(3);
+                        query.size(1) != key.size(1) || query.size(3) != value.size(3) ||
+                        (mask && mask->defined() && mask->requires_grad());
   std::optional<Tensor> bias = mask;
   if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
     bias = at::zeros_like(*mask, query.options()).masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
@@ -371,12 +480,20 @@ static Tensor attention(const Tensor& query, const Tensor& key, const Tensor& va
   return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale));
 }
 
+// CUDA counts integers, too; the CPU counts floating-point numbers alone.
+static Tensor count_bins(const Tensor& self, int64_t bins, const Scalar& low, const Scalar& high) {
+  const auto type = self.is_floating_point() ? self.scalar_type() : at::kDouble;
+  Tensor counts = at::histc(twin(self).to(type), bins, low, high);
+  return copy_to_device(counts.to(self.scalar_type()), self.device());
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_on_device);
   m.impl("empty_strided", empty_strided_on_device);
   m.impl("copy_", copy_between_devices);
   m.impl("resize_", resize_on_device);
+  m.impl("histc", count_bins);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
@@ -391,6 +508,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("scaled_dot_product_attention
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kCUDA, &allocator, 9);
+  m.def("initialize", [] { at::globalContext().lazyInitDevice(kCUDA); });
   m.def("set_device_count", [](int count) { device_count = count; });
   m.def("set_device", [](int device) { active_device = device; });
   m.def("current_device", [] { return active_device; });
@@ -406,5 +524,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end", [](std::shared_ptr<Graph>) { recording.reset(); })
       .def("clear", [](std::shared_ptr<Graph> graph) { graph->calls.clear(); })
       .def("replay", [](std::shared_ptr<Graph> graph) { torch::NoGradGuard no_grad; replay_graph(*graph); });
+  m.def("resize_storage", [](py::object storage, size_t bytes) { resize_storage(torch::createStorage(storage.ptr()), bytes); });
+  m.def("last_ticket", [] { std::lock_guard<std::mutex> lock(waiting_lock); return last_ticket; });
+  m.def("arrive", [] { arrive(); });
+  m.def("arrive_until", [](uint64_t ticket) { arrive(ticket); });
+  m.def("pinned_bytes_and_peak", [] { std::lock_guard<std::mutex> lock(pinned_lock); return std::make_tuple(pinned_block_bytes, pinned_block_peak); });
+  m.def("register_pinned", [](uint64_t address, uint64_t bytes) { register_pinned(reinterpret_cast<void*>(address), bytes); });
+  m.def("unregister_pinned", [](uint64_t address) { unregister_pinned(reinterpret_cast<void*>(address)); });
+  py::object backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
+  py::class_<PretendedNccl, c10::intrusive_ptr<PretendedNccl>>(m, "ProcessGroupNCCL", backend)
+      .def(py::init([](py::object store, int rank, int size, py::object options) {
+        py::object gloo = py::module_::import("torch._C._distributed_c10d").attr("ProcessGroupGloo")(store, rank, size, options.attr("_timeout"));
+        return c10::make_intrusive<PretendedNccl>(rank, size, gloo.cast<c10::intrusive_ptr<c10d::Backend>>());
+      }))
+      .def_property_readonly("uid", [](const PretendedNccl&) { return 0; })
+      .def("_add_ephemeral_timeout", [](PretendedNccl&, py::object) {});
   m.def("is_recording", [] { return bool(recording); });
 }

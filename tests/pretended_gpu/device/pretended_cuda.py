@@ -36,6 +36,7 @@ def _load_extension() -> Any:
 
 ext = _load_extension()
 MIB = 2**20
+ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # of torch's wheels for CUDA 13
 CONTEXT_BYTES = 500 * MIB  # that a process holds on a device beside its tensors
 gpus = pynvml.visible_gpus()
 ext.set_device_count(len(gpus))
@@ -56,6 +57,9 @@ def _ask_driver() -> None:
 
 def _after_fork() -> None:
     Driver.is_bad_fork = Driver.is_bad_fork or Driver.was_asked
+    # A fork makes a new thread pool at its first use. The backward pass has a thread for each device, and two that make it at the
+    # same time abort the process (ParallelOpenMP.cpp: "Invalid thread pool").
+    torch.set_num_threads(torch.get_num_threads())
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -69,6 +73,8 @@ def _lazy_init() -> None:
             "'spawn' start method"
         )
     _ask_driver()
+    if not cuda._initialized:
+        ext.initialize()
     cuda._initialized = True
 
 
@@ -94,12 +100,16 @@ class Stream:
 
     def wait_event(self, event: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        ext.arrive()
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
+        ext.arrive()
         return True
 
     def __enter__(self) -> Stream:
@@ -111,14 +121,19 @@ class Stream:
 class Event:
     def __init__(self, **_: Any) -> None:
         self.seconds = 0.0
+        self.ticket = 0  # of the last copy to the host before it
 
     def record(self, stream: Any = None) -> None:
         self.seconds = time.perf_counter()
+        self.ticket = ext.last_ticket()
 
     def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
+
+    def synchronize(self) -> None:
+        ext.arrive_until(self.ticket)
 
     def query(self) -> bool:
+        ext.arrive_until(self.ticket)
         return True
 
     def elapsed_time(self, other: Event) -> float:
@@ -236,6 +251,7 @@ def _count_by_driver() -> int:
 
 def synchronize(device: Any = None) -> None:
     _lazy_init()
+    ext.arrive()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -264,8 +280,8 @@ def _functions() -> dict[str, Any]:
         "get_rng_state_all": lambda: [torch.get_rng_state() for _ in gpus],
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]), "is_bf16_supported": is_bf16_supported,
         "CUDAGraph": CUDAGraph, "graph": graph, "is_current_stream_capturing": ext.is_recording, "ipc_collect": _nothing,
-        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
-        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=_register_host, cudaHostUnregister=_unregister_host),
+        "get_arch_list": ARCHITECTURES.split,
         "default_generators": tuple(torch.default_generator for _ in gpus), "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
 
@@ -279,11 +295,12 @@ def install() -> None:
     for module, functions in ((cuda, _functions()), (cuda.memory, _memory_functions())):
         for name, function in functions.items():
             setattr(module, name, _of_its_own(function))
+    torch._C._cuda_getArchFlags = lambda: ARCHITECTURES
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDeviceCount = _count_by_driver
-    torch.Tensor.pin_memory = _pin_memory
     torch.Tensor.record_stream = _of_its_own(_nothing)
-    _without_pinned_memory()
+    _resize_storages()
+    _install_nccl()
     torch.Generator = _generator_class()
 
 
@@ -294,19 +311,34 @@ def _of_its_own(value: Any) -> Any:
     return lambda *arguments, **options: value(*arguments, **options)
 
 
-def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    if not Driver.is_bad_fork:
-        _lazy_init()
-    return tensor
+def _register_host(address: int, num_bytes: int, flags: int) -> int:
+    ext.register_pinned(address, num_bytes)
+    return 0
 
 
-def _without_pinned_memory() -> None:
-    from torch.utils._device import _device_constructors
+def _unregister_host(address: int) -> int:
+    ext.unregister_pinned(address)
+    return 0
 
-    _device_constructors()  # it remembers the original functions, before they are replaced
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-        setattr(torch, name, lambda *arguments, pin_memory=False, original=original, **options: original(*arguments, **options))
+
+def _resize_storages() -> None:
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return original(storage, num_bytes)
+        ext.resize_storage(storage, num_bytes)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+
+
+def _install_nccl() -> None:
+    from torch.distributed import distributed_c10d
+
+    ext.ProcessGroupNCCL.Options = types.SimpleNamespace
+    distributed_c10d.ProcessGroupNCCL = ext.ProcessGroupNCCL  # type: ignore[attr-defined]
+    distributed_c10d._NCCL_AVAILABLE = True
 
 
 def _generator_class() -> type:
@@ -320,3 +352,10 @@ def _generator_class() -> type:
 
 
 host_waits, operator_calls, clear_counters = ext.host_waits, ext.operator_calls, ext.clear_counters
+pinned_bytes_and_peak = ext.pinned_bytes_and_peak
+
+
+def forget_questions() -> None:
+    """Let a later fork use the device although an import asked for its capability: nothing was computed on it."""
+    Driver.was_asked = False
+    cuda._initialized = False

@@ -22,15 +22,20 @@ from upshift.hardware.catalog.cpus import CPUS
 from upshift.hardware.catalog.interconnect import gpu_link, pcie_link
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS
 from upshift.hardware.catalog.row import CpuFacts, GpuFacts
+from upshift.hardware.catalog.rtx import RTX_FAMILIES
 from upshift.hardware.catalog.tpu import TPUS
 from upshift.hardware.spec import Backend, Cpu, Host
 from upshift.units import GIB
 
 GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | vendors.chips() | TPUS | APPLE_GPUS
-ALIASES = {"h100": "h100-sxm"}
+# Cards are called by their numbers: 4090 is the desktop's card, and not the laptop's.
+RTX_NUMBERS = {key.removeprefix("rtx-"): key for key in NVIDIA_GPUS if re.match(r"rtx-[0-9]{4}", key)}
+ALIASES = {"h100": "h100-sxm"} | RTX_NUMBERS
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "a100": ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
     "v100": ("v100-16gb", "v100-32gb", "v100-pcie-16gb", "v100-pcie-32gb"),
+    "gh200": ("gh200-96gb", "gh200-144gb"),
+    **RTX_FAMILIES,
     **vendors.families(),
     "tpu": tuple(TPUS),
     "tpu-v5": ("tpu-v5e", "tpu-v5p"),
@@ -95,6 +100,9 @@ def describe(text: str) -> Host:
         except ValueError:  # a NUL or a lone surrogate is no path
             raise RequestError(f"{stripped[:MAX_SHOWN]!r} is not a path; give the path of a Host JSON file") from None
     request = _parse(stripped.lower())
+    rack = re.fullmatch(r"([a-z0-9]+?)[-_ ]?nvl[-_ ]?72", request.product)
+    if rack is not None:
+        return _gpu_host(_whole_rack(request, rack[1]), NVIDIA_GPUS[rack[1]])
     product = request.product
     memory_bytes = None
     with_memory = re.fullmatch(r"(.*[a-z0-9+])[-_ ]([0-9]{1,6}) ?(?:gib|gb|g)", product)
@@ -105,6 +113,21 @@ def describe(text: str) -> Host:
     if isinstance(facts, GpuFacts):
         return _gpu_host(request, facts)
     return _cpu_host(request, facts, memory_bytes)
+
+
+def _whole_rack(request: _Request, product: str) -> _Request:
+    """Return the request for racks such as gb200-nvl72, whose GPUs one NVLink domain joins.
+
+    A count before the name counts racks."""
+    racks = [key for key, facts in NVIDIA_GPUS.items() if facts.fabric is not None and facts.fabric.spans_nodes]
+    if product not in racks or request.second is not None:
+        forms = ", ".join(f"{key}-nvl72, 2x{key}-nvl72" for key in racks)
+        raise RequestError(f"host {request.text[:MAX_SHOWN]!r} is no number of NVL72 racks; write {forms}, or 18x4x{racks[0]}")
+    fabric = NVIDIA_GPUS[product].fabric
+    assert fabric is not None
+    if request.first in (None, 1):
+        return request._replace(first=fabric.largest, second=None, product=product)
+    return request._replace(second=fabric.largest, product=product)
 
 
 def _facts_or_none(name: str) -> GpuFacts | CpuFacts | None:
@@ -240,7 +263,7 @@ def _find_key(name: str) -> str:
         return keys[0]
     if keys:
         raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {', '.join(keys)}")
-    names = [*GPUS, *ALIASES, *CPUS]
+    names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
     hint = f"close are {', '.join(similar)}; " if similar else ""
     listed = ", ".join(sorted(key for key in names if key not in APPLE_GPUS))

@@ -6,7 +6,7 @@ import math
 from typing import Literal, get_args
 
 from upshift.hardware.spec import Count, Cpu, Gpu, Link, Precision, Rate, Rates
-from upshift.units import GIGA, TERA
+from upshift.units import GIGA, MIB, TERA
 from upshift.value import Value
 
 # 10**12 per second in fp32, fp32_medium (TF32), bf16, fp16, fp8, int8.
@@ -70,3 +70,24 @@ def rates(tera: Tera, gb_s: float) -> Rates:
     """Return the rates of a row. `gb_s`: of the memory."""
     figures = [None if rate is None else rate * TERA for rate in tera]
     return Rates(**dict(zip(get_args(Precision), figures, strict=True)), memory_bytes_per_second=gb_s * GIGA)
+
+
+def cuda_row(
+    key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
+    watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
+) -> tuple[str, GpuFacts]:  # fmt: skip
+    """Return a key and the row of an NVIDIA GPU. `mib` and `gb_s`: of the memory. `cc`: the compute capability."""
+    gpu = Gpu(
+        name=name,
+        table_key=key,
+        memory_bytes=mib * MIB,
+        compute_capability=cc,
+        pcie_generation=pcie,
+        pcie_width=16 if pcie else None,
+        nvlink_links=nvlink.links if nvlink else 0,
+        nvlink_bytes_per_second=nvlink.links * nvlink.link_bytes_per_second if nvlink else None,
+        tdp_watts=watts,
+        peak=rates(tera, gb_s),
+    )
+    largest = nvlink.largest if nvlink else None
+    return key, GpuFacts(gpu=gpu, source=source, fabric=nvlink, max_per_node=largest, reference=system)

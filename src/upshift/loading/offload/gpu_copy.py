@@ -43,6 +43,21 @@ class CopyStream(Protocol):
         """Block the processor until the event."""
 
 
+def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Return pinned host memory of exactly this size, for as long as the tensor that is returned lives.
+
+    torch would round the size up to a power of two.
+    """
+    content = torch.empty(nbytes, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
+    if int(error):
+        raise JobFailed(f"{format_bytes(nbytes)} of memory could not be pinned ({error}); leave more to the GPU or the disk")
+    weakref.finalize(content, runtime.cudaHostUnregister, content.data_ptr())
+    return content
+
+
 class CudaCopyStream:
     """A CUDA stream that copies to one GPU."""
 
@@ -51,15 +66,7 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, nbytes: int) -> Tensor:
-        """Return pinned memory of exactly this size. torch would round the size up to a power of two."""
-        content = torch.empty(nbytes, dtype=torch.uint8)
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(self.device):
-            error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
-        if int(error):
-            raise JobFailed(f"{format_bytes(nbytes)} of memory could not be pinned ({error}); leave more to the GPU or the disk")
-        weakref.finalize(content, runtime.cudaHostUnregister, content.data_ptr())
-        return content
+        return pinned_memory(nbytes, self.device)
 
     def empty(self, nbytes: int) -> Tensor:
         with torch.cuda.stream(self._stream):

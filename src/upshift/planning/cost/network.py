@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from upshift.hardware import collective
-from upshift.hardware.spec import Collective, Exchange, Host
+from upshift.hardware.spec import Collective, Exchange, Host, Link
 
 FITTED_RANKS = 8  # the measured fits are of 8 GPUs of one node
 NODE_LATENCY = {"nvlink": 15e-6, "other": 30e-6}  # seconds; where no fit is known (the fits: 11 to 29 us)
@@ -79,6 +79,9 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
     if host.device == "cpu":
         return _gloo_send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
     if stride < node_ranks:
+        here = _measured_here(host, "send")
+        if here is not None:
+            return (here[0].latency_seconds or 0.0) + num_bytes / here[0].bytes_per_second
         rate = _node_rate(host)
         return None if rate is None else NODE_LATENCY["nvlink"] + num_bytes / rate
     if host.inter_node is None:
@@ -95,6 +98,11 @@ def _ring_volume(operation: Collective, ranks: int) -> float:
 def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int) -> float | None:
     if ranks == 1:
         return 0.0
+    here = _measured_here(host, operation)
+    if here is not None:
+        link, measured_ranks = here
+        wire = link.bytes_per_second * _ring_volume(operation, measured_ranks)
+        return (link.latency_seconds or 0.0) + num_bytes * _ring_volume(operation, ranks) / wire
     measured_fit = collective(host.gpu.table_key or "", operation) if host.gpu else None
     if measured_fit is not None:
         wire = measured_fit.bytes_per_second * _ring_volume(operation, FITTED_RANKS) * _link_share(host)
@@ -103,6 +111,14 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
     if rate is None:
         return None
     return NODE_LATENCY["other"] + num_bytes * _ring_volume(operation, ranks) / rate
+
+
+def _measured_here(host: Host, operation: Exchange) -> tuple[Link, int] | None:
+    """Return what the probe measured between this host's GPUs, and between how many."""
+    measured = host.measured
+    if measured is None or measured.gpu_exchange_ranks is None or operation not in measured.gpu_exchanges:
+        return None
+    return measured.gpu_exchanges[operation], measured.gpu_exchange_ranks
 
 
 def _link_share(host: Host) -> float:

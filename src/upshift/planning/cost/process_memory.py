@@ -28,6 +28,8 @@ BF16_LOSS_SHARE = 1 / 3  # of the loss's part: the blocks of half that size, whe
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
 CUDA_CONTEXT_BYTES = 0.5 * GIB  # context and kernels (COSTS.md D3: 0.3 to 0.5 GB)
 NCCL_BYTES = 0.37 * GIB  # of one communicator (COSTS.md D2, D3: 342 to 392 MB, up to 0.5 GB)
+CUBLAS_BYTES = 8_519_680  # torch's default workspace of a stream (aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13)
+CUBLAS_HOPPER_BYTES = 32 * MIB  # on compute capability 9 and 10
 CUDA_SLACK = 1.04  # caching allocator's rounding and fragmentation, traced tier (COSTS.md D3: 6 to 8 % margin with context)
 # Standard deviation of held memory, measured over predicted, before a trial. CPU: of the rows of docs/accuracy.md. CUDA: what
 # traced estimates are given (COSTS.md D3, 6 to 8 %); no GPU has confirmed it.
@@ -41,7 +43,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
     ``adapter``: the process has imported peft.
     """
     if plan.device == "cuda":
-        return outside_allocator(plan) + predict_reserved(memory)
+        return outside_allocator(plan) + cublas_workspace_bytes(host) + predict_reserved(memory)
     highest = {name: max(peak.parts.get(name, 0.0) for peak in memory.phases.values()) for name in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
@@ -59,6 +61,12 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
 def outside_allocator(plan: Plan) -> float:
     """Return the bytes of a GPU that a process holds outside torch's allocator: CUDA's context and NCCL's buffers."""
     return CUDA_CONTEXT_BYTES + NCCL_BYTES * _num_communicators(plan)
+
+
+def cublas_workspace_bytes(host: Host) -> int:
+    """Return the bytes that torch's allocator gives to cuBLAS at the first matrix product, and keeps."""
+    capability = host.gpu.compute_capability if host.gpu is not None else None
+    return CUBLAS_HOPPER_BYTES if capability is not None and (9, 0) <= capability < (12, 0) else CUBLAS_BYTES
 
 
 def base_bytes(host: Host) -> float:

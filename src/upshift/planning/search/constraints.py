@@ -63,6 +63,8 @@ def why_kernel_unusable(name: str, host: Host, profile: ModelProfile) -> str | N
         )
         actual = "is unknown" if capability is None else f"is {capability[0]}.{capability[1]}"
         return f"it needs compute capability {required}, and this device's {actual}"
+    if name == "flex_attention" and host.measured is not None and host.measured.gpu_compiler is False:
+        return "Triton compiles it, and Triton, a C compiler or Python.h is not installed here: pip install triton"
     if facts.library is not None and find_spec(facts.library) is None:
         return f"the library {facts.library} is not installed: {facts.install}"
     return None

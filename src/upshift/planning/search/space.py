@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.hardware.disk import disk_rate
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import TRITON_CAPABILITY, Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.models.source import ModelSource
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
@@ -406,7 +406,13 @@ def _is_installed(library: str) -> bool:
 
 
 def can_compile(host: Host) -> bool:
-    return host.device == "cuda" or bool(host.measured and host.measured.compiler)
+    """Return whether torch.compile works. A described GPU of compute capability 7.0 or newer has Triton."""
+    if host.device != "cuda":
+        return bool(host.measured and host.measured.compiler)
+    if host.measured is not None and host.measured.gpu_compiler is not None:
+        return host.measured.gpu_compiler
+    capability = host.gpu.compute_capability if host.gpu is not None else None
+    return capability is None or capability >= TRITON_CAPABILITY
 
 
 def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:

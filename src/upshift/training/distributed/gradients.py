@@ -108,15 +108,14 @@ def make_buckets(
     yield from open_buckets.values()
 
 
-def clip_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
+def clip_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale this rank's parts of the gradients so that the norm of all ranks' gradients is at most ``max_norm``.
 
-    ``norm`` is that norm before clipping. Return it as a number.
+    ``norm`` is that norm before clipping.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
-    return float(norm)
 
 
 def total_norm(gradients: Iterable[tuple[torch.Tensor, ShardedDimensions]], mesh: Mesh) -> torch.Tensor:

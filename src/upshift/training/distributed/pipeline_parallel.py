@@ -23,7 +23,13 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collate import MicroBatch, to_tensors
 from upshift.training.distributed.context_parallel import padded_width
 from upshift.training.distributed.pipeline_stage import Stage, stage_modules
-from upshift.training.prepare import autocast, chunked_loss, no_cache, offload_activations
+from upshift.training.prepare import (
+    autocast,
+    chunked_loss,
+    no_cache,
+    offload_activations,
+    without_search_for_packed_rows,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states; the index is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -96,7 +102,8 @@ class PipelineStage:
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
         offloading = offload_activations(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
-        with autocast(self._plan), offloading, no_cache(self.submod):
+        searching = without_search_for_packed_rows(kwargs, self._plan)
+        with autocast(self._plan), offloading, no_cache(self.submod), searching:
             output = self.submod(**kwargs)
         result: torch.Tensor = output.loss if self.is_last else output
         return result

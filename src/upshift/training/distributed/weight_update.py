@@ -77,10 +77,10 @@ def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, m
         optimizer.take_gradients()
 
 
-def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, max_norm: float) -> float:
-    """Clip the gradients. Return the norm before clipping."""
+def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
+    """Clip the gradients. Return the norm before clipping, on the plan's device: reading it waits for a GPU."""
     if not isinstance(optimizer, ShardedOptimizer) and mesh.plan.layout.pipeline_parallel == 1:
-        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     copies = tied_copies(model)
     gradients = []
     counted = []  # a tied weight counts once, in the first stage
@@ -88,7 +88,9 @@ def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, mesh:
         gradients.append(gradient)
         if parameter not in copies:
             counted.append((gradient, dimensions))
-    return clip_gradients(gradients, total_norm(counted, mesh), max_norm)
+    norm = total_norm(counted, mesh)
+    clip_gradients(gradients, norm, max_norm)
+    return norm
 
 
 def _local_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, ShardedDimensions, Tensor]]:

@@ -32,7 +32,7 @@ def main(path: Path, answer: Callable[[SentEvent], None]) -> None:
 
 def run_replica(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest, *, replicas: ReplicaGroup) -> Record:
     if job.plan.device == "cuda":
-        torch.cuda.set_device(replicas.number)
+        torch.cuda.set_device(replicas.number % torch.cuda.device_count())
     if replicas.first:
         replicas.open(device=job.plan.device)
     return make_record(job, data, train(job, data, on_event=on_event, stop=stop, copies=replicas))

@@ -162,7 +162,7 @@ class DistributedTraining(LibraryTrainer):
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:
             agree_on_overflow(scaler, optimizer, self._upshift_mesh)
-        return clip_all_gradients(optimizer, self.model, self._upshift_mesh, max_norm)
+        return float(clip_all_gradients(optimizer, self.model, self._upshift_mesh, max_norm))
 
     # Evaluation
 

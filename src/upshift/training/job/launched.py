@@ -9,6 +9,7 @@ next start.
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,14 @@ from torch.distributed import PrefixStore, Store
 
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
-from upshift.hardware.cluster import join_hosts, measure_link
+from upshift.hardware.cluster import join_hosts, measure_link, with_gpus_of_all_ranks
 from upshift.hardware.cpu_affinity import bind_process
+from upshift.hardware.detect import find_nvml
+from upshift.hardware.nvml import visible_uuids
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
-from upshift.settings import Ranks
+from upshift.settings import Ranks, read_settings
 from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.data.dataset import TrainingData, load_data, save_data
 from upshift.training.job.job import append_record, check_job, run_rank
@@ -102,10 +105,12 @@ def _receive_job(store: Store) -> Job:
 def _describe_host(store: Store, ranks: Ranks) -> Host | None:
     """Return the host, with its measured link to the others, on the first rank of each host. Return None on other ranks."""
     store.set(f"local/{ranks.rank}", str(ranks.local_rank))
+    uuids = visible_uuids(find_nvml(), read_settings().cuda_visible_devices)
+    store.set(f"gpus/{ranks.rank}", json.dumps([platform.node(), uuids]))
     first_ranks = _first_ranks(store, ranks)
     if ranks.rank not in first_ranks:
         return None
-    host = find_host(None)
+    host = with_gpus_of_all_ranks(find_host(None), [json.loads(store.get(f"gpus/{rank}")) for rank in range(ranks.size)])
     if len(first_ranks) > 1:
         dist.init_process_group(
             "gloo", store=PrefixStore("hosts", store), rank=first_ranks.index(ranks.rank), world_size=len(first_ranks)

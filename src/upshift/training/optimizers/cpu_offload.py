@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from upshift.internals.torch_names import VERSION
+from upshift.loading.offload.gpu_copy import pinned_memory
 from upshift.training.optimizers.closure import Closure, evaluate_closure
+
+ALIGNMENT = 64  # bytes; CPU kernels read whole cache lines
+
+
+def _aligned_bytes(parameter: Tensor) -> int:
+    return -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -26,15 +33,34 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.copies: dict[Tensor, Tensor] = {}  # copy on the host -> its parameter
         self._versions: dict[Tensor, int] = {}  # version of each parameter when its copy was last equal to it
+        self._blocks = self._pin_blocks()
+        self._num_used = 0
         copied_groups = [{**group, "params": [self._copy(p) for p in group["params"]]} for group in self.param_groups]
         self.inner = build(copied_groups)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
+    def _pin_blocks(self) -> list[Tensor]:
+        """Return one block of pinned memory for the copies, and one for their gradients; none without a GPU.
+
+        torch would round each tensor up to a power of two.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        on_gpu = [parameter for parameter in parameters if parameter.device.type == "cuda"]
+        if not on_gpu:
+            return []
+        num_bytes = sum(_aligned_bytes(parameter) for parameter in on_gpu)
+        return [pinned_memory(num_bytes, on_gpu[0].device) for _ in range(2)]
+
     def _copy(self, parameter: Tensor) -> Tensor:
-        pinned = parameter.device.type == "cuda"
-        copy = torch.empty_like(parameter, device="cpu", pin_memory=pinned)
-        copy.grad = torch.empty_like(copy, pin_memory=pinned)
+        if parameter.device.type == "cuda":
+            block, gradients = (block[self._num_used :][: parameter.nbytes] for block in self._blocks)
+            copy = block.view(parameter.dtype).view(parameter.shape)
+            copy.grad = gradients.view(parameter.dtype).view(parameter.shape)
+            self._num_used += _aligned_bytes(parameter)
+        else:
+            copy = torch.empty_like(parameter, device="cpu")
+            copy.grad = torch.empty_like(copy)
         self.copies[copy] = parameter
         return copy
 

@@ -7,9 +7,9 @@ PyTorch uses it only if HIPBLASLT_ALLOW_TF32 is set, so fp32_medium stays unknow
 
 from __future__ import annotations
 
-from upshift.hardware.catalog.row import Fabric, GpuFacts, ReferenceSystem, rates
+from upshift.hardware.catalog.row import Fabric, GpuFacts, ReferenceSystem, Tera, rates
 from upshift.hardware.spec import Gpu
-from upshift.units import GIGA
+from upshift.units import GIB, GIGA
 
 MI250 = "AMD Instinct MI250 data sheet (2021), halved: one of its two dies; memory: ROCm documentation, MI250 (2025)"
 MI300X = "AMD Instinct MI300X data sheet (2023)"
@@ -36,6 +36,27 @@ MI300_CLUSTER = ReferenceSystem(
     ports_per_gpu=1,
     source="AMD Instinct MI300 Series Cluster Reference Architecture Guide 63916 v1.00 (2024)",
 )
+
+MI210 = "AMD Instinct MI210 data sheet (2022)"
+MI325X = "AMD Instinct MI325X data sheet (2024)"
+MI350 = "AMD Instinct MI350 series data sheets (2025), dense"
+MI350X_PLATFORM = Fabric(
+    name="Infinity Fabric", topology="mesh", link_bytes_per_second=76.8 * GIGA, links=1, largest=8,
+    source="AMD Instinct MI350X platform data sheet (2025): 153.6 GB/s in both directions to each of seven peers",
+)  # fmt: skip
+
+
+def _row(
+    key: str, source: str, tera: Tera, *, gib: int, gb_s: float, watts: float, pcie: int, fabric: Fabric | None = None
+) -> tuple[str, GpuFacts]:
+    """Return a key and its row. `gib` and `gb_s`: of the memory, of which drivers report some MiB less."""
+    gpu = Gpu(
+        name=f"AMD Instinct {key.upper()}", backend="rocm", table_key=key, memory_bytes=gib * GIB, pcie_generation=pcie,
+        pcie_width=16, tdp_watts=watts, peak=rates(tera, gb_s),
+    )  # fmt: skip
+    reference = None if fabric is None else MI300_CLUSTER
+    return key, GpuFacts(gpu=gpu, source=source, fabric=fabric, max_per_node=8, reference=reference)
+
 
 CHIPS: dict[str, GpuFacts] = {
     "mi250-gcd": GpuFacts(
@@ -67,5 +88,15 @@ CHIPS: dict[str, GpuFacts] = {
         max_per_node=8,
         reference=MI300_CLUSTER,
     ),
-}
+} | dict(
+    [
+        _row("mi210", MI210, (45.3, None, 181.0, 181.0, None, 181.0), gib=64, gb_s=1638.4, watts=300, pcie=4),
+        _row("mi325x", MI325X, (163.4, None, 1307.4, 1307.4, 2614.9, 2614.9), gib=256, gb_s=6000, watts=1000, pcie=5,
+             fabric=MI300X_PLATFORM),
+        _row("mi350x", MI350, (144.2, None, 2306.9, 2306.9, 4613.7, 4613.7), gib=288, gb_s=8000, watts=1000, pcie=5,
+             fabric=MI350X_PLATFORM),
+        _row("mi355x", MI350, (157.3, None, 2516.6, 2516.6, 5033.2, 5033.2), gib=288, gb_s=8000, watts=1400, pcie=5,
+             fabric=MI350X_PLATFORM),
+    ]
+)  # fmt: skip
 FAMILIES = {"mi250": ("mi250-gcd",)}

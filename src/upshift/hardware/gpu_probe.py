@@ -1,0 +1,149 @@
+"""Measure this machine's GPUs. The probe runs this module in processes of its own, so that its own process never uses CUDA.
+
+A process that has used CUDA keeps memory of the GPU, and its forks cannot use one. ``rates`` measures the first GPU, and
+``exchanges`` how fast all GPUs exchange tensors by NCCL; each of its ranks is a process. The first rank prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import sysconfig
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Any
+
+from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
+from upshift.hardware.probe import dispatch_seconds, matrix_rate, median_seconds, triad_rate
+from upshift.hardware.spec import TRITON_CAPABILITY
+from upshift.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+SIDES = (8192, 4096, 2048, 1024, 512)  # of the square matrices; the largest that fits the memory and the time
+BYTES_PER_ELEMENT = 20  # three matrices in fp32, and two before they are converted
+STREAM_BYTES = 1024 * MIB  # of one array
+SMALL_STREAM_BYTES = 64 * MIB
+PINNED_BYTES = 256 * MIB
+EXCHANGED_BYTES = 64 * MIB
+PRODUCTS = (("fp32", "float32"), ("fp32_medium", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"))
+NUM_MEASUREMENTS = 6
+PATIENCE = timedelta(seconds=120)  # how long one rank waits for the others
+
+
+def measure_rates(limit_seconds: float, unsupported: list[str]) -> dict[str, Any]:
+    """Return the rates of the first GPU. A measurement that fails, such as one for which memory is missing, is None."""
+    import torch
+
+    seconds_each = limit_seconds / NUM_MEASUREMENTS
+    rates: dict[str, float | None] = {}
+    for name, dtype in PRODUCTS:
+        torch.set_float32_matmul_precision("medium" if name == "fp32_medium" else "highest")
+        if name in unsupported:
+            rates[name] = None
+        else:
+            rates[name] = _try(name, partial(_product_rate, getattr(torch, dtype), seconds_each))
+    rates["memory_bytes_per_second"] = _try("memory", lambda: _stream_rate(seconds_each))
+    torch.cuda.empty_cache()
+    return {
+        "gpu": rates,
+        "gpu_compiler": triton_compiles(torch.cuda.get_device_capability()),
+        "gpu_dispatch_seconds": _try("dispatch", lambda: dispatch_seconds("cuda")),
+        "host_to_device_bytes_per_second": _try("copies from the host", lambda: _copy_rate(seconds_each)),
+    }
+
+
+def triton_compiles(capability: tuple[int, int]) -> bool:
+    """Return whether Triton is installed, runs on the GPU, and finds the C compiler and the header that its launcher needs."""
+    has_compiler = any(which(name) for name in ("cc", "gcc", "clang"))
+    has_header = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    return find_spec("triton") is not None and capability >= TRITON_CAPABILITY and has_compiler and has_header
+
+
+def _try(name: str, measure: Callable[[], float]) -> float | None:
+    try:
+        return measure()
+    except RuntimeError as error:  # torch raises this type for all errors of a GPU, out of memory included
+        logger.warning("the GPU's rate (%s) is not measured: %s", name, str(error).splitlines()[0])
+        return None
+
+
+def _product_rate(dtype: torch.dtype, limit_seconds: float) -> float:
+    """Return the FLOP/s of the largest product that fits into half of the free memory and, four times, into the time."""
+    import torch
+
+    free_bytes = torch.cuda.mem_get_info()[0]
+    sides = [side for side in SIDES if side * side * BYTES_PER_ELEMENT <= free_bytes / 2]
+    smallest = SIDES[-1]
+    small_rate = matrix_rate("cuda", dtype, (smallest, smallest, smallest), limit_seconds=limit_seconds / 4)
+    for side in sides:
+        if 4 * 2 * side**3 / small_rate <= limit_seconds:
+            return matrix_rate("cuda", dtype, (side, side, side), limit_seconds=limit_seconds / 2)
+    return small_rate
+
+
+def _stream_rate(limit_seconds: float) -> float:
+    import torch
+
+    largest = min(STREAM_BYTES, torch.cuda.mem_get_info()[0] // 8)
+    small = min(SMALL_STREAM_BYTES, largest)
+    small_rate = triad_rate("cuda", small, limit_seconds=limit_seconds / 4)
+    if 4 * 3 * largest / small_rate > limit_seconds:
+        return small_rate
+    return triad_rate("cuda", largest, limit_seconds=limit_seconds / 2)
+
+
+def _copy_rate(limit_seconds: float) -> float:
+    import torch
+
+    num_bytes = min(PINNED_BYTES, torch.cuda.mem_get_info()[0] // 2)
+    pinned = torch.ones(num_bytes, dtype=torch.uint8).pin_memory()
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return num_bytes / median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=limit_seconds)
+
+
+def measure_exchanges(rank: int, ranks: int, port: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a small tensor and the bytes per second of a large one, by operation of NCCL between all GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=PATIENCE)
+    dist.init_process_group("nccl", store=store, timeout=PATIENCE, rank=rank, world_size=ranks)
+    small = exchange_seconds(LATENCY_BYTES, device="cuda")
+    large = exchange_seconds(EXCHANGED_BYTES, device="cuda")
+    dist.barrier()
+    dist.destroy_process_group()
+    return links_of(small, large, EXCHANGED_BYTES)
+
+
+def are_peers(ranks: int) -> bool:
+    """Return whether every GPU can read the memory of every other one. If not, NCCL copies through the host's memory."""
+    import torch
+
+    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "rates":
+        answer = measure_rates(float(arguments[1]), arguments[2:])
+    else:
+        rank, ranks, port = map(int, arguments[1:])
+        answer = {"exchanges": measure_exchanges(rank, ranks, port)}
+        if rank > 0:
+            return
+        answer["peers"] = are_peers(ranks)
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
