@@ -8,22 +8,47 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import tables
-from upshift.cli.options import Model, SequenceLength
+from upshift.cli.options import DATA_TEXT, Model, SequenceLength, TextColumn, option
+from upshift.cli.usage.commands import HelpCommand, HelpGroup
+from upshift.cli.usage.help_page import Panel
+from upshift.training.arguments import SEEDS
 
-app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend reads best.")
+app = typer.Typer(
+    cls=HelpGroup, no_args_is_help=True, help="Convert data to the form that a backend reads best.",
+    epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records",
+)  # fmt: skip
+Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+Output = Annotated[
+    str,
+    option("--output", "-o", text="A new folder: a local path, or gs://bucket/folder.", panel=Panel.OUTPUT, metavar="PATH"),
+]
+Shards = Annotated[
+    int,
+    option(
+        "--shards", text="The number of files. A TPU pod reads best from at least one for each host.", panel=Panel.OUTPUT,
+        metavar="N", least=1,
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int,
+    option(
+        "--seed", text="The seed of the tokens that a masked language model must find.", panel=Panel.OUTPUT, metavar="N",
+        least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
 
 
-@app.command("to-tfrecord")
+@app.command("to-tfrecord", cls=HelpCommand, epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records")
 def to_tfrecord(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="as in upshift train")],
-    output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
+    data: Data,
+    output: Output,
     sequence_length: SequenceLength = None,
-    shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
+    shards: Shards = 1,
+    text_column: TextColumn = None,
+    seed: Seed = 42,
 ) -> None:
-    """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
+    """Tokenize data once, and write it as TFRecord files for upshift train --backend xla."""
     from upshift.xla.tensorflow import need_tensorflow
 
     need_tensorflow("upshift data to-tfrecord")
