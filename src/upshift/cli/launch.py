@@ -12,6 +12,7 @@ import typer
 
 from upshift.atomic_file import write_whole
 from upshift.cli import tables
+from upshift.cli import train as train_command
 from upshift.cli.options import Overwrite, argument, command_line_options, option
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -136,6 +137,8 @@ def command(
     host_names = tuple(hosts_.split(",")) if hosts_ is not None else ()
     _check_used(launcher, command_line_options(context), host_names)
     min_nodes, max_nodes = _node_range(nodes, host_names, launcher)
+    if train and train[0] == "train":
+        train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
     in_image = launcher == "kubernetes"
     folder = "" if in_image or launcher == "ray" else current_folder()
     launch = Launch(

@@ -115,7 +115,7 @@ def _read_rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise RequestError(f"--rate {text!r} is not of rates above 0; write 2, or 1,2,4")
+        raise RequestError(f"--rate {text!r} is not one or several rates above 0; write 2, or 1,2,4")
     return rates
 
 

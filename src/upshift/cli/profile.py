@@ -6,13 +6,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
 from upshift.cli.options import Json, argument, move_flags_to_set, option
 from upshift.cli.run_display import RunDisplay
-from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
@@ -54,11 +51,7 @@ def read_train_command(words: list[str]) -> dict[str, Any]:
     """Parse the command by train's own parser, so that it takes the same options. Return them by name."""
     if not words or words[0] != "train":
         raise RequestError(f"profile takes the command of a training run, not {' '.join(words[:1]) or 'nothing'}: {EXAMPLE}")
-    app = typer.Typer(add_completion=False)
-    app.command("train", cls=HelpCommand)(train_command.command)
-    parser: Any = typer.main.get_command(app)
-    parsed: dict[str, Any] = parser.make_context("train", words[1:]).params
-    return move_flags_to_set(parsed)
+    return move_flags_to_set(train_command.parse(words[1:]))
 
 
 def _print_report(report: Any) -> None:

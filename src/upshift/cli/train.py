@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
+
+import typer
 
 from upshift.cli import tables, train_xla
 from upshift.cli.options import (
@@ -27,6 +30,7 @@ from upshift.cli.options import (
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
+from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.importing import importing
@@ -171,6 +175,15 @@ def command(
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
+
+
+def parse(words: Sequence[str]) -> dict[str, Any]:
+    """Parse the words that follow ``upshift train``. Return the options by name. Raise RequestError for wrong ones."""
+    app = typer.Typer(add_completion=False)
+    app.command("train", cls=HelpCommand)(command)
+    parser: Any = typer.main.get_command(app)
+    parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
+    return parsed
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

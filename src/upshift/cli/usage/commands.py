@@ -8,8 +8,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from upshift.cli.usage.help_page import first_page, help_page
-from upshift.cli.usage.messages import MissingValue, check_extra, check_numbers, check_words, describe_error, did_you_mean
+from upshift.cli.usage.messages import MissingValue, check_extra, check_numbers, check_words, describe_error
 from upshift.errors import RequestError
+from upshift.text import did_you_mean
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
 HELP_ALL = "--help-all"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from upshift.cli.usage.help_page import is_option, long_name, shown_parameters, usage_line
 from upshift.errors import RequestError
+from upshift.text import did_you_mean
 
 ABOVE_ZERO = 1e-9  # the lower bound of an option that must be above 0: typer's own bounds are inclusive
-MIN_LIKENESS = 0.65  # of a suggested name, as difflib measures it
 LARGEST_WHOLE_NUMBER = 2**53  # JSON, and every float, holds the whole numbers up to it exactly (RFC 8259, section 6)
 
 
@@ -111,12 +110,6 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise WrongValue(f"{option} {value!r} is not known; use one of {', '.join(choices)}{did_you_mean(value, choices)}")
     return value
-
-
-def did_you_mean(text: str, choices: Iterable[str]) -> str:
-    """Return ``; did you mean X?`` with the choices that look like the text, or an empty text."""
-    matches = difflib.get_close_matches(text, list(choices), n=2, cutoff=MIN_LIKENESS)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any]) -> RequestError:
