@@ -50,7 +50,7 @@ class Worker:
 
 WORKERS = {
     "train": Worker("upshift.training.run", "run_training", "MODEL", "--data", "DATA", beside=("Watcher",)),
-    "tune": Worker("upshift.tuning.tune", "tune", "MODEL", "--data", "DATA", "--space", "space.json", beside=("Progress",)),
+    "tune": Worker("upshift.tuning.tune", "tune", "MODEL", "--data", "DATA", "--space", __file__, beside=("Progress",)),
     "bench compare": Worker("upshift.benchmarking.ab_test", "compare", "true", "false"),
     "compare-runs": Worker("upshift.training.compare_runs", "compare_runs", "one", "other"),
     "load-test": Worker("upshift.serving.load_test.run", "load_test", "http://127.0.0.1:1"),

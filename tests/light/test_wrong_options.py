@@ -8,6 +8,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,35 @@ def test_a_wrong_choice(path: tuple[str, ...], option: Any) -> None:
     assert ", ".join(choices) in option.help  # listed in the help, too
 
 
+FOLDERS = [(path, option) for path, option in OPTIONS if option.metavar == "FOLDER"]
+
+
+def test_folders_are_found() -> None:
+    assert {" ".join(path) for path, _ in FOLDERS} >= {
+        "train",
+        "tune",
+        "quantize",
+        "convert",
+        "shard",
+        "merge",
+        "profile",
+        "demo",
+    }
+
+
+@pytest.mark.parametrize(("path", "option"), FOLDERS, ids=named(FOLDERS))
+def test_a_file_is_no_output_folder(path: tuple[str, ...], option: Any) -> None:
+    line = check_refusal(*path, long_name(option), __file__, names=f"{long_name(option)} {__file__} is a file")
+    assert "give a folder" in line
+
+
+@pytest.mark.parametrize("words", ["train MODEL --data d --plan", "tune MODEL --data d --space"])
+def test_a_file_that_is_not_there(words: str, tmp_path: Path) -> None:
+    option = words.split()[-1]
+    check_refusal(*words.split(), str(tmp_path / "none"), names=f"{option} {tmp_path}/none does not exist")
+    check_refusal(*words.split(), str(tmp_path), names=f"{option} {tmp_path} is a folder")
+
+
 VALUED = [(path, option) for path, option in OPTIONS if not option.is_flag]
 
 
@@ -190,6 +220,9 @@ def test_an_unknown_option_and_a_missing_argument(path: tuple[str, ...]) -> None
         (("train", "MODEL", "--learning-rate", "0"), "--learning-rate 0 is not a number above 0"),
         (("generate", "MODEL", "--prompt", "a", "--quality", "best"), "--quality 'best'"),
         (("generate", "MODEL", "--prompt", "a", "--engine", "torhc"), "did you mean torch"),
+        (("tune", "MODEL", "--data", "d", "--space", __file__, "--objective", "time,los"), "--objective 'los'"),
+        (("plan", "MODEL", "--on", "h100", "--set", "precsion=bf16"), "MODEL"),
+        (("launch", "--slurm", "--", "train", "MODEL"), "upshift train needs --data PATH"),
     ],
 )
 def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> None:

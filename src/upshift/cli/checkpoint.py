@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from upshift.cli import tables
-from upshift.cli.options import Json, Model, argument, option
+from upshift.cli.options import Json, Model, argument, option, output_folder
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
@@ -22,13 +22,7 @@ from upshift.units import format_bytes, format_seconds
 
 MEGA = 10**6
 BAR_WIDTH = 12  # so that the whole line fits 80 columns
-Output = Annotated[
-    Path,
-    option(
-        "--output", "-o", text="The folder to write. The same command continues an interrupted one.", panel=Panel.OUTPUT,
-        metavar="PATH",
-    ),
-]  # fmt: skip
+Output = Annotated[Path, output_folder("The folder to write. The same command continues an interrupted one.")]
 MaxShardSize = Annotated[
     str, option("--max-shard-size", text="The largest file, such as 5GB, 500MB or 2GiB.", panel=Panel.OUTPUT, metavar="SIZE")
 ]

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from upshift.cli import tables
-from upshift.cli.options import option
+from upshift.cli.options import option, output_folder
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.units import format_count, format_seconds
 
-Output = Annotated[
-    Path, option("--output", "-o", text="The folder for the model and the report.", panel=Panel.OUTPUT, metavar="PATH")
-]
+Output = Annotated[Path, output_folder("The folder for the model and the report.")]
 Quick = Annotated[bool, option("--quick", text="Take a fifth of the time, for a first look.", panel=Panel.MEASUREMENT)]
 
 

@@ -48,13 +48,17 @@ def command(
 ) -> None:
     """Turn texts into vectors or scores. Tests the installed engines on some texts, and uses the fastest one."""
     wait_briefly()
+    from upshift.inference.encoding.files import check_files
+    from upshift.inference.weights import find_weights
+
+    check_files(texts, output, overwrite=overwrite)
+    find_weights(model)  # a wrong path is refused before libraries are imported
     with importing():
         from upshift.inference.encoding.encoder import Encoder
-        from upshift.inference.encoding.files import check_files, check_form, read_texts
+        from upshift.inference.encoding.files import check_form, read_texts
         from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
-    check_files(texts, output, overwrite=overwrite)
     with tables.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,

@@ -131,11 +131,14 @@ def command(
 
 def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
     """Return the generator and its checked options."""
-    with importing():
-        from upshift.inference.generation.generator import Generator
-        from upshift.loading.placement.memory_limits import read_max_memory
+    from upshift.inference.weights import find_weights
+    from upshift.loading.placement.memory_limits import read_max_memory
 
     limits = read_max_memory(race_options["max_memory"])
+    find_weights(model)  # a wrong path is refused before libraries are imported
+    with importing():
+        from upshift.inference.generation.generator import Generator
+
     with tables.step("Reading the model"):
         generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
     return generator, generator.options(**options)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import typer
 
 from upshift.cli.usage.help_page import Panel
-from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
+from upshift.cli.usage.messages import ABOVE_ZERO, WrongValue, check_choice
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
@@ -41,7 +41,7 @@ def split_names(text: str, option: str = "--allow") -> tuple[str, ...]:
 
 def option(
     *names: str, text: str, panel: Panel, metavar: str | None = None, default: str | None = None, choices: Sequence[str] = (),
-    least: float | None = None, most: float | None = None, check: Callable[[str], str] | None = None,
+    least: float | None = None, most: float | None = None, check: Callable[[Any], Any] | None = None,
 ) -> Any:  # fmt: skip
     """Return an option of a command.
 
@@ -68,12 +68,12 @@ def _check_choice(name: str, choices: Sequence[str], value: str) -> str:
     return check_choice(name, value, choices)
 
 
-def _callback(check: Callable[[str], str] | None) -> Callable[[str | None], str | None] | None:
+def _callback(check: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
     """Return a function that checks a value, if there is one, in the form that typer calls."""
     if check is None:
         return None
 
-    def check_value(value: str | None) -> str | None:
+    def check_value(value: Any) -> Any:
         return value if value is None else check(value)
 
     return check_value
@@ -91,6 +91,25 @@ def _check_quality(text: str) -> str:
 
         read_quality(text)
     return text
+
+
+def output_folder(text: str) -> Any:
+    """Return the option ``--output`` of a command that writes a folder. An existing file is refused before anything starts."""
+    return option("--output", "-o", text=text, panel=Panel.OUTPUT, metavar="FOLDER", check=_check_folder)
+
+
+def _check_folder(path: Path) -> Path:
+    if path.is_file():
+        raise WrongValue(f"--output {path} is a file; give a folder, which may be new")
+    return path
+
+
+def check_file(name: str, path: Path) -> Path:
+    """Return ``path``. Raise WrongValue if it is not a file that exists."""
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise WrongValue(f"{name} {path} {problem}; give the path of a file")
+    return path
 
 
 def argument(metavar: str, text: str, *, panel: Panel = Panel.MODEL) -> Any:

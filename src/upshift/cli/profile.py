@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
-from upshift.cli.options import Json, argument, move_flags_to_set, option
+from upshift.cli.options import Json, argument, move_flags_to_set, option, output_folder
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -18,9 +18,7 @@ Command = Annotated[
     list[str],
     argument("-- train MODEL --data PATH ...", "The training command to profile, after --.", panel=Panel.SUBJECT),
 ]
-Output = Annotated[
-    Path, option("--output", "-o", text="The folder for the traces and profile.json.", panel=Panel.OUTPUT, metavar="PATH")
-]
+Output = Annotated[Path, output_folder("The folder for the traces and profile.json.")]
 Steps = Annotated[
     int,
     option(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from upshift.cli import tables
-from upshift.cli.options import Json, Model, Overwrite, option
+from upshift.cli.options import Json, Model, Overwrite, option, output_folder
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
@@ -31,7 +31,7 @@ Texts = Annotated[
         text='Texts like those of later use: a .txt file with one in each line, or a .jsonl file with the field "prompt".',
     ),
 ]  # fmt: skip
-Output = Annotated[Path, option("--output", "-o", text="The folder to write.", panel=Panel.OUTPUT, metavar="PATH")]
+Output = Annotated[Path, output_folder("The folder to write.")]
 Loader = Annotated[
     str | None,
     option(
@@ -54,10 +54,6 @@ def command(
 
     The rounding is fitted to some of the texts, and the results are compared on others.
     """
-    from upshift.inference.encoding import quantize as encoding
-    from upshift.inference.encoding.model_config import is_encoder
-    from upshift.inference.generation import quantize as generation
-    from upshift.inference.generation.model import generation_task
     from upshift.inference.generation.prompts import check_prompts, read_prompts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
     from upshift.inference.race.types import pick_evenly_from_stream
@@ -67,6 +63,11 @@ def command(
     check_prompts(texts, "--texts")
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
+    from upshift.inference.encoding import quantize as encoding  # imports torch: a wrong path was refused before
+    from upshift.inference.encoding.model_config import is_encoder
+    from upshift.inference.generation import quantize as generation
+    from upshift.inference.generation.model import generation_task
+
     encodes = is_encoder(source)
     width: Bits = 8 if bits == "8" else 4
     loader = choose_engine("encode" if encodes else generation_task(source), source, width, engine)

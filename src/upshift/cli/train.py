@@ -25,7 +25,9 @@ from upshift.cli.options import (
     SequenceLength,
     Set,
     TextColumn,
+    check_file,
     option,
+    output_folder,
     split_names,
     with_layout_flags,
 )
@@ -39,10 +41,7 @@ from upshift.settings import read_ranks
 from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
-Output = Annotated[
-    Path,
-    option("--output", "-o", text="The folder for the trained model and its checkpoints.", panel=Panel.OUTPUT, metavar="PATH"),
-]
+Output = Annotated[Path, output_folder("The folder for the trained model and its checkpoints.")]
 MaxSteps = Annotated[
     int | None,
     option(
@@ -164,6 +163,8 @@ def command(
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals())
+    if plan is not None:
+        check_file("--plan", plan)
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
         return

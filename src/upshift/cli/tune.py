@@ -24,13 +24,15 @@ from upshift.cli.options import (
     SequenceLength,
     Set,
     TextColumn,
+    check_file,
     option,
+    output_folder,
     split_names,
     with_layout_flags,
 )
 from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
-from upshift.cli.usage.messages import ABOVE_ZERO
+from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.errors import MissingExtra
 from upshift.importing import importing
 from upshift.training.arguments import SEEDS
@@ -46,9 +48,7 @@ Space = Annotated[
         text="A YAML file with the range of each hyper-parameter, such as learning_rate: {low: 1.0e-5, high: 1.0e-3, log: true}.",
     ),
 ]  # fmt: skip
-Output = Annotated[
-    Path, option("--output", "-o", text="The folder for the study and the best models.", panel=Panel.OUTPUT, metavar="PATH")
-]
+Output = Annotated[Path, output_folder("The folder for the study and the best models.")]
 Trials = Annotated[
     int,
     option(
@@ -56,11 +56,20 @@ Trials = Annotated[
         metavar="N", least=1,
     ),
 ]  # fmt: skip
+OBJECTIVES = ("eval_loss", "time", "memory", "speed")
+
+
+def _check_objectives(text: str) -> str:
+    for name in split_names(text, "--objective"):
+        check_choice("--objective", name, OBJECTIVES)
+    return text
+
+
 Objective = Annotated[
     str,
     option(
-        "--objective", text="What to optimize, one or several of eval_loss, time, memory and speed.", panel=Panel.SEARCH,
-        metavar="NAME,NAME",
+        "--objective", text=f"What to optimize, one or several of {', '.join(OBJECTIVES)}.", panel=Panel.SEARCH,
+        metavar="NAME,NAME", check=_check_objectives,
     ),
 ]  # fmt: skip
 Pruner = Annotated[
@@ -191,7 +200,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
-    _check_request(html)
+    _check_request(space, html)
     with importing():
         from upshift.tuning.tune import tune
 
@@ -212,8 +221,9 @@ def command(
     _print_result(result, model, data, as_json=as_json)
 
 
-def _check_request(html: Path | None) -> None:
-    """Raise before the search if Optuna is missing, or if the page cannot be written."""
+def _check_request(space: Path, html: Path | None) -> None:
+    """Raise before the search if Optuna or the space is missing, or if the page cannot be written."""
+    check_file("--space", space)
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:
