@@ -125,7 +125,8 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
     option = getattr(error, "option_name", None)
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
-        missing = [other for other in shown_parameters(command) if other.required and not values.get(other.name)]
+        typed = {name for name, words in values.items() if words and isinstance(words, str | list | tuple)}
+        missing = [other for other in shown_parameters(command) if other.required and other.name not in typed]
         *names, last = map(_example, missing or [parameter])
         words = f"{', '.join(names)} and {last}" if names else last
         return MissingValue(f"{path} needs {words}; see {path} --help")
