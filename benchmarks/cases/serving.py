@@ -168,7 +168,7 @@ def command_of(contender: str, model: Path, port: int, concurrency: int, promise
     if name in PEERS:
         peer = str(Path(__file__).with_name("serving_peers.py"))
         return [sys.executable, peer, contender, str(model), str(port), str(concurrency)]
-    limits = [] if promise is None else ["--max-latency-ms", str(promise)]
+    limits = [] if promise is None else ["--max-ttft-ms", str(promise)]
     expected = ["--prompt-length", "72", "--output-length", str(MAX_TOKENS), "--concurrency", str(concurrency)]
     serve = [sys.executable, "-m", "upshift.cli.main", "serve", str(model), "--port", str(port), "--quality", how]
     return [*serve, *expected, *limits]

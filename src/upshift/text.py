@@ -1,13 +1,15 @@
-"""Find what no tokenizer accepts: lone surrogates in a text, and parts of a chat message that are not text.
+"""Find what no tokenizer accepts: lone surrogates, and message parts that are not text. Find the name that a user may have meant.
 
 JSON and a command line can hold one half of a UTF-16 surrogate pair, which no tokenizer accepts."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+MIN_LIKENESS = 0.65  # of a suggested name, as difflib measures it
 LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
@@ -28,3 +30,9 @@ def describe_other_part(parts: Sequence[Any]) -> str | None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         return f"of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
     return None
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean NAME?`` with the names that look like the text, or an empty text."""
+    matches = difflib.get_close_matches(text, list(names), n=2, cutoff=MIN_LIKENESS)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from upshift.errors import RequestError
 
+SHOWN_LENGTH = 80  # characters of a wrong value in a message
+
 
 class _RaisesRequestErrors(type(BaseModel)):  # type: ignore[misc]
     """Raise a validator's RequestError as it is. It is a ValueError, so pydantic would wrap it in a ValidationError."""
@@ -90,10 +92,46 @@ class Value(_Base):
         return type(self).model_validate({**self.model_dump(), **fields})
 
 
+WORDS = {  # by pydantic's name of a problem; its limits fill the places
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "extra_forbidden": "is unknown",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "json_invalid": "is not JSON ({error})",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "missing": "is missing",
+    "model_attributes_type": "must be an object",
+    "model_type": "must be an object",
+    "string_type": "must be a text",
+    "tuple_type": "must be a list",
+}
+
+
 def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
     """Return the first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
     problem = error.errors()[0]
     key = ".".join(str(level) for level in problem["loc"]) or "document"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f"unknown key {key!r}; the keys are {', '.join(sorted(cls.model_fields))}"
-    return f"{key}: {problem['msg']} (got {json.dumps(problem['input'], default=str)[:80]})"
+    limits = {name: f"{value:.12g}" if isinstance(value, float) else value for name, value in problem.get("ctx", {}).items()}
+    words = WORDS[problem["type"]].format(**limits) if problem["type"] in WORDS else problem["msg"]
+    if problem["type"] == "missing":  # its input is the whole document
+        return f"{key}: {words}"
+    return f"{key}: {words} (got {_shown(problem['input'])})"
+
+
+def _shown(value: Any) -> str:
+    """Return a wrong value as JSON writes it, cut to a few words."""
+    text = json.dumps(value.decode(errors="replace") if isinstance(value, bytes) else value, default=str)
+    return text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."

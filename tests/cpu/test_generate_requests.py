@@ -68,8 +68,8 @@ def test_what_are_no_prompts(generator: upshift.Generator, prompts: Any) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"temperature": 1e-40}, "temperature: .* greater than or equal to 0.000001"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty: .* greater than or equal to 0.000001"),
+        ({"temperature": 1e-40}, "temperature: must be at least 1e-06"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: must be at least 1e-06"),
         ({"bad_words_ids": [[]]}, "bad_words_ids.0: .* at least 1 item"),
         ({"bad_words_ids": [[1], [2, 260]]}, "bad_words_ids has 260, which is no token of the model; give some of 0 to 259"),
         ({"bad_words_ids": [[9]], "eos_token_id": 9}, "nothing but the token that ends a text"),
@@ -104,7 +104,7 @@ def test_what_a_file_says_of_sampling_counts_where_it_samples(tmp_path: Path) ->
     source = find_weights(save(tmp_path, CONFIGS["llama"], temperature=0.0, do_sample=False, top_k=7))
     assert read_options(source, {}) == GenerationOptions(top_k=7)
     assert read_options(source, {"temperature": 0.5}).top_k == 7
-    with pytest.raises(RequestError, match="temperature: .* greater than or equal to"):
+    with pytest.raises(RequestError, match="temperature: must be at least"):
         read_options(source, {"top_p": 0.5})
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(RequestError, match="is no JSON object; save the model again, or remove it"):

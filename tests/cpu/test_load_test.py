@@ -86,9 +86,9 @@ def test_what_servers_say_beside_it_is_theirs(upshift: Command) -> None:
         (("http://",), "is no address"),
         (("http://127.0.0.1:9",), "no server of OpenAI's addresses answers"),
         (("http://127.0.0.1:9", "--rate", "0.01", "--duration", "1"), "--rate 0.01 asks nothing within --duration 1"),
-        (("http://127.0.0.1:9", "--duration", "inf"), "'--duration': inf is not possible"),
-        (("http://127.0.0.1:9", "--max-latency-ms", "nan"), "--max-latency-ms nan is not possible"),
-        (("http://127.0.0.1:9", "--max-latency-ms", "0"), "--max-latency-ms 0 is not possible"),
+        (("http://127.0.0.1:9", "--duration", "inf"), "--duration inf is not a number of at least 0.1"),
+        (("http://127.0.0.1:9", "--max-ttft-ms", "nan"), "--max-ttft-ms nan is not a number above 0"),
+        (("http://127.0.0.1:9", "--max-ttft-ms", "0"), "--max-ttft-ms 0 is not a number above 0"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str, upshift: Command) -> None:

@@ -371,7 +371,7 @@ def test_more_than_it_holds(server: Running) -> None:
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
-LIMITS = ("--max-latency-ms", "--max-tpot-ms", "--max-memory", "--max-body-mb", "--request-seconds", "--race-seconds")
+LIMITS = ("--max-ttft-ms", "--max-tpot-ms", "--total-memory", "--max-body-mb", "--request-seconds", "--race-seconds")
 
 
 def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -> None:
@@ -385,10 +385,10 @@ def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -
         file.truncate(2**28)  # a hole
     for arguments, words in (
         ((tmp_path / "none", "--port", 0), "none"),
-        ((models / "tiny", large, "--port", 0, "--max-memory", 0.2), "large takes 256 MiB of memory or more, and --max-memory"),
+        ((models / "tiny", large, "--port", 0, "--total-memory", 0.2), "large takes 256 MiB of memory or more"),
         ((models / "tiny", "--port", 0, "--host", "192.0.2.1"), "choose another --host"),
         ((models / "tiny", "--port", 0, "--host", "no.such.host"), "choose another --host"),
-        *(((models / "tiny", option, "inf"), "inf is not possible") for option in LIMITS),
+        *(((models / "tiny", option, "inf"), f"{option} inf is not a number") for option in LIMITS),
         *(((models / "tiny", option, "nan"), option) for option in LIMITS),
         (("a=x", "a=y"), "two models are called 'a'"),
         ((models / "tiny", "--api-key-file", tmp_path / "none"), "give a file with a key a line"),

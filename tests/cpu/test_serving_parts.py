@@ -331,7 +331,7 @@ def test_memory_is_limited_by_what_models_turn_out_to_take() -> None:
             return [one for one, engine in engines.items() if engine.state == "ready"]
 
     async def use() -> None:
-        with pytest.raises(RequestError, match=r"large takes 40 B of memory or more, and --max-memory allows 20 B"):
+        with pytest.raises(RequestError, match=r"large takes 40 B of memory or more, and --total-memory allows 20 B"):
             await served.start()
         assert await ask("a") == ["a"] and await ask("b") == ["b"] and await ask("a") == ["a"]
         async with served.using("a"):

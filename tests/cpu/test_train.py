@@ -532,7 +532,7 @@ def test_wrong_requests(home: Path, prepared: Callable[[str], TrainingData], tmp
         run_job(a_job(home, tmp_path), data)
     with pytest.raises(RequestError, match="which Upshift did not write"):
         run_job(a_job(home, tmp_path, overwrite=True), data)
-    with pytest.raises(RequestError, match="lr_scheduler_type: Input should be 'linear', 'cosine'.* \\(got \"lineer\"\\)"):
+    with pytest.raises(RequestError, match="lr_scheduler_type: must be 'linear', 'cosine'.* \\(got \"lineer\"\\)"):
         train(str(home / "llama"), str(home / "data.jsonl"), output=tmp_path / "new", arguments={"lr_scheduler_type": "lineer"})
     with pytest.raises(RequestError, match="sequence_length=16 is not the data's 32"):
         run_job(a_job(home, tmp_path / "new", plan=a_plan(sequence_length=16)), data)

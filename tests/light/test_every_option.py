@@ -50,7 +50,7 @@ class Worker:
 
 WORKERS = {
     "train": Worker("upshift.training.run", "run_training", "MODEL", "--data", "DATA", beside=("Watcher",)),
-    "tune": Worker("upshift.tuning.tune", "tune", "MODEL", "--data", "DATA", "--space", "space.json", beside=("Progress",)),
+    "tune": Worker("upshift.tuning.tune", "tune", "MODEL", "--data", "DATA", "--space", __file__, beside=("Progress",)),
     "bench compare": Worker("upshift.benchmarking.ab_test", "compare", "true", "false"),
     "compare-runs": Worker("upshift.training.compare_runs", "compare_runs", "one", "other"),
     "load-test": Worker("upshift.serving.load_test.run", "load_test", "http://127.0.0.1:1"),
@@ -169,7 +169,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_a_risk_that_is_no_probability_is_refused(risk: str) -> None:
     found = CliRunner().invoke(app, ["plan", "MODEL", "--on", "h100", "--risk", risk])
     assert isinstance(found.exception, RequestError)
-    assert f"--risk {float(risk)}" in str(found.exception)
+    assert f"--risk {risk}" in str(found.exception)
 
 
 def test_values_that_no_file_can_have_are_refused() -> None:

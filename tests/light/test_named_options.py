@@ -32,7 +32,7 @@ def commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
 OPTIONS = {
-    path: {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+    path: {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help", "--help-all"}
     for path, command in COMMANDS.items()
 }
 

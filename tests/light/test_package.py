@@ -98,5 +98,5 @@ def test_the_module_runs_the_command_line() -> None:
 def test_the_module_ends_with_the_exit_code_of_the_command() -> None:
     answer = run_as_module("plan", "--nonsense")
     assert answer.returncode == 2
-    assert answer.stderr.startswith("upshift: No such option: --nonsense")
-    assert answer.stderr.endswith("see python -m upshift plan --help\n")
+    assert answer.stderr.startswith("upshift: python -m upshift plan has no option --nonsense")
+    assert answer.stderr.endswith("see python -m upshift plan --help-all\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from upshift.cli.main import UsageError, app
+from upshift.cli.main import app
 from upshift.errors import RequestError
 
 MODEL = "/no/such/model"
@@ -17,10 +17,10 @@ OF_SEQUENCES = ("--sequence-length 64", "--global-batch 4")
 OF_PROMPTS = ("--prompt-length 8", "--output-length 8", "--concurrency 1")
 INSTEAD = ("--largest batch", "--compare 1xh100", "--check c.json")
 REFUSED = [
-    *(("--generate", option) for option in (*OF_TRAINING, *OF_SEQUENCES)),
-    *(("--encode", option) for option in (*OF_TRAINING, *OF_PROMPTS)),
+    *(("--generate", option) for option in (*OF_TRAINING, *OF_SEQUENCES, "--max-latency-ms 5")),
+    *(("--encode", option) for option in (*OF_TRAINING, *OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5")),
     *((question, option) for question in INSTEAD for option in ("--html p.html", "--rows 3", *OF_PROMPTS)),
-    *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5")),
+    *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5", "--max-latency-ms 5")),
 ]
 
 
@@ -41,7 +41,7 @@ def test_all_of_them_are_named_at_once() -> None:
     "used",
     [
         "--generate --prompt-length 8 --output-length 8 --concurrency 1 --max-ttft-ms 5 --rows 3 --json --set weights=bf16",
-        "--encode --sequence-length 64 --global-batch 4 --max-ttft-ms 5 --rows 3 --on 1xh100",
+        "--encode --sequence-length 64 --global-batch 4 --max-latency-ms 5 --rows 3 --on 1xh100",
         "--html p.html --rows 3 --sequence-length 64 --global-batch 4 --steps 5 --lora-rank 4 --on 1xh100",
         "--largest batch --sequence-length 64 --json --on 1xh100", "--compare 1xh100 --steps 5 --global-batch 4",
     ],
@@ -52,5 +52,5 @@ def test_what_is_used_is_not(used: str) -> None:
 
 
 def test_a_batch_that_nobody_trains_with() -> None:
-    with pytest.raises(UsageError, match="10000000"):
+    with pytest.raises(RequestError, match="from 1 to 10000000"):
         app(["plan", MODEL, "--global-batch", "1000000000000"], standalone_mode=False)

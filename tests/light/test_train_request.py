@@ -73,7 +73,7 @@ def test_python_has_the_options_of_a_plan_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"epochs": 0}, r"^epochs: Input should be greater than 0 \(got 0\)$"),
+        ({"epochs": 0}, r"^epochs: must be above 0 \(got 0\)$"),
         ({"global_batch": 0}, r"^global_batch: "),
         ({"sequence_length": 1}, r"^sequence_length: "),
         ({"trial_seconds": -1}, r"^trial_seconds: "),

@@ -12,20 +12,90 @@ import typer
 from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import Json
+from upshift.cli.options import Json, argument, option
+from upshift.cli.usage.commands import HelpCommand, HelpGroup
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import JobFailed, RequestError
 
 app = typer.Typer(
-    no_args_is_help=True, help="What is claimed, the command that measures it, and which of two commands is faster."
-)
+    cls=HelpGroup, no_args_is_help=True,
+    help="Measure what Upshift claims, and compare two commands.",
+    epilog="upshift bench list\nupshift bench compare 'sleep 0.1' 'sleep 0.2'",
+)  # fmt: skip
 
-Cases = Annotated[Path | None, typer.Option("--cases", help="folder of the cases; default: benchmarks/cases of this clone")]
-Results = Annotated[Path | None, typer.Option("--results", help="append rows to this folder")]
+Cases = Annotated[
+    Path | None,
+    option(
+        "--cases", text="The folder with the cases.", panel=Panel.SPECIAL, metavar="PATH",
+        default="benchmarks/cases of this clone",
+    ),
+]  # fmt: skip
+Results = Annotated[
+    Path | None,
+    option("--results", text="Append the results to files in this folder.", panel=Panel.OUTPUT, metavar="PATH"),
+]
+Case = Annotated[str, argument("CASE", "The name of a case. upshift bench list shows them.", panel=Panel.SUBJECT)]
+CaseOptions = Annotated[
+    list[str] | None, argument("[-- OPTIONS]", "Options that the case itself takes, after --.", panel=Panel.SUBJECT)
+]
+Quick = Annotated[
+    bool,
+    option("--quick", text="Use tiny settings. This shows that the case runs, and measures nothing.", panel=Panel.MEASUREMENT),
+]
+Against = Annotated[
+    str | None,
+    option(
+        "--against", text="Compare Upshift with this library alone.", panel=Panel.MEASUREMENT, metavar="PEER",
+        default="all that the case has",
+    ),
+]  # fmt: skip
+A = Annotated[str, argument("A", "A command in quotes, or a Python function as module:function.", panel=Panel.SUBJECT)]
+B = Annotated[str, argument("B", "The command or function to compare with A.", panel=Panel.SUBJECT)]
+Rounds = Annotated[
+    int,
+    option(
+        "--rounds", panel=Panel.MEASUREMENT, metavar="N", least=1,
+        text="Runs of each, in turn. If 11 of them agree, the result is certain to 99.9 %.",
+    ),
+]  # fmt: skip
+MaxRounds = Annotated[
+    int | None,
+    option(
+        "--max-rounds", text="The most rounds, if --rounds do not decide.", panel=Panel.MEASUREMENT, metavar="N",
+        default="as --rounds", least=1,
+    ),
+]  # fmt: skip
+Confidence = Annotated[
+    float,
+    option(
+        "--confidence",
+        text="The certainty of the result, between 0.5 and 1.",
+        panel=Panel.MEASUREMENT,
+        metavar="X",
+        least=0.5,
+        most=0.999999,
+    ),
+]
+MeasureOption = Annotated[
+    str,
+    option(
+        "--measure", text="What to compare; result is the number that a command prints last", panel=Panel.MEASUREMENT,
+        metavar="NAME", choices=("seconds", "cpu_seconds", "result"),
+    ),
+]  # fmt: skip
+Timeout = Annotated[
+    float, option("--timeout", text="The longest time of one run, in seconds.", panel=Panel.LIMITS, metavar="SECONDS", least=0.1)
+]
+Html = Annotated[
+    Path | None,
+    option("--html", text="Also draw every claim on an HTML page. It works offline.", panel=Panel.OUTPUT, metavar="PATH"),
+]
+Write = Annotated[bool, option("--write", text="Update the numbers and tables in README and docs.", panel=Panel.OUTPUT)]
 
 
-@app.command("list")
+@app.command("list", cls=HelpCommand, epilog="upshift bench list --json")
 def list_(cases: Cases = None, as_json: Json = False) -> None:
-    """Every claim: its newest number, its goal, and the command that measures it."""
+    """List every claim with its newest number, its goal, and the command that measures it."""
     from upshift.benchmarking.claims import claim_statuses, find_cases
 
     cases_by_name = find_cases(cases)
@@ -48,15 +118,15 @@ def list_(cases: Cases = None, as_json: Json = False) -> None:
     )
 
 
-@app.command("run", context_settings={"ignore_unknown_options": True})
+@app.command(
+    "run", cls=HelpCommand, context_settings={"ignore_unknown_options": True},
+    epilog="upshift bench run trainer --quick\nupshift bench run trainer -- --steps 10 --rounds 2",
+)  # fmt: skip
 def run(
-    name: Annotated[str, typer.Argument(metavar="CASE", help="as in upshift bench list")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="of the case")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="tiny settings: shows that the case runs, proves nothing")] = False,
-    against: Annotated[str | None, typer.Option("--against", metavar="PEER", help="beside Upshift run only this one")] = None,
+    name: Case, options: CaseOptions = None, quick: Quick = False, against: Against = None,
     results: Results = None, cases: Cases = None,
 ) -> None:  # fmt: skip
-    """Run a case: what it claims, then its own output, then what the claims stand at. Rows are appended."""
+    """Measure the claims of one case again."""
     from upshift.benchmarking.claims import ClaimStatus, find_case
 
     case = find_case(name, cases)
@@ -84,18 +154,13 @@ def run(
         tables.err.print(f"{status.name}: {status.written(status.value)}", markup=False, highlight=False)
 
 
-@app.command("compare")
+@app.command("compare", cls=HelpCommand, epilog="upshift bench compare 'sleep 0.1' 'sleep 0.2' --rounds 12")
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="a command in quotes, or module:function")],
-    b: Annotated[str, typer.Argument(metavar="B")],
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="of both, in turn; 11 that agree decide at 99.9 %")] = 12,
-    max_rounds: Annotated[int | None, typer.Option("--max-rounds", help="go on up to these where it is not decided")] = None,
-    confidence: Annotated[float, typer.Option("--confidence", help="of a claim")] = 0.999,
-    measure: Annotated[str, typer.Option("--measure", help="seconds, cpu_seconds, or result: a number printed last")] = "seconds",
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="seconds of one run")] = 3600.0,
+    a: A, b: B, rounds: Rounds = 12, max_rounds: MaxRounds = None, confidence: Confidence = 0.999,
+    measure: MeasureOption = "seconds", timeout: Timeout = 3600.0,
     results: Results = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Tell which of two commands or functions is faster, or how many more rounds would tell. Exit code 0 either way."""
+    """Tell which of two commands or functions is faster, or how many more rounds would tell."""
     from upshift.benchmarking import ab_test
     from upshift.benchmarking.harness import append_rows, check_results
 
@@ -128,13 +193,16 @@ def _print_comparison(comparison: Any) -> None:
     tables.out.print(str(comparison), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("report")
+@app.command("report", cls=HelpCommand, epilog="upshift bench report --html claims.html")
 def report(
-    html: Annotated[Path | None, typer.Option("--html", help="draw every claim on one page that works offline")] = None,
-    write: Annotated[bool, typer.Option("--write", help="renew the numbers and tables in README and docs")] = False,
+    html: Html = None,
+    write: Write = False,
     cases: Cases = None,
 ) -> None:
-    """Check that README and docs say what the rows say. Exit code 1: they do not."""
+    """Check that the numbers in README and docs are those of the results.
+
+    Exit code 1: they are not.
+    """
     from upshift.benchmarking import documents
     from upshift.benchmarking.claims import find_cases
 

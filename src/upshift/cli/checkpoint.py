@@ -9,20 +9,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from upshift.cli import tables
-from upshift.cli.options import Json, Model
+from upshift.cli.options import Json, Model, argument, option, output_folder
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
+from upshift.cli.usage.help_page import Panel
 from upshift.hardware.disk import disk_rate
 from upshift.models.source import find_model
 from upshift.units import format_bytes, format_seconds
 
 MEGA = 10**6
 BAR_WIDTH = 12  # so that the whole line fits 80 columns
-Output = Annotated[Path, typer.Option("--output", "-o", help="the directory to write; the same command again goes on in it")]
+Output = Annotated[Path, output_folder("The folder to write. The same command continues an interrupted one.")]
+MaxShardSize = Annotated[
+    str, option("--max-shard-size", text="The largest file, such as 5GB, 500MB or 2GiB.", panel=Panel.OUTPUT, metavar="SIZE")
+]
+Dtype = Annotated[
+    str,
+    option(
+        "--dtype", text="The dtype of the written weights", panel=Panel.OUTPUT, metavar="NAME",
+        choices=("bfloat16", "float16", "float32"),
+    ),
+]  # fmt: skip
+Adapter = Annotated[str, argument("ADAPTER", "The folder of an adapter that peft saved. It has an adapter_config.json.")]
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -70,10 +81,10 @@ def print_summary(written: Any, *, as_json: bool) -> None:
 def shard_command(
     model: Model,
     output: Output,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="of a file: 5GB, 500MB, 2GiB")] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Write a model's weights, the same to the bit, in files of at most this size."""
+    """Write the weights of a model again, in files of at most a given size. The weights stay the same to the bit."""
     from upshift.loading.placement.memory_limits import read_size
     from upshift.loading.rewrite.rewrite import shard
 
@@ -84,11 +95,11 @@ def shard_command(
 
 def convert_command(
     model: Model,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32")],
+    dtype: Dtype,
     output: Output,
     as_json: Json = False,
 ) -> None:
-    """Write a model's weights in another dtype, as safetensors."""
+    """Write the weights of a model again, in another dtype, as safetensors files."""
     with tables.step("Importing torch"):
         from upshift.loading.rewrite.convert import convert
 
@@ -100,11 +111,11 @@ def convert_command(
 
 
 def merge_command(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER_DIR", help="directory with adapter_config.json, as peft saves it")],
+    adapter: Adapter,
     output: Output,
     as_json: Json = False,
 ) -> None:
-    """Write an adapter's base model with the adapter merged into its weights."""
+    """Merge an adapter into the weights of its base model, and write the result."""
     with tables.step("Importing torch"):
         from upshift.loading.rewrite.merge import merge
 

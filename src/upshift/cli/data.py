@@ -12,24 +12,59 @@ import typer
 from rich.text import Text
 
 from upshift.cli import tables
-from upshift.cli.options import DataFormat, LongRows, LossOn, Model, SequenceLength, TextColumn, data_options_of
+from upshift.cli.options import (
+    DATA_TEXT,
+    DataFormat,
+    LongRowsOption,
+    LossOnOption,
+    Model,
+    SequenceLength,
+    TextColumn,
+    data_options_of,
+    option,
+)
+from upshift.cli.usage.commands import HelpCommand, HelpGroup
+from upshift.cli.usage.help_page import Panel
+from upshift.training.arguments import SEEDS
 
-app = typer.Typer(no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.")
-Data = Annotated[str, typer.Option("--data", help="as in upshift train")]
+app = typer.Typer(
+    cls=HelpGroup, no_args_is_help=True, help="See what a model learns of its data, or write data as a backend reads it best.",
+    epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records",
+)  # fmt: skip
+Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+Output = Annotated[
+    str,
+    option("--output", "-o", text="A new folder: a local path, or gs://bucket/folder.", panel=Panel.OUTPUT, metavar="PATH"),
+]
+Shards = Annotated[
+    int,
+    option(
+        "--shards", text="The number of files. A TPU pod reads best from at least one for each host.", panel=Panel.OUTPUT,
+        metavar="N", least=1,
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int,
+    option(
+        "--seed", text="The seed of the tokens that a masked language model must find.", panel=Panel.OUTPUT, metavar="N",
+        least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
+Rows = Annotated[int, option("--rows", text="How many sequences to print.", panel=Panel.OUTPUT, metavar="N", least=1)]
 LEARNED_STYLE = "bold green"
 LEARNED_BRACKETS = ("[[", "]]")  # around what is learned, where there is no colour
 
 
-@app.command("show")
+@app.command("show", cls=HelpCommand, epilog="upshift data show MODEL --data chats.jsonl")
 def show(
     model: Model,
     data: Data,
     sequence_length: SequenceLength = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="sequences to print")] = 3,
+    rows: Rows = 3,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
-    loss_on: LossOn = None,
-    long_rows: LongRows = None,
+    loss_on: LossOnOption = None,
+    long_rows: LongRowsOption = None,
 ) -> None:
     """Print the first sequences of DATA, with what MODEL learns in colour, and count tokens."""
     options = data_options_of(locals())
@@ -65,20 +100,20 @@ def _marked_text(parts: Any) -> Text:
     return text
 
 
-@app.command("to-tfrecord")
+@app.command("to-tfrecord", cls=HelpCommand, epilog="upshift data to-tfrecord MODEL --data texts.jsonl --output records")
 def to_tfrecord(
     model: Model,
     data: Data,
-    output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
+    output: Output,
     sequence_length: SequenceLength = None,
-    shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,
+    shards: Shards = 1,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
-    loss_on: LossOn = None,
-    long_rows: LongRows = None,
-    seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
+    loss_on: LossOnOption = None,
+    long_rows: LongRowsOption = None,
+    seed: Seed = 42,
 ) -> None:
-    """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
+    """Tokenize data once, and write it as TFRecord files for upshift train --backend xla."""
     options = data_options_of(locals())
     from upshift.xla.tensorflow import need_tensorflow
 

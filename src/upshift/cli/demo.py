@@ -6,20 +6,23 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import tables
+from upshift.cli.options import option, output_folder
 from upshift.cli.run_display import RunDisplay
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.units import format_count, format_seconds
 
+Output = Annotated[Path, output_folder("The folder for the model and the report.")]
+Quick = Annotated[bool, option("--quick", text="Take a fifth of the time, for a first look.", panel=Panel.MEASUREMENT)]
+
 
 def command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the model and the report")] = Path("upshift-demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="a fifth of the time, for a first look")] = False,
+    output: Output = Path("upshift-demo"),
+    quick: Quick = False,
 ) -> None:
-    """Detect, profile, plan, try, train about two minutes, evaluate, save, load back, generate, report."""
+    """Plan, train for about two minutes, generate text and write a report, all on this machine. Needs no data."""
     with importing():
         from upshift.reports.run.demo import write_demo_page
         from upshift.training.demo import Timing, prepare_demo, run_demo

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from upshift.cli import tables
-from upshift.cli.options import Json, command_line_options
+from upshift.cli.options import Json, argument, command_line_options, option
+from upshift.cli.usage.help_page import Panel
 from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
 from upshift.launching.request import RENDEZVOUS_PORT
@@ -31,17 +32,72 @@ MARKS = {
     "unknown": "[dim]?    [/]",
 }  # fmt: skip
 
-RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="a run that hung, slowed or died: what it left")]
-Quick = Annotated[bool, typer.Option("--quick", help="only what can be read, in seconds: no rates are measured")]
-Psu = Annotated[float | None, typer.Option("--psu", min=1, metavar="WATTS", help="what the power supply is rated for")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="a file of upshift plan --json: has its best plan room here?")]
-Network = Annotated[bool, typer.Option("--network", help="do hosts, or the ranks of a launcher, reach each other?")]
-Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: start the same command on each at the same time")]
-Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="with --hosts: where ranks would meet")]
-Wait = Annotated[float, typer.Option("--wait", min=0.0, help="with --hosts: seconds for the other hosts to start")]
-Tpu = Annotated[bool, typer.Option("--tpu", help="is all ready to train on a TPU? The nine steps, in order")]
-Data = Annotated[str | None, typer.Option("--data", help="of --tpu: where the training data is, a path or gs://...")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that runs are to write to")]
+RunDir = Annotated[
+    Path | None,
+    argument(
+        "[RUN_DIR]", "The output folder of a run that hung, was slow or died. Without it: this machine.", panel=Panel.SUBJECT
+    ),
+]
+Quick = Annotated[bool, option("--quick", text="Only read facts, which takes seconds. Measure nothing.", panel=Panel.MEASUREMENT)]
+Psu = Annotated[
+    float | None,
+    option(
+        "--psu",
+        text="The rated power of the power supply, in watts.",
+        panel=Panel.MEASUREMENT,
+        metavar="WATTS",
+        default="unknown",
+        least=1,
+    ),
+]
+PlanFile = Annotated[
+    Path | None,
+    option(
+        "--plan", text="Check that the best plan of this file fits here. upshift plan --json wrote it.", panel=Panel.MEASUREMENT,
+        metavar="PATH",
+    ),
+]  # fmt: skip
+Network = Annotated[
+    bool,
+    option(
+        "--network", text="Test the network between --hosts, or between the ranks of a launcher.", panel=Panel.SUBJECT
+    ),
+]  # fmt: skip
+Hosts = Annotated[
+    str | None,
+    option(
+        "--hosts", text="Test the network between these hosts. Start the same command on each at the same time.",
+        panel=Panel.SUBJECT, metavar="HOST,HOST",
+    ),
+]  # fmt: skip
+Port = Annotated[
+    int,
+    option(
+        "--port", text="With --hosts: the port where the hosts meet.", panel=Panel.MEASUREMENT, metavar="N", least=1, most=65535
+    ),
+]  # fmt: skip
+Wait = Annotated[
+    float,
+    option(
+        "--wait", text="With --hosts: the time to wait for the other hosts, in seconds.", panel=Panel.MEASUREMENT,
+        metavar="SECONDS", least=0.0,
+    ),
+]  # fmt: skip
+Tpu = Annotated[bool, option("--tpu", text="Check the nine steps that training on a TPU needs, in order.", panel=Panel.SUBJECT)]
+Data = Annotated[
+    str | None,
+    option(
+        "--data", text="With --tpu: the path of the training data, or gs://bucket/folder.", panel=Panel.MEASUREMENT,
+        metavar="PATH",
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path,
+    option(
+        "--output", "-o", text="Check the disk of this folder, into which runs shall write.", panel=Panel.MEASUREMENT,
+        metavar="PATH",
+    ),
+]  # fmt: skip
 
 
 def command(
@@ -49,7 +105,10 @@ def command(
     tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
     port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Find what is wrong with this machine and its software; each line says what to type. Exit code 1: an error was found."""
+    """Find what is wrong with this machine, its software, a network or a run. Each problem comes with the command that mends it.
+
+    Exit code 1: it found an error.
+    """
     _check_used([option for option in command_line_options(context).values() if option not in USED_BY_ALL])
     if run_dir is not None:
         _examine_run(run_dir, as_json=as_json)
@@ -141,15 +200,22 @@ def show_finding(finding: Finding) -> None:
             tables.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
-FirstRun = Annotated[Path, typer.Argument(metavar="A", help="the output folder of a run")]
-SecondRun = Annotated[Path, typer.Argument(metavar="B", help="of the run that should agree with it")]
+FirstRun = Annotated[Path, argument("A", "The output folder of a run.", panel=Panel.SUBJECT)]
+SecondRun = Annotated[Path, argument("B", "The output folder of the run that should agree with A.", panel=Panel.SUBJECT)]
 Tolerance = Annotated[
-    float | None, typer.Option("--tolerance", min=0.0, help="relative; default: 1e-5 in fp32, 1e-3 in bf16 and fp16, 5e-3 else")
-]
+    float | None,
+    option(
+        "--tolerance", text="The largest relative difference that counts as equal.", panel=Panel.MEASUREMENT, metavar="X",
+        default="1e-5 in fp32, 1e-3 in bf16 and fp16, 5e-3 else", least=0.0,
+    ),
+]  # fmt: skip
 
 
 def compare_runs_command(first: FirstRun, second: SecondRun, tolerance: Tolerance = None, as_json: Json = False) -> None:
-    """The first step, checkpoint and tensors in which two runs differ, and by how much. Exit code 1: they differ."""
+    """Find the first step, checkpoint and tensor in which two runs differ, and by how much.
+
+    Exit code 1: they differ.
+    """
     from upshift.training.compare_runs import compare_runs
 
     with tables.step("Comparing the runs"):

@@ -10,36 +10,55 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import Json, Model, RaceSeconds
+from upshift.cli.options import Engine, Json, MaxLatency, Model, Overwrite, Quality, RaceSeconds, option
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.usage.help_page import Panel
 from upshift.importing import importing
 from upshift.settings import wait_briefly
+
+Input = Annotated[
+    Path,
+    option(
+        "--input", "-i", text='The texts: a .txt file with one text in each line, or a .jsonl file with the field "text".',
+        panel=Panel.MODEL, metavar="PATH",
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path,
+    option(
+        "--output", "-o", panel=Panel.OUTPUT, metavar="PATH",
+        text="The file for the results: .npy or .parquet, or for scores of tokens .parquet or .jsonl.",
+    ),
+]  # fmt: skip
 
 
 def command(
     model: Model,
-    texts: Annotated[Path, typer.Option("--input", "-i", help='a text a line (.txt), or JSON lines with a "text" (.jsonl)')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="a row a text: .npy or .parquet; of tokens .parquet or .jsonl")],
-    quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
-    engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
+    texts: Input,
+    output: Output,
+    quality: Quality = "exact",
+    engine: Engine = None,
+    max_latency_ms: MaxLatency = None,
     race_seconds: RaceSeconds = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Race the installed engines on a sample of the texts, then encode them all with the winner."""
+    """Turn texts into vectors or scores. Tests the installed engines on some texts, and uses the fastest one."""
     wait_briefly()
+    from upshift.inference.encoding.files import check_files
+    from upshift.inference.weights import find_weights
+
+    check_files(texts, output, overwrite=overwrite)
+    find_weights(model)  # a wrong path is refused before libraries are imported
     with importing():
         from upshift.inference.encoding.encoder import Encoder
-        from upshift.inference.encoding.files import check_files, check_form, read_texts
+        from upshift.inference.encoding.files import check_form, read_texts
         from upshift.inference.race.types import pick_evenly_from_stream
         from upshift.inference.resumable_output import count_lines
 
-    check_files(texts, output, overwrite=overwrite)
     with tables.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(
             model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,

@@ -10,52 +10,98 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from upshift.cli import generate_xla, tables
-from upshift.cli.options import Json, Model, RaceSeconds
+from upshift.cli.options import (
+    Engine,
+    Json,
+    MaxMemory,
+    MaxTpot,
+    MaxTtft,
+    Model,
+    Overwrite,
+    Quality,
+    RaceSeconds,
+    option,
+)
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.settings import wait_briefly
 
-MaxTtft = Annotated[
-    float | None, typer.Option("--max-ttft-ms", help="longest until the first tokens of prompts that are admitted together")
+Prompts = Annotated[
+    Path | None,
+    option(
+        "--prompts", text="The prompts: a .txt file with one prompt in each line, or a .jsonl file. Needs --output.",
+        panel=Panel.TEXT, metavar="PATH",
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path | None,
+    option(
+        "--output", "-o", text="The .jsonl file for the answers, in the order of --prompts.", panel=Panel.OUTPUT, metavar="PATH"
+    ),
+]  # fmt: skip
+Prompt = Annotated[
+    str | None,
+    option("--prompt", text="One prompt. The answer is printed while it is generated.", panel=Panel.TEXT, metavar="TEXT"),
 ]
-MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")]
-MaxMemory = Annotated[
-    list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
+MaxNewTokens = Annotated[
+    int | None,
+    option(
+        "--max-new-tokens", text="The longest answer, in tokens.", panel=Panel.TEXT, metavar="N", default="the model's, or 128",
+        least=1,
+    ),
+]  # fmt: skip
+Options = Annotated[
+    list[str] | None,
+    option(
+        "--set", panel=Panel.TEXT, metavar="NAME=VALUE",
+        text="Set one option of generation by its name in transformers, such as temperature=0.7.",
+    ),
+]  # fmt: skip
+Stop = Annotated[list[str] | None, option("--stop", text="End an answer after this text.", panel=Panel.TEXT, metavar="TEXT")]
+Seed = Annotated[
+    int | None,
+    option("--seed", text="The seed of sampling.", panel=Panel.TEXT, metavar="N", default="0", least=0),
 ]
+Chat = Annotated[
+    bool, option("--chat", text="Each prompt is a message of a user. Uses the chat template of the model.", panel=Panel.TEXT)
+]
+Backend = Annotated[
+    str,
+    option(
+        "--backend", text="What computes: race tests the installed engines, xla is TensorFlow", panel=Panel.ENGINES,
+        metavar="NAME", choices=("race", "xla"),
+    ),
+]  # fmt: skip
 WIDE = 90  # characters of a terminal that shows all columns of a race
 FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # --set can give these, too
 
 
 def command(
     model: Model,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line (.txt), or JSON lines (.jsonl)")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="an answer a line, in order: .jsonl")] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="one prompt; its text is written as it comes")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="most tokens of an answer; default: the model's, or 128")
-    ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE by its transformers name: temperature=0.7, top_p=0.9 ...")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="end a text behind this; may be given again")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="of sampling; default: 0")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
-    quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
-    engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    backend: Annotated[str, typer.Option(help="race: the installed engines; xla: TensorFlow, compiled whole")] = "race",
+    prompts: Prompts = None,
+    output: Output = None,
+    prompt: Prompt = None,
+    max_new_tokens: MaxNewTokens = None,
+    options: Options = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    chat: Chat = False,
+    quality: Quality = "exact",
+    engine: Engine = None,
+    backend: Backend = "race",
     max_ttft_ms: MaxTtft = None,
     max_tpot_ms: MaxTpot = None,
     max_memory: MaxMemory = None,
     race_seconds: RaceSeconds = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Race the installed engines on some of the prompts, then generate with the winner."""
+    """Answer prompts with a language model. Tests the installed engines on some prompts, and uses the fastest one."""
     wait_briefly()
     from upshift.inference.generation.prompts import check_files
 
@@ -85,11 +131,14 @@ def command(
 
 def _prepare(model: str, race_options: dict[str, Any], options: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
     """Return the generator and its checked options."""
-    with importing():
-        from upshift.inference.generation.generator import Generator
-        from upshift.loading.placement.memory_limits import read_max_memory
+    from upshift.inference.weights import find_weights
+    from upshift.loading.placement.memory_limits import read_max_memory
 
     limits = read_max_memory(race_options["max_memory"])
+    find_weights(model)  # a wrong path is refused before libraries are imported
+    with importing():
+        from upshift.inference.generation.generator import Generator
+
     with tables.step("Reading the model"):
         generator = Generator(model, **{**race_options, "max_memory": limits}, chat=chat, on_run=run_printer("tokens/s"))
     return generator, generator.options(**options)

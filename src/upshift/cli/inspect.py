@@ -11,10 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import typer
-
 from upshift.cli import tables
-from upshift.cli.options import Json, Model, SequenceLength
+from upshift.cli.options import Json, MaxMemory, Model, SequenceLength, option
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
 from upshift.loading.placement.memory_limits import read_max_memory
@@ -116,21 +115,27 @@ def _cost_lines(placement: Placement) -> Iterator[str]:
 
 
 PlacementOption = Annotated[
-    bool, typer.Option("--placement", help="what goes to GPUs, CPU and disk, what loading and a token cost")
-]
-MaxMemory = Annotated[
-    list[str] | None,
-    typer.Option("--max-memory", help="with --placement: DEVICE=SIZE, as cpu=8GiB, 0=20GiB (repeatable); default: what is free"),
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="with --placement: float32, bfloat16 or float16; default: as stored")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="with --placement: sequences at a time")]
+    bool,
+    option(
+        "--placement", panel=Panel.TASK,
+        text="Show which part of the model goes to GPUs, CPU and disk, and the time of loading and of a token.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str | None,
+    option(
+        "--dtype", text="With --placement: the dtype of the loaded weights", panel=Panel.TASK, metavar="NAME",
+        default="as stored", choices=("float32", "bfloat16", "float16"),
+    ),
+]  # fmt: skip
+Batch = Annotated[int, option("--batch", text="With --placement: sequences at a time.", panel=Panel.TASK, metavar="N", least=1)]
 
 
 def command(
     model: Model, sequence_length: SequenceLength = None, placement: PlacementOption = False, max_memory: MaxMemory = None,
     dtype: Dtype = None, batch: Batch = 1, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Parameters by part, FLOPs, activation and key-value bytes, and what the model declares; or where its parts are placed."""
+    """Show the parts of a model with their parameters, FLOPs and memory, or where they would be placed. Loads no weights."""
     if placement:
         show_placement(model, max_memory=max_memory, dtype=dtype, batch=batch, sequence_length=sequence_length, as_json=as_json)
         return

@@ -12,7 +12,9 @@ import typer
 
 from upshift.atomic_file import write_whole
 from upshift.cli import tables
-from upshift.cli.options import command_line_options
+from upshift.cli import train as train_command
+from upshift.cli.options import Overwrite, argument, command_line_options, option
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.launching import hosts, kubernetes, mpi, ray, slurm
 from upshift.launching.request import MAX_RESTARTS, RENDEZVOUS_PORT, Launch, current_folder
@@ -33,32 +35,92 @@ USED_BY = {  # the launchers that use an option, if not all do
 OF_FIXED_SIZE = ("mpi", "ray")  # launchers whose jobs have a fixed number of hosts
 IMAGE_PYTHON = "python"  # the interpreter in a container
 
-Train = Annotated[list[str] | None, typer.Argument(metavar="-- train MODEL ...", help="the command of the ranks")]
-Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: run torchrun on each, by ssh; localhost: on this machine")]
-Slurm = Annotated[bool, typer.Option("--slurm", help="write a file for sbatch")]
-Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob or TrainJob of Kubeflow")]
-Mpi = Annotated[bool, typer.Option("--mpi", help="run by Open MPI's mpirun, on --hosts or here")]
-Ray = Annotated[bool, typer.Option("--ray", help="write a Ray Train job")]
-Kind = Annotated[str, typer.Option("--kind", help=f"of the Kubernetes object: {', '.join(kubernetes.KINDS)}")]
-Nodes = Annotated[str | None, typer.Option("--nodes", help="hosts: N, or MIN:MAX where a run may go on with fewer")]
+Train = Annotated[
+    list[str] | None,
+    argument("-- train MODEL ...", "The training command that every rank runs, after --.", panel=Panel.LAUNCHER),
+]
+Hosts = Annotated[
+    str | None,
+    option(
+        "--hosts", text="Start torchrun on each of these hosts by ssh. localhost is this machine.", panel=Panel.LAUNCHER,
+        metavar="HOST,HOST",
+    ),
+]  # fmt: skip
+Slurm = Annotated[bool, option("--slurm", text="Write a job file for Slurm (sbatch).", panel=Panel.LAUNCHER)]
+Kubernetes = Annotated[bool, option("--kubernetes", text="Write a job file for Kubeflow on Kubernetes.", panel=Panel.LAUNCHER)]
+Mpi = Annotated[bool, option("--mpi", text="Start the ranks with Open MPI, on --hosts or here.", panel=Panel.LAUNCHER)]
+Ray = Annotated[bool, option("--ray", text="Write a job file for Ray Train.", panel=Panel.LAUNCHER)]
+Kind = Annotated[
+    str,
+    option(
+        "--kind", text="With --kubernetes: the kind of the object", panel=Panel.JOB, metavar="NAME", choices=kubernetes.KINDS
+    ),
+]  # fmt: skip
+Nodes = Annotated[
+    str | None,
+    option(
+        "--nodes", text="The number of hosts, or MIN:MAX if the run may continue with fewer.", panel=Panel.PLAN, metavar="N",
+        default="those of --hosts, or 1",
+    ),
+]  # fmt: skip
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="ranks of a host; default: its GPUs, or its NUMA nodes where it can be looked at, or 1"),
+    option(
+        "--nproc", text="Ranks on each host.", panel=Panel.PLAN, metavar="N", default="one for each GPU or NUMA node, or 1",
+        least=1,
+    ),
+]  # fmt: skip
+Cpus = Annotated[
+    int | None, option("--cpus", text="CPU cores of each host.", panel=Panel.PLAN, metavar="N", default="all", least=1)
 ]
-Cpus = Annotated[int | None, typer.Option("--cpus", min=1, help="of a host")]
-Memory = Annotated[str | None, typer.Option("--memory", help="of a host, such as 64Gi")]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, help="of a host")]
-MaxRestarts = Annotated[int, typer.Option("--max-restarts", min=0, help="of all ranks, from the newest checkpoint")]
-Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for the ranks (repeatable)")]
-Image = Annotated[str | None, typer.Option("--image", help="of the container, for --kubernetes")]
-NodeSelector = Annotated[list[str] | None, typer.Option("--node-selector", help="KEY=VALUE of Kubernetes nodes (repeatable)")]
-Partition = Annotated[str | None, typer.Option("--partition", help="of --slurm")]
-Hours = Annotated[float | None, typer.Option("--hours", min=0.01, help="limit of --slurm")]
-Name = Annotated[str, typer.Option("--name", help="of the job")]
-Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="where the hosts meet, on the first")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be run or written")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the file, or the script, here")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="an existing file that is not what would be written")]
+Memory = Annotated[
+    str | None, option("--memory", text="The memory of each host, such as 64Gi.", panel=Panel.PLAN, metavar="SIZE")
+]
+Gpus = Annotated[int, option("--gpus", text="GPUs of each host.", panel=Panel.PLAN, metavar="N", least=0)]
+MaxRestarts = Annotated[
+    int,
+    option(
+        "--max-restarts", text="How often all ranks may start again from the newest checkpoint.", panel=Panel.PLAN, metavar="N",
+        least=0,
+    ),
+]  # fmt: skip
+Env = Annotated[
+    list[str] | None,
+    option("--env", text="An environment variable for the ranks.", panel=Panel.JOB, metavar="NAME=VALUE"),
+]
+Image = Annotated[
+    str | None, option("--image", text="With --kubernetes: the image of the container.", panel=Panel.JOB, metavar="NAME")
+]
+NodeSelector = Annotated[
+    list[str] | None,
+    option("--node-selector", text="With --kubernetes: a label of the nodes.", panel=Panel.JOB, metavar="KEY=VALUE"),
+]
+Partition = Annotated[str | None, option("--partition", text="With --slurm: the partition.", panel=Panel.JOB, metavar="NAME")]
+Hours = Annotated[
+    float | None,
+    option(
+        "--hours",
+        text="With --slurm: the time limit of the job, in hours.",
+        panel=Panel.JOB,
+        metavar="HOURS",
+        default="that of the partition",
+        least=0.01,
+    ),
+]
+Name = Annotated[str, option("--name", text="The name of the job.", panel=Panel.JOB, metavar="NAME")]
+Port = Annotated[
+    int,
+    option(
+        "--port", text="The port of the first host, where the hosts meet.", panel=Panel.JOB, metavar="N", least=1, most=65535
+    ),
+]  # fmt: skip
+DryRun = Annotated[bool, option("--dry-run", text="Print what would be run or written.", panel=Panel.OUTPUT)]
+Output = Annotated[
+    Path | None,
+    option(
+        "--output", "-o", text="The file to write.", panel=Panel.OUTPUT, metavar="PATH", default="a name that fits the launcher"
+    ),
+]  # fmt: skip
 
 
 def command(
@@ -69,12 +131,14 @@ def command(
     name: Name = "upshift", port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:  # fmt: skip
-    """Start `upshift train` on several hosts, or write the job file that does; everything after -- is the ranks' command."""
+    """Start a training on several hosts, or write the job file that starts it. The training command stands after --."""
     chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
     launcher = _choose_launcher([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
     host_names = tuple(hosts_.split(",")) if hosts_ is not None else ()
     _check_used(launcher, command_line_options(context), host_names)
     min_nodes, max_nodes = _node_range(nodes, host_names, launcher)
+    if train and train[0] == "train":
+        train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
     in_image = launcher == "kubernetes"
     folder = "" if in_image or launcher == "ray" else current_folder()
     launch = Launch(

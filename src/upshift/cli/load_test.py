@@ -6,32 +6,77 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import Json, number_option
+from upshift.cli.options import ApiKeyFile, Html, Json, argument, option
 from upshift.cli.progress import activity
 from upshift.cli.tables import dim
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import MissingExtra, RequestError
 from upshift.versions import installed_version
 
+Url = Annotated[str, argument("URL", "The address of the server, such as http://127.0.0.1:8000.", panel=Panel.SERVER)]
+Rate = Annotated[
+    str,
+    option(
+        "--rate", text="Requests per second. Several rates run one after the other: 1,2,4.", panel=Panel.MEASUREMENT,
+        metavar="X,X",
+    ),
+]  # fmt: skip
+Duration = Annotated[
+    float,
+    option("--duration", text="The time of each rate, in seconds.", panel=Panel.MEASUREMENT, metavar="SECONDS", least=0.1),
+]
+ServedModel = Annotated[
+    str | None,
+    option(
+        "--model", text="The model to ask, if the server has several.", panel=Panel.SERVER, metavar="NAME", default="the only one"
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    option(
+        "--prompts", text="A file with one prompt in each line.", panel=Panel.TEXT, metavar="PATH", default="made-up words"
+    ),
+]  # fmt: skip
+PromptWords = Annotated[
+    int,
+    option("--prompt-words", text="The mean length of made-up prompts, in words.", panel=Panel.TEXT, metavar="N", least=1),
+]
+MaxTokens = Annotated[int, option("--max-tokens", text="The longest answer, in tokens.", panel=Panel.TEXT, metavar="N", least=1)]
+PromisedTtft = Annotated[
+    float | None,
+    option(
+        "--max-ttft-ms", panel=Panel.LIMITS, metavar="MS", default="what the server promises", least=ABOVE_ZERO,
+        text="The longest time to the first token of an answer, in milliseconds. The report counts the answers within it.",
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int,
+    option("--seed", text="The seed of the prompts and of the times of arrival.", panel=Panel.MEASUREMENT, metavar="N", least=0),
+]
+
 
 def command(
-    url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
-    rate: Annotated[str, typer.Option("--rate", help="requests a second; several, one after the other: 1,2,4")] = "1",
-    duration: Annotated[float, number_option("--duration", "seconds a rate", least=0.1)] = 30.0,
-    model: Annotated[str | None, typer.Option("--model", help="of several that are served")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line; unasked, made-up words")] = None,
-    prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, help="of made-up prompts, in the mean")] = 64,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="of an answer")] = 64,
-    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="to a first token; else as promised")] = None,
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="its first line is sent")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="of prompts and arrivals")] = 0,
-    html: Annotated[Path | None, typer.Option("--html", help="write the test, drawn, to this file")] = None,
+    url: Url,
+    rate: Rate = "1",
+    duration: Duration = 30.0,
+    model: ServedModel = None,
+    prompts: Prompts = None,
+    prompt_words: PromptWords = 64,
+    max_tokens: MaxTokens = 64,
+    max_ttft_ms: PromisedTtft = None,
+    api_key_file: ApiKeyFile = None,
+    seed: Seed = 0,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Load a server of OpenAI's addresses (Upshift's or another) in open loop: answers that are late do not delay questions."""
+    """Send requests to an OpenAI-compatible server at a given rate, and report its answers.
+
+    The rate stays the same when answers are late (open loop).
+    """
     if installed_version("httpx2") is None:
         raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
     from upshift.inference.race.types import read_limit
@@ -45,7 +90,7 @@ def command(
     synthetic = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
     traffic = Traffic(rates=_read_rates(rate), seconds=duration, prompts=_read_prompts(prompts), **synthetic)
     key = _read_key(api_key_file)
-    promised_ms = read_limit("max-latency-ms", max_latency_ms)
+    promised_ms = read_limit("max-ttft-ms", max_ttft_ms)
     with tables.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as current:
 
         def show_phase(phase: Any) -> None:
@@ -70,7 +115,7 @@ def _read_rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise RequestError(f"--rate {text!r} is not of rates above 0; write 2, or 1,2,4")
+        raise RequestError(f"--rate {text!r} is not one or several rates above 0; write 2, or 1,2,4")
     return rates
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -28,18 +29,28 @@ from upshift.cli import (
 )
 from upshift.cli.plan import command as plan
 from upshift.cli.progress import progress_lines
+from upshift.cli.usage.commands import HelpCommand, HelpGroup
+from upshift.cli.usage.messages import MissingValue
 from upshift.disk_full import FREE_SOME, disk_full_message
 from upshift.errors import JobFailed, UpshiftError
 from upshift.settings import count_gpus_by_bus, quiet_libraries, read_ranks
 
-UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
 INTERRUPTED = 130
 
 app = typer.Typer(
     name="upshift",
+    cls=HelpGroup,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\n".join(
+        (
+            "upshift demo                                             # see it work",
+            "upshift plan Qwen/Qwen3-8B --lora-rank 16 --on rtx-4090  # does it fit?",
+            "upshift train Qwen/Qwen3-0.6B --data chats.jsonl         # fine-tune",
+        )
+    ),
 )
 
 
@@ -53,31 +64,75 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _global_options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it and stop")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    """Finds, proves and runs the fastest setup that fits, for any Hugging Face transformer."""
+    """Upshift picks the fastest training or inference setup that fits your hardware, and runs it."""
 
 
-app.command("plan")(plan.command)
-app.command("train")(train.command)
-app.command("tune")(tune.command)
-app.command("launch")(launch.command)
-app.command("encode")(encode.command)
-app.command("generate")(generate.command)
-app.command("quantize")(quantize.command)
-app.command("serve")(serve.command)
-app.command("load-test")(load_test.command)
-app.command("doctor")(doctor.command)
-app.command("compare-runs")(doctor.compare_runs_command)
-app.command("profile")(profile.command)
-app.command("inspect")(inspect.command)
-app.command("shard")(checkpoint.shard_command)
-app.command("merge")(checkpoint.merge_command)
-app.command("convert")(checkpoint.convert_command)
-app.command("demo")(demo.command)
-app.add_typer(bench.app, name="bench")
-app.add_typer(xla.app, name="xla")
-app.add_typer(data.app, name="data")
+class Entry(NamedTuple):
+    """A command of ``upshift``: its name, its function, the group of the help page, and examples."""
+
+    name: str
+    function: Callable[..., None]
+    panel: str
+    examples: tuple[str, ...]
+
+
+TRAIN, RUN, LOOK, WRITE, MACHINE = ("Train", "Run a model", "Look", "Write a model again", "Machine")
+COMMANDS = (
+    Entry("plan", plan.command, TRAIN, (
+        "upshift plan Qwen/Qwen3-8B --on rtx-4090 --lora-rank 16",
+        "upshift plan Qwen/Qwen3-8B --on 8xh100 --html plan.html",
+        "upshift plan Qwen/Qwen3-8B --on rtx-4090 --generate",
+    )),
+    Entry("train", train.command, TRAIN, (
+        "upshift train Qwen/Qwen3-0.6B --data chats.jsonl --output trained",
+        "upshift train Qwen/Qwen3-8B --data chats.jsonl --lora-rank 16",
+        "upshift train Qwen/Qwen3-0.6B --data chats.jsonl --output trained --resume",
+    )),
+    Entry("tune", tune.command, TRAIN, (
+        "upshift tune Qwen/Qwen3-0.6B --data chats.jsonl --space space.yaml --trials 20",
+    )),
+    Entry("launch", launch.command, TRAIN, (
+        "upshift launch --slurm --nodes 2 --gpus 8 -- train MODEL --data chats.jsonl",
+        "upshift launch --hosts a,b -- train MODEL --data chats.jsonl",
+    )),
+    Entry("generate", generate.command, RUN, (
+        'upshift generate Qwen/Qwen3-0.6B --chat --prompt "What is a GPU?"',
+        "upshift generate Qwen/Qwen3-0.6B --prompts prompts.txt --output answers.jsonl",
+    )),
+    Entry("encode", encode.command, RUN, (
+        "upshift encode BAAI/bge-small-en-v1.5 --input texts.txt --output vectors.npy",
+    )),
+    Entry("serve", serve.command, RUN, (
+        "upshift serve Qwen/Qwen3-0.6B",
+        "upshift serve Qwen/Qwen3-0.6B --max-ttft-ms 500",
+    )),
+    Entry("load-test", load_test.command, RUN, ("upshift load-test http://127.0.0.1:8000 --rate 1,2,4",)),
+    Entry("inspect", inspect.command, LOOK, (
+        "upshift inspect Qwen/Qwen3-8B",
+        "upshift inspect Qwen/Qwen3-8B --placement --max-memory cpu=8GiB",
+    )),
+    Entry("profile", profile.command, LOOK, ("upshift profile -- train Qwen/Qwen3-0.6B --data chats.jsonl",)),
+    Entry("compare-runs", doctor.compare_runs_command, LOOK, ("upshift compare-runs trained trained-again",)),
+    Entry("convert", checkpoint.convert_command, WRITE, ("upshift convert trained --dtype bfloat16 --output trained-bf16",)),
+    Entry("merge", checkpoint.merge_command, WRITE, ("upshift merge trained --output merged",)),
+    Entry("quantize", quantize.command, WRITE, ("upshift quantize trained --bits 4 --texts texts.txt --output small",)),
+    Entry("shard", checkpoint.shard_command, WRITE, ("upshift shard trained --max-shard-size 2GB --output sharded",)),
+    Entry("doctor", doctor.command, MACHINE, (
+        "upshift doctor --quick",
+        "upshift doctor upshift-output",
+        "upshift doctor --hosts a,b",
+    )),
+    Entry("demo", demo.command, MACHINE, ("upshift demo", "upshift demo --quick")),
+)  # fmt: skip
+
+for entry in COMMANDS:
+    register = app.command(entry.name, cls=HelpCommand, rich_help_panel=entry.panel, epilog="\n".join(entry.examples))
+    register(entry.function)
+app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE)
+app.add_typer(data.app, name="data", rich_help_panel=WRITE)
+app.add_typer(xla.app, name="xla", rich_help_panel=MACHINE)
 
 
 def main() -> None:
@@ -90,16 +145,11 @@ def main() -> None:
         with progress_lines(title, tables.err, is_enabled=ranks is None or ranks.rank == 0):
             code = app(standalone_mode=False)
     except UpshiftError as error:
+        if isinstance(error, MissingValue) and error.page:
+            typer.echo(error.page, err=True)
         if str(error):  # an error without a message: another rank prints it
             print(f"upshift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except UsageError as error:
-        if len(sys.argv) == 1:  # the error is the help text
-            error.show()
-            sys.exit(0)
-        path = error.ctx.command_path if error.ctx else "upshift"
-        print(f"upshift: {error.format_message().rstrip('.')}; see {path} --help", file=sys.stderr)
-        sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:  # any library may raise it; a full disk is no bug, so it needs no traceback

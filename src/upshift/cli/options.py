@@ -1,25 +1,27 @@
 """Options that several commands share: their types, how they are read, and which of them the command line has.
 
-An option that a command does not use is rejected, never ignored: see ``command_line_options``. A number is finite: inf and nan
-are within every range, and no limit of anything.
+An option that a command does not use is rejected, never ignored: see ``command_line_options``.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import ABOVE_ZERO, WrongValue, check_choice
 from upshift.errors import RequestError
 from upshift.hardware import describe
-from upshift.models.sequence_length import SEQUENCE_HELP
-from upshift.planning.inference.plan import CHANGES_MATHEMATICS
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
+from upshift.planning.layout import FullyShard
 from upshift.planning.plan import changes_of_mathematics
-from upshift.training.data.data_options import DataOptions
+from upshift.training.data.data_options import DataOptions, LongRows, LossOn
+from upshift.training.data.row_formats import RowFormat
 
 
 def command_line_options(context: typer.Context) -> dict[str, str]:
@@ -39,58 +41,247 @@ def split_names(text: str, option: str = "--allow") -> tuple[str, ...]:
     return names
 
 
-def number_option(name: str, help_text: str | None, *, least: float) -> Any:
-    """Return an option that takes a finite number of at least ``least``."""
-    return typer.Option(name, help=help_text, callback=_check_finite, min=least)
+def option(
+    *names: str, text: str, panel: Panel, metavar: str | None = None, default: str | None = None, choices: Sequence[str] = (),
+    least: float | None = None, most: float | None = None, check: Callable[[Any], Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return an option of a command.
+
+    Args:
+        names: its names, such as ``--output`` and ``-o``.
+        text: its help: one sentence, with the unit of a number. The choices follow it.
+        panel: the group of the help page in which it stands.
+        metavar: the word for its value. A flag has none.
+        default: the default as the help page shows it, if the function's default does not say it.
+        choices: all values that it takes. A shell completes them.
+        least, most: the bounds of a number, both inclusive.
+        check: returns the value, or raises RequestError for a wrong one.
+    """
+    if choices:
+        text = f"{text}: {', '.join(choices)}."
+        check = partial(_check_choice, names[0], tuple(choices))
+    return typer.Option(
+        *names, help=text, rich_help_panel=panel.value, metavar=metavar, min=least, max=most, callback=_callback(check),
+        show_default=default or True, autocompletion=(lambda: list(choices)) if choices else None,
+    )  # fmt: skip
 
 
-def _check_finite(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value:g} is not possible; give a finite number")
-    return value
+def _check_choice(name: str, choices: Sequence[str], value: str) -> str:
+    return check_choice(name, value, choices)
+
+
+def _callback(check: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """Return a function that checks a value, if there is one, in the form that typer calls."""
+    if check is None:
+        return None
+
+    def check_value(value: Any) -> Any:
+        return value if value is None else check(value)
+
+    return check_value
+
+
+def _check_engine(name: str) -> str:
+    from upshift.inference.registry import ENGINES  # reads the files of all engines, which takes a moment
+
+    return check_choice("--engine", name, tuple(ENGINES))
+
+
+def _check_quality(text: str) -> str:
+    if text != "exact":
+        from upshift.inference.race.types import read_quality  # imports numpy
+
+        read_quality(text)
+    return text
+
+
+def output_folder(text: str) -> Any:
+    """Return the option ``--output`` of a command that writes a folder. An existing file is refused before anything starts."""
+    return option("--output", "-o", text=text, panel=Panel.OUTPUT, metavar="FOLDER", check=_check_folder)
+
+
+def _check_folder(path: Path) -> Path:
+    if path.is_file():
+        raise WrongValue(f"--output {path} is a file; give a folder, which may be new")
+    return path
+
+
+def check_file(name: str, path: Path) -> Path:
+    """Return ``path``. Raise WrongValue if it is not a file that exists."""
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise WrongValue(f"{name} {path} {problem}; give the path of a file")
+    return path
+
+
+def argument(metavar: str, text: str, *, panel: Panel = Panel.MODEL) -> Any:
+    """Return an argument of a command, which has no name but a place."""
+    return typer.Argument(metavar=metavar, help=text, rich_help_panel=panel.value)
 
 
 LARGEST_BATCH = 10_000_000  # sequences; a plan for the lengths of data draws so many
-ALLOW_TRAINING_HELP = ",".join(changes_of_mathematics())
-ALLOW_INFERENCE_HELP = f"with --generate or --encode: {','.join(CHANGES_MATHEMATICS)}"
+POSITIONS_DEFAULT = f"{DEFAULT_SEQUENCE_LENGTH}, or the model's positions if they are fewer"
+SHARDED_STATES = get_args(FullyShard)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="local Hugging Face directory, a config.json, or a hub id")]
+Model = Annotated[
+    str, argument("MODEL", "A folder with a Hugging Face model, a config.json, or a model id of the Hugging Face Hub.")
+]
+DATA_TEXT = "The training data: text files, JSON, CSV, Parquet, a folder of them, or a saved datasets directory"
 SequenceLength = Annotated[
-    int | None, typer.Option("--sequence-length", min=2, help=f"tokens of the longest sequence; {SEQUENCE_HELP}")
-]
+    int | None,
+    option(
+        "--sequence-length", text="The longest sequence, in tokens. Longer texts are cut.", panel=Panel.MODEL, metavar="N",
+        default=POSITIONS_DEFAULT, least=2,
+    ),
+]  # fmt: skip
 GlobalBatch = Annotated[
-    int, typer.Option("--global-batch", min=1, max=LARGEST_BATCH, help="sequences per optimizer step; no plan changes it")
+    int,
+    option(
+        "--global-batch", text="Sequences of one optimizer step, over all ranks. No plan changes it.", panel=Panel.TRAINING,
+        metavar="N", least=1, most=LARGEST_BATCH,
+    ),
+]  # fmt: skip
+Epochs = Annotated[
+    float, option("--epochs", text="How often to train on all the data.", panel=Panel.TRAINING, metavar="X", least=0.001)
 ]
-Epochs = Annotated[float, number_option("--epochs", None, least=0.001)]
-Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the plan: field=value (repeatable)")]
+Set = Annotated[
+    list[str] | None,
+    option("--set", text="Fix one field of the plan, such as precision=bf16.", panel=Panel.PLAN, metavar="FIELD=VALUE"),
+]
 Allow = Annotated[
     str,
-    typer.Option("--allow", help=f"allowed to change the mathematics: {ALLOW_TRAINING_HELP}; {ALLOW_INFERENCE_HELP}"),
-]
+    option(
+        "--allow", panel=Panel.PLAN, metavar="NAME,NAME", default="none",
+        text=f"Allow choices that change the mathematics. Training: {', '.join(changes_of_mathematics())}.",
+    ),
+]  # fmt: skip
 LoraRank = Annotated[
-    int | None, typer.Option("--lora-rank", min=1, help="train LoRA of this rank around every linear layer but the head")
+    int | None,
+    option(
+        "--lora-rank", text="Train a LoRA adapter of this rank on every linear layer except the head.", panel=Panel.TRAINING,
+        metavar="N", default="train all weights", least=1,
+    ),
+]  # fmt: skip
+FourBits = Annotated[
+    bool,
+    option("--load-in-4bit", text="Store the frozen weights in 4 bits (QLoRA). Needs --lora-rank.", panel=Panel.TRAINING),
 ]
-FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --lora-rank the weights are stored in NF4")]
-RaceSeconds = Annotated[
-    float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
-]
-TextColumn = Annotated[str | None, typer.Option("--text-column", help="of --data: the column that holds the text, if not text")]
-DataFormat = Annotated[
+TextColumn = Annotated[
     str | None,
-    typer.Option(
-        "--data-format",
-        help="of --data, if its columns allow several: text, input_ids, messages, conversations, prompt-completion, alpaca",
+    option(
+        "--text-column",
+        text="The column of --data that holds the text.",
+        panel=Panel.MODEL,
+        metavar="NAME",
+        default="input_ids, or text",
     ),
 ]
-LossOn = Annotated[
-    str | None,
-    typer.Option("--loss-on", help="of chats and prompts: assistant (its turns, the completion; default) or all tokens"),
+FromConfig = Annotated[
+    bool, option("--from-config", text="Start from random weights, not from those of the model.", panel=Panel.MODEL)
 ]
-LongRows = Annotated[
-    str | None,
-    typer.Option("--long-rows", help="rows longer than a sequence: cut (default for chats), split (default for text) or drop"),
+MaxGradNorm = Annotated[
+    float,
+    option(
+        "--max-grad-norm", text="Clip gradients to this norm. 0 does not clip.", panel=Panel.OPTIMIZATION, metavar="X", least=0.0
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Engine = Annotated[
+    str | None,
+    option(
+        "--engine", text="Use only this engine, such as torch, openvino or llamacpp.", panel=Panel.ENGINES, metavar="NAME",
+        default="race all installed engines", check=_check_engine,
+    ),
+]  # fmt: skip
+Quality = Annotated[
+    str,
+    option(
+        "--quality", panel=Panel.ENGINES, metavar="exact|X",
+        text="How close results must be to transformers in fp32: exact, or the lowest cosine, such as 0.999.",
+        check=_check_quality,
+    ),
+]  # fmt: skip
+RaceSeconds = Annotated[
+    float | None,
+    option(
+        "--race-seconds", text="The longest time of the race, in seconds.", panel=Panel.LIMITS, metavar="SECONDS",
+        default="90, or a tenth of the run if that is more", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+MaxTtft = Annotated[
+    float | None,
+    option(
+        "--max-ttft-ms", text="The longest time to the first token of an answer, in milliseconds.", panel=Panel.LIMITS,
+        metavar="MS", default="no limit", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+MaxTpot = Annotated[
+    float | None,
+    option(
+        "--max-tpot-ms", text="The longest mean time of each later token of an answer, in milliseconds.", panel=Panel.LIMITS,
+        metavar="MS", default="no limit", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+MaxLatency = Annotated[
+    float | None,
+    option(
+        "--max-latency-ms", text="The longest time to encode one batch, in milliseconds.", panel=Panel.LIMITS, metavar="MS",
+        default="no limit", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+MaxMemory = Annotated[
+    list[str] | None,
+    option(
+        "--max-memory", text="The memory that the model may take on one device, such as cpu=8GiB or 0=20GiB (GPU 0).",
+        panel=Panel.LIMITS, metavar="DEVICE=SIZE", default="all free memory",
+    ),
+]  # fmt: skip
+PromptLength = Annotated[
+    int | None,
+    option(
+        "--prompt-length", text="The expected length of a prompt, in tokens.", panel=Panel.TEXT, metavar="N",
+        default="a default for the model", least=1,
+    ),
+]  # fmt: skip
+OutputLength = Annotated[
+    int | None,
+    option(
+        "--output-length", text="The expected length of an answer, in tokens.", panel=Panel.TEXT, metavar="N",
+        default="a default for the model", least=1,
+    ),
+]  # fmt: skip
+ApiKeyFile = Annotated[
+    Path | None,
+    option(
+        "--api-key-file", text="A file with API keys, one in each line.", panel=Panel.SERVER, metavar="PATH", default="no key"
+    ),
+]
+DataFormat = Annotated[
+    str | None,
+    option(
+        "--data-format", text="What the rows of --data are, where their columns allow several forms", panel=Panel.MODEL,
+        metavar="NAME", default="as the columns say", choices=get_args(RowFormat),
+    ),
+]  # fmt: skip
+LossOnOption = Annotated[
+    str | None,
+    option(
+        "--loss-on", text="What is learned of chats and prompts: the assistant's turns and completions, or all tokens",
+        panel=Panel.MODEL, metavar="NAME", default="assistant", choices=get_args(LossOn),
+    ),
+]  # fmt: skip
+LongRowsOption = Annotated[
+    str | None,
+    option(
+        "--long-rows", text="What happens to rows that are longer than a sequence", panel=Panel.MODEL, metavar="NAME",
+        default="cut for chats, split for texts", choices=get_args(LongRows),
+    ),
+]  # fmt: skip
+Overwrite = Annotated[bool, option("--overwrite", text="Replace an output that exists.", panel=Panel.OUTPUT)]
+Html = Annotated[
+    Path | None,
+    option("--html", text="Also write an HTML page to this file. It works offline.", panel=Panel.OUTPUT, metavar="PATH"),
+]
+Json = Annotated[bool, option("--json", text="Print one JSON document to standard output.", panel=Panel.OUTPUT)]
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
@@ -103,17 +294,17 @@ class LayoutFlag(NamedTuple):
 
     field: str
     type: Any
-    help: str
+    text: str
+    choices: tuple[str, ...] = ()
 
 
-SHARDED_STATES = "what data-parallel ranks divide: no, optimizer, gradients, weights (ZeRO 0 to 3)"
 LAYOUT_FLAGS = {  # how ranks share a job
-    "nproc": LayoutFlag("num_processes", int, "processes on each host, which share its cores or GPUs"),
-    "tensor_parallel": LayoutFlag("tensor_parallel", int, "ranks that share every layer's matrices"),
-    "pipeline_parallel": LayoutFlag("pipeline_parallel", int, "ranks that share the layers by depth"),
-    "context_parallel": LayoutFlag("context_parallel", int, "ranks that share every sequence"),
-    "expert_parallel": LayoutFlag("expert_parallel", int, "ranks that share the experts"),
-    "fully_shard": LayoutFlag("fully_shard", str, SHARDED_STATES),
+    "nproc": LayoutFlag("num_processes", int, "Processes on each host. They share its cores or its GPUs."),
+    "tensor_parallel": LayoutFlag("tensor_parallel", int, "Ranks that share the matrices of every layer."),
+    "pipeline_parallel": LayoutFlag("pipeline_parallel", int, "Ranks that share the layers."),
+    "context_parallel": LayoutFlag("context_parallel", int, "Ranks that share the tokens of every sequence."),
+    "expert_parallel": LayoutFlag("expert_parallel", int, "Ranks that share the experts."),
+    "fully_shard": LayoutFlag("fully_shard", str, "What data-parallel ranks divide (ZeRO 0 to 3)", SHARDED_STATES),
 }
 
 
@@ -121,7 +312,7 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the layout flags, too, and passes them to ``command`` as assignments of its ``--set``."""
     signature = inspect.signature(command, eval_str=True)
 
-    @functools.wraps(command)
+    @wraps(command)
     def command_with_flags(**arguments: Any) -> None:
         command(**move_flags_to_set(arguments))
 
@@ -146,9 +337,13 @@ def move_flags_to_set(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flag_annotation(name: str, flag: LayoutFlag) -> Any:
-    placeholder = "..." if flag.type is str else "N"
-    help_text = f"{flag.help}; --set {flag.field}={placeholder}"
-    return Annotated[flag.type | None, typer.Option(_option_name(name), help=help_text, show_default=False)]
+    metavar = "NAME" if flag.choices else "N"
+    least = None if flag.choices else 1
+    declaration = option(
+        _option_name(name), text=flag.text, panel=Panel.PROCESSES, metavar=metavar, default="the plan decides",
+        choices=flag.choices, least=least,
+    )  # fmt: skip
+    return Annotated[flag.type | None, declaration]
 
 
 def _option_name(parameter: str) -> str:

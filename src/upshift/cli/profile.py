@@ -6,32 +6,37 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import doctor, tables
 from upshift.cli import train as train_command
-from upshift.cli.options import Json, move_flags_to_set
+from upshift.cli.options import Json, argument, move_flags_to_set, option, output_folder
 from upshift.cli.run_display import RunDisplay
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.importing import importing
 
-Command = Annotated[list[str], typer.Argument(metavar="-- train MODEL --data DATA ...", help="the command to profile")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="where the traces and profile.json go")]
-Steps = Annotated[int, typer.Option("--steps", min=3, help="steps before the profiler runs; the first two settle")]
+Command = Annotated[
+    list[str],
+    argument("-- train MODEL --data PATH ...", "The training command to profile, after --.", panel=Panel.SUBJECT),
+]
+Output = Annotated[Path, output_folder("The folder for the traces and profile.json.")]
+Steps = Annotated[
+    int,
+    option(
+        "--steps", text="Training steps before the profiler runs. The first two settle.", panel=Panel.MEASUREMENT, metavar="N",
+        least=3,
+    ),
+]  # fmt: skip
 EXAMPLE = "upshift profile -- train MODEL --data DATA"
 
 
 def command(command: Command, output: Output = Path("upshift-profile"), steps: Steps = 6, as_json: Json = False) -> None:
-    """Show where the time of training steps goes, against what this machine could do, and which three changes would help most.
-
-    Nothing is trained or saved.
-    """
-    with importing():
-        from upshift.training.profiling.run import profile
-
+    """Show where the time of training steps goes, and the three changes that would help most. Trains and saves nothing."""
     options = read_train_command(command)
     if options["backend"] != "torch":
         raise RequestError(f"--backend {options['backend']} is not profiled; leave it out")
+    with importing():
+        from upshift.training.profiling.run import profile
+
     with RunDisplay(quiet=as_json) as display:
         report = profile(train_command.request_of(options), output=output, steps=steps, watcher=display.watcher)
     if as_json:
@@ -44,11 +49,7 @@ def read_train_command(words: list[str]) -> dict[str, Any]:
     """Parse the command by train's own parser, so that it takes the same options. Return them by name."""
     if not words or words[0] != "train":
         raise RequestError(f"profile takes the command of a training run, not {' '.join(words[:1]) or 'nothing'}: {EXAMPLE}")
-    app = typer.Typer(add_completion=False)
-    app.command("train")(train_command.command)
-    parser: Any = typer.main.get_command(app)
-    parsed: dict[str, Any] = parser.make_context("train", words[1:]).params
-    return move_flags_to_set(parsed)
+    return move_flags_to_set(train_command.parse(words[1:]))
 
 
 def _print_report(report: Any) -> None:

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import tables
-from upshift.cli.options import Json, Model
+from upshift.cli.options import Json, Model, Overwrite, option, output_folder
 from upshift.cli.tables import dim
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.units import format_bytes
 
@@ -24,36 +23,53 @@ LOADS = {
     ("encode", "openvino"): "OpenVINO's read_model",
 }
 
+BitsOption = Annotated[str, option("--bits", text="The bits of one weight", panel=Panel.MODEL, metavar="8|4", choices=("8", "4"))]
+Texts = Annotated[
+    Path,
+    option(
+        "--texts", panel=Panel.MODEL, metavar="PATH",
+        text='Texts like those of later use: a .txt file with one in each line, or a .jsonl file with the field "prompt".',
+    ),
+]  # fmt: skip
+Output = Annotated[Path, output_folder("The folder to write.")]
+Loader = Annotated[
+    str | None,
+    option(
+        "--engine", text="The engine that shall load the result", panel=Panel.ENGINES, metavar="NAME",
+        default="openvino if it is installed, else torch", choices=("torch", "openvino"),
+    ),
+]  # fmt: skip
+
 
 def command(
     model: Model,
-    bits: Annotated[int, typer.Option(help="of a weight: 8 or 4")],
-    texts: Annotated[Path, typer.Option("--texts", help='texts like those to come, a line each (.txt), or a "prompt" (.jsonl)')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the directory to write")],
-    engine: Annotated[
-        str | None, typer.Option(help="what is to load it: torch (transformers) or openvino; default: openvino if installed")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what an earlier upshift quantize wrote")] = False,
+    bits: BitsOption,
+    texts: Texts,
+    output: Output,
+    engine: Loader = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Round the weights of a language model, encoder-decoder or encoder, fitted to some texts, and compare on others."""
-    from upshift.inference.encoding import quantize as encoding
-    from upshift.inference.encoding.model_config import is_encoder
-    from upshift.inference.generation import quantize as generation
-    from upshift.inference.generation.model import generation_task
+    """Write a model with weights of 8 or 4 bits, and report how its results changed.
+
+    The rounding is fitted to some of the texts, and the results are compared on others.
+    """
     from upshift.inference.generation.prompts import check_prompts, read_prompts
     from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
     from upshift.inference.race.types import pick_evenly_from_stream
     from upshift.inference.resumable_output import count_lines
     from upshift.inference.weights import find_plain_weights
 
-    if bits not in (4, 8):
-        raise RequestError(f"--bits {bits} is not possible; use 8 or 4")
     check_prompts(texts, "--texts")
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
+    from upshift.inference.encoding import quantize as encoding  # imports torch: a wrong path was refused before
+    from upshift.inference.encoding.model_config import is_encoder
+    from upshift.inference.generation import quantize as generation
+    from upshift.inference.generation.model import generation_task
+
     encodes = is_encoder(source)
-    width: Bits = 8 if bits == 8 else 4
+    width: Bits = 8 if bits == "8" else 4
     loader = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
     sample = pick_evenly_from_stream(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
     plain_texts = [text for text in sample if isinstance(text, str)]

@@ -7,45 +7,107 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import progress, tables
-from upshift.cli.options import RaceSeconds, number_option
+from upshift.cli.options import (
+    ApiKeyFile,
+    Engine,
+    MaxTpot,
+    MaxTtft,
+    OutputLength,
+    PromptLength,
+    Quality,
+    RaceSeconds,
+    argument,
+    option,
+)
 from upshift.cli.tables import dim
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import MissingExtra, RequestError
 from upshift.units import GIB, format_seconds
 from upshift.versions import installed_version
 
-EXPECTED = "default: 128, or what the model has positions for"
+Models = Annotated[
+    list[str],
+    argument("MODEL...", "One or several models: folders or model ids. NAME=MODEL gives a model a name for clients."),
+]
+ListenHost = Annotated[
+    str,
+    option(
+        "--host", text="The address to listen on. 0.0.0.0 listens on all networks of this machine.", panel=Panel.SERVER,
+        metavar="ADDRESS",
+    ),
+]  # fmt: skip
+Port = Annotated[
+    int,
+    option(
+        "--port", text="The port to listen on. 0 takes a free one.", panel=Panel.SERVER, metavar="N", least=0, most=65535
+    ),
+]  # fmt: skip
+Concurrency = Annotated[
+    int,
+    option("--concurrency", text="The most answers to compute at once.", panel=Panel.SERVER, metavar="N", least=1),
+]
+Prompts = Annotated[
+    Path | None,
+    option(
+        "--prompts", text="Typical prompts, on which the engines are tested: a .txt or .jsonl file.", panel=Panel.TEXT,
+        metavar="PATH", default="made-up prompts",
+    ),
+]  # fmt: skip
+Replicas = Annotated[
+    int | None,
+    option(
+        "--replicas", text="Engines of each model.", panel=Panel.SERVER, metavar="N", default="one for each GPU or NUMA node",
+        least=1,
+    ),
+]  # fmt: skip
+MaxWaiting = Annotated[
+    int,
+    option(
+        "--max-waiting", text="The most requests that wait. The server rejects more with status 429.", panel=Panel.LIMITS,
+        metavar="N", least=1,
+    ),
+]  # fmt: skip
+TotalMemory = Annotated[
+    float | None,
+    option(
+        "--total-memory", panel=Panel.LIMITS, metavar="GIB", default="no limit", least=0.1,
+        text="The memory of all engines together, in GiB. If it is full, the model that was used least recently is unloaded.",
+    ),
+]  # fmt: skip
+RequestSeconds = Annotated[
+    float,
+    option(
+        "--request-seconds", text="The longest time of one request, in seconds.", panel=Panel.LIMITS, metavar="SECONDS", least=0.1
+    ),
+]  # fmt: skip
+MaxBodyMb = Annotated[
+    float,
+    option("--max-body-mb", text="The largest request, in megabytes.", panel=Panel.LIMITS, metavar="MB", least=0.001),
+]
 
 
 def command(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="directories or hub ids; NAME=MODEL gives it a name")],
-    host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0: all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one")] = 8000,
-    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="promise: longest to a first token")] = None,
-    max_tpot_ms: Annotated[float | None, typer.Option("--max-tpot-ms", help="promise: longest for a token more")] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="most answers that are computed at once")] = 8,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="what to expect: a .txt or .jsonl file")] = None,
-    prompt_length: Annotated[
-        int | None, typer.Option("--prompt-length", min=1, help=f"tokens to expect, without --prompts; {EXPECTED}")
-    ] = None,
-    output_length: Annotated[
-        int | None, typer.Option("--output-length", min=1, help=f"tokens of an answer to expect; {EXPECTED}")
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option("--replicas", min=1, help="engines of each model; unasked: one a GPU, or a NUMA node")
-    ] = None,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="requests that wait; more get 429")] = 256,
-    quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32: 0.999")] = "exact",
-    engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    max_memory: Annotated[float | None, number_option("--max-memory", "GiB of all engines together", least=0.1)] = None,
-    request_seconds: Annotated[float, number_option("--request-seconds", "longest that an answer takes", least=0.1)] = 600.0,
-    max_body_mb: Annotated[float, number_option("--max-body-mb", "largest request", least=0.001)] = 4.0,
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="a key a line; none: everybody may ask")] = None,
+    models: Models,
+    host: ListenHost = "127.0.0.1",
+    port: Port = 8000,
+    max_ttft_ms: MaxTtft = None,
+    max_tpot_ms: MaxTpot = None,
+    concurrency: Concurrency = 8,
+    prompts: Prompts = None,
+    prompt_length: PromptLength = None,
+    output_length: OutputLength = None,
+    replicas: Replicas = None,
+    max_waiting: MaxWaiting = 256,
+    quality: Quality = "exact",
+    engine: Engine = None,
+    total_memory: TotalMemory = None,
+    request_seconds: RequestSeconds = 600.0,
+    max_body_mb: MaxBodyMb = 4.0,
+    api_key_file: ApiKeyFile = None,
     race_seconds: RaceSeconds = None,
 ) -> None:
-    """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
+    """Serve models with an OpenAI-compatible API. Tests the installed engines, uses the fastest one, and stops at Ctrl-C."""
     _check_libraries()
     from upshift.inference.race.types import read_limit, read_seconds
     from upshift.serving.app import Limits
@@ -57,7 +119,7 @@ def command(
     requests = {
         name: EngineRequest(
             model=model, quality=quality, engine=engine,
-            max_ttft_ms=read_limit("max-latency-ms", max_latency_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
+            max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
             concurrency=concurrency, prompts=None if prompts is None else str(prompts.resolve()), prompt_length=prompt_length,
             output_length=output_length, max_waiting=max_waiting, race_seconds=read_seconds(race_seconds),
         )
@@ -68,7 +130,7 @@ def command(
     with progress.activity(f"Starting {', '.join(names)}"):
         serve(
             requests, Address(host, port), limits, replicas=_num_replicas(replicas),
-            memory_bytes=None if max_memory is None else int(max_memory * GIB),
+            memory_bytes=None if total_memory is None else int(total_memory * GIB),
             on_ready=_print_ready, on_open=_print_address,
         )  # fmt: skip
 

@@ -3,86 +3,174 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from upshift.cli import tables, train_xla
 from upshift.cli.options import (
+    DATA_TEXT,
     Allow,
     DataFormat,
     Epochs,
     FourBits,
+    FromConfig,
     GlobalBatch,
     Json,
-    LongRows,
+    LongRowsOption,
     LoraRank,
-    LossOn,
+    LossOnOption,
+    MaxGradNorm,
     Model,
+    Overwrite,
     SequenceLength,
     Set,
     TextColumn,
+    check_file,
+    option,
+    output_folder,
     split_names,
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
+from upshift.cli.usage.commands import HelpCommand
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, TrainRequest
+from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
 
-Data = Annotated[
-    str, typer.Option("--data", help="text, JSON, CSV, Parquet, a folder of them, or a saved datasets directory (docs/data.md)")
+Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+Output = Annotated[Path, output_folder("The folder for the trained model and its checkpoints.")]
+MaxSteps = Annotated[
+    int | None,
+    option(
+        "--max-steps", text="The number of optimizer steps. Replaces --epochs.", panel=Panel.TRAINING, metavar="N",
+        default="as many as --epochs needs", least=1,
+    ),
+]  # fmt: skip
+LearningRate = Annotated[
+    float,
+    option("--learning-rate", text="The highest learning rate.", panel=Panel.TRAINING, metavar="X", least=ABOVE_ZERO),
 ]
+WarmupSteps = Annotated[
+    int,
+    option(
+        "--warmup-steps", text="Optimizer steps in which the learning rate rises from 0.", panel=Panel.OPTIMIZATION, metavar="N",
+        least=0,
+    ),
+]  # fmt: skip
+WeightDecay = Annotated[
+    float, option("--weight-decay", text="The weight decay of AdamW.", panel=Panel.OPTIMIZATION, metavar="X", least=0.0)
+]
+Schedule = Annotated[
+    str,
+    option(
+        "--lr-scheduler-type", text="How the learning rate changes", panel=Panel.OPTIMIZATION, metavar="NAME",
+        choices=get_args(LearningRateSchedule),
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int,
+    option(
+        "--seed", text="The seed of the order of the data, of dropout and of random weights.", panel=Panel.OPTIMIZATION,
+        metavar="N", least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
 MupBase = Annotated[
-    str | None, typer.Option("--mup-base", help="muP: a narrower model or config.json whose learning rate is to hold here")
-]
+    str | None,
+    option(
+        "--mup-base", panel=Panel.OPTIMIZATION, metavar="MODEL", default="no muP",
+        text="muP: a narrower model whose learning rate shall hold for this model. Needs --from-config.",
+    ),
+]  # fmt: skip
+EvalSteps = Annotated[
+    int,
+    option(
+        "--eval-steps", text="Evaluate after every N optimizer steps. 0 evaluates only at the end.", panel=Panel.CHECKPOINTS,
+        metavar="N", least=0,
+    ),
+]  # fmt: skip
+SaveSteps = Annotated[
+    int,
+    option(
+        "--save-steps", panel=Panel.CHECKPOINTS, metavar="N", least=0,
+        text="Save a checkpoint after every N optimizer steps. 0 saves only at the end and after an interruption.",
+    ),
+]  # fmt: skip
+SaveTotalLimit = Annotated[
+    int,
+    option(
+        "--save-total-limit", text="How many of the newest checkpoints to keep.", panel=Panel.CHECKPOINTS, metavar="N", least=2
+    ),
+]  # fmt: skip
+PlanFile = Annotated[
+    Path | None,
+    option(
+        "--plan", text="Use the plan in this file, which upshift plan --json wrote. Runs no trials.", panel=Panel.PLAN,
+        metavar="PATH", default="search for one",
+    ),
+]  # fmt: skip
+TrialSeconds = Annotated[
+    float,
+    option(
+        "--trial-seconds", text="The time to test plans before the run, in seconds. 0 tests none.", panel=Panel.PLAN,
+        metavar="SECONDS", least=0.0,
+    ),
+]  # fmt: skip
+Resume = Annotated[bool, option("--resume", text="Continue from the newest checkpoint in the output folder.", panel=Panel.OUTPUT)]
 Heal = Annotated[
-    bool, typer.Option("--heal", help="of several processes (--nproc) one that is killed comes back, and the others go on")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=SEEDS - 1)]
-TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
+    bool,
+    option(
+        "--heal", text="Each process trains a whole copy. If one is killed, it starts again, and the others go on.",
+        panel=Panel.PROCESSES,
+    ),
+]  # fmt: skip
 
 
 @with_layout_flags
 def command(
     model: Model,
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = DEFAULT_OUTPUT,
+    output: Output = DEFAULT_OUTPUT,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="optimizer steps; default: one epoch")] = None,
+    max_steps: MaxSteps = None,
     epochs: Epochs = 1.0,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0)] = 5e-5,
-    warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0)] = 0,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
-    max_grad_norm: Annotated[float, typer.Option("--max-grad-norm", min=0.0)] = 1.0,
-    lr_scheduler_type: Annotated[str, typer.Option("--lr-scheduler-type")] = "linear",
+    learning_rate: LearningRate = 5e-5,
+    warmup_steps: WarmupSteps = 0,
+    weight_decay: WeightDecay = 0.0,
+    max_grad_norm: MaxGradNorm = 1.0,
+    lr_scheduler_type: Schedule = "linear",
     seed: Seed = 42,
-    eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
-    save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
-    save_total_limit: Annotated[int, typer.Option("--save-total-limit", min=2, help="newest checkpoints that are kept")] = 2,
-    from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    eval_steps: EvalSteps = 0,
+    save_steps: SaveSteps = 0,
+    save_total_limit: SaveTotalLimit = 2,
+    from_config: FromConfig = False,
     mup_base: MupBase = None,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
-    loss_on: LossOn = None,
-    long_rows: LongRows = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
+    loss_on: LossOnOption = None,
+    long_rows: LongRowsOption = None,
+    plan: PlanFile = None,
     set_: Set = None,
     allow: Allow = "",
     trial_seconds: TrialSeconds = TRIAL_SECONDS,
-    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
     heal: Heal = False,
     as_json: Json = False,
     backend: train_xla.Backend = "torch",
 ) -> None:
-    """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
+    """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals())
+    if plan is not None:
+        check_file("--plan", plan)
     if train_xla.is_xla(backend):
         train_xla.run(request, as_json=as_json)
         return
@@ -94,6 +182,15 @@ def command(
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
+
+
+def parse(words: Sequence[str]) -> dict[str, Any]:
+    """Parse the words that follow ``upshift train``. Return the options by name. Raise RequestError for wrong ones."""
+    app = typer.Typer(add_completion=False)
+    app.command("train", cls=HelpCommand)(command)
+    parser: Any = typer.main.get_command(app)
+    parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
+    return parsed
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

@@ -7,16 +7,22 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
-
 from upshift.cli import tables
+from upshift.cli.options import option
 from upshift.cli.progress import activity
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import check_choice
 from upshift.errors import RequestError
 from upshift.training.arguments import TrainRequest
 from upshift.units import format_seconds
 
-Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
+Backend = Annotated[
+    str,
+    option(
+        "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
+    ),
+]  # fmt: skip
 TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
@@ -25,9 +31,7 @@ RECENT_STEPS = 10  # the time left is estimated from the mean time of so many
 
 def is_xla(backend: str) -> bool:
     """Return whether the backend is XLA. Raise RequestError for an unknown one."""
-    if backend not in BACKENDS:
-        raise RequestError(f"--backend {backend} is not known; use {' or '.join(BACKENDS)}")
-    return backend == "xla"
+    return check_choice("--backend", backend, BACKENDS) == "xla"
 
 
 def run(request: TrainRequest, *, as_json: bool) -> None:

@@ -7,29 +7,36 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from upshift.cli import tables
 from upshift.cli.options import (
+    DATA_TEXT,
     Allow,
     DataFormat,
     Epochs,
     FourBits,
+    FromConfig,
     GlobalBatch,
+    Html,
     Json,
-    LongRows,
+    LongRowsOption,
     LoraRank,
-    LossOn,
+    LossOnOption,
     Model,
     SequenceLength,
     Set,
     TextColumn,
+    check_file,
     data_options_of,
+    option,
+    output_folder,
     split_names,
     with_layout_flags,
 )
 from upshift.cli.progress import activity
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.errors import MissingExtra
 from upshift.importing import importing
 from upshift.training.arguments import SEEDS
@@ -37,56 +44,170 @@ from upshift.units import format_seconds
 from upshift.versions import installed_version
 
 ROWS = 10  # of trials that ended, in the live table
-WarmStart = Annotated[
-    list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
-]
+Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+Space = Annotated[
+    Path,
+    option(
+        "--space", panel=Panel.SEARCH, metavar="PATH",
+        text="A YAML file with the range of each hyper-parameter, such as learning_rate: {low: 1.0e-5, high: 1.0e-3, log: true}.",
+    ),
+]  # fmt: skip
+Output = Annotated[Path, output_folder("The folder for the study and the best models.")]
+Trials = Annotated[
+    int,
+    option(
+        "--trials", text="The number of trials of the study, with those of earlier calls.", panel=Panel.SEARCH,
+        metavar="N", least=1,
+    ),
+]  # fmt: skip
+OBJECTIVES = ("eval_loss", "time", "memory", "speed")
 
+
+def _check_objectives(text: str) -> str:
+    for name in split_names(text, "--objective"):
+        check_choice("--objective", name, OBJECTIVES)
+    return text
+
+
+Objective = Annotated[
+    str,
+    option(
+        "--objective", text=f"What to optimize, one or several of {', '.join(OBJECTIVES)}.", panel=Panel.SEARCH,
+        metavar="NAME,NAME", check=_check_objectives,
+    ),
+]  # fmt: skip
+Pruner = Annotated[
+    str,
+    option(
+        "--pruner", text="The rule that ends bad trials early", panel=Panel.SEARCH, metavar="NAME",
+        choices=("halving", "hyperband", "median", "none"),
+    ),
+]  # fmt: skip
+Evaluations = Annotated[
+    int,
+    option(
+        "--evaluations", text="Evaluations of each trial. A bad trial ends at one of them.", panel=Panel.SEARCH, metavar="N",
+        least=1,
+    ),
+]  # fmt: skip
+Jobs = Annotated[
+    int,
+    option(
+        "--jobs", text="Trials at the same time. Each gets its share of the cores and the memory.", panel=Panel.PROCESSES,
+        metavar="N", least=1,
+    ),
+]  # fmt: skip
+MaxSteps = Annotated[
+    int | None,
+    option(
+        "--max-steps", text="The number of optimizer steps of a trial. Replaces --epochs.", panel=Panel.TRAINING, metavar="N",
+        default="as many as --epochs needs", least=1,
+    ),
+]  # fmt: skip
+MaxHours = Annotated[
+    float | None,
+    option(
+        "--max-hours", text="Start no trial after this time, in hours.", panel=Panel.LIMITS, metavar="HOURS", default="no limit",
+        least=0.0,
+    ),
+]  # fmt: skip
+MaxCost = Annotated[
+    float | None,
+    option(
+        "--max-cost", text="Start no trial after this cost. Needs --price-per-hour.", panel=Panel.LIMITS, metavar="COST",
+        default="no limit", least=0.0,
+    ),
+]  # fmt: skip
+PricePerHour = Annotated[
+    float | None,
+    option(
+        "--price-per-hour", text="The price of this machine for one hour, in any currency.", panel=Panel.LIMITS, metavar="COST",
+        default="unknown", least=ABOVE_ZERO,
+    ),
+]  # fmt: skip
+Storage = Annotated[
+    str | None,
+    option(
+        "--storage", text="Where the study is kept: the URL of a database, or the path of a journal.", panel=Panel.SPECIAL,
+        metavar="URL", default="SQLite in the output folder",
+    ),
+]  # fmt: skip
+Study = Annotated[
+    str,
+    option(
+        "--study", text="The name of the study. Processes with the same name and storage share it.", panel=Panel.SPECIAL,
+        metavar="NAME",
+    ),
+]  # fmt: skip
+WarmStart = Annotated[
+    list[str] | None,
+    option(
+        "--warm-start", text="Learn from an earlier study: its output folder or its database.", panel=Panel.SPECIAL,
+        metavar="PATH", default="no earlier study",
+    ),
+]  # fmt: skip
 MupWidth = Annotated[
     int | None,
-    typer.Option("--mup-width", min=1, help="search on a copy of MODEL of this hidden_size; muP carries the result over"),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=SEEDS - 1, help="of the search, and of trials whose space has no seed")]
+    option(
+        "--mup-width", panel=Panel.SPECIAL, metavar="N", default="search on the model itself", least=1,
+        text="Search on a copy of the model with this hidden_size. muP carries the result over.",
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int,
+    option(
+        "--seed", text="The seed of the search, and of trials whose space has no seed.", panel=Panel.OPTIMIZATION, metavar="N",
+        least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
+TrialSeconds = Annotated[
+    float,
+    option(
+        "--trial-seconds", text="The time to test plans before a run of a new shape, in seconds. 0 tests none.", panel=Panel.PLAN,
+        metavar="SECONDS", least=0.0,
+    ),
+]  # fmt: skip
 TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_type", "global_batch", "sequence_length", "seed")
 
 
 @with_layout_flags
 def command(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="as in upshift train")],
-    space: Annotated[Path, typer.Option("--space", help="a YAML file: learning_rate: {low: 1.0e-5, high: 1.0e-3, log: true}")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="where the study and the best models go")] = Path("upshift-tune"),
-    trials: Annotated[int, typer.Option("--trials", min=1, help="of this study in all, earlier calls counted")] = 20,
-    objective: Annotated[str, typer.Option("--objective", help="one or several of eval_loss,time,memory,speed")] = "eval_loss",
-    pruner: Annotated[str, typer.Option("--pruner", help="ends trials early: halving, hyperband, median, none")] = "halving",
-    evaluations: Annotated[int, typer.Option("--evaluations", min=1, help="of a trial, at which it may end")] = 9,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="trials at once, each with its share of cores and memory")] = 1,
+    data: Data,
+    space: Space,
+    output: Output = Path("upshift-tune"),
+    trials: Trials = 20,
+    objective: Objective = "eval_loss",
+    pruner: Pruner = "halving",
+    evaluations: Evaluations = 9,
+    jobs: Jobs = 1,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="of a trial; default: one epoch")] = None,
+    max_steps: MaxSteps = None,
     epochs: Epochs = 1.0,
-    max_hours: Annotated[float | None, typer.Option("--max-hours", min=0.0, help="start no trial after so long")] = None,
-    max_cost: Annotated[float | None, typer.Option("--max-cost", min=0.0, help="likewise, by --price-per-hour")] = None,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001, help="of the machine")] = None,
-    storage: Annotated[str | None, typer.Option("--storage", help="a database URL or a journal's path; default: SQLite")] = None,
-    study: Annotated[str, typer.Option("--study", help="name; processes that name the same in one storage share it")] = "upshift",
+    max_hours: MaxHours = None,
+    max_cost: MaxCost = None,
+    price_per_hour: PricePerHour = None,
+    storage: Storage = None,
+    study: Study = "upshift",
     warm_start: WarmStart = None,
     mup_width: MupWidth = None,
-    from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    from_config: FromConfig = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
-    loss_on: LossOn = None,
-    long_rows: LongRows = None,
+    loss_on: LossOnOption = None,
+    long_rows: LongRowsOption = None,
     seed: Seed = 42,
     set_: Set = None,
     allow: Allow = "",
-    trial_seconds: Annotated[float, typer.Option("--trial-seconds", min=0.0, help="to try plans, once a shape of run")] = 0.0,
-    html: Annotated[Path | None, typer.Option("--html", help="write the study, drawn, to this file")] = None,
+    trial_seconds: TrialSeconds = 0.0,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
-    _check_request(html)
+    """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
+    _check_request(space, html)
     of_data = data_options_of(locals())
     with importing():
         from upshift.tuning.tune import tune
@@ -109,8 +230,9 @@ def command(
     _print_result(result, model, data, as_json=as_json)
 
 
-def _check_request(html: Path | None) -> None:
-    """Raise before the search if Optuna is missing, or if the page cannot be written."""
+def _check_request(space: Path, html: Path | None) -> None:
+    """Raise before the search if Optuna or the space is missing, or if the page cannot be written."""
+    check_file("--space", space)
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:

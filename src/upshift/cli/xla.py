@@ -9,40 +9,78 @@ import typer
 from rich.table import Table
 
 from upshift.cli import tables
-from upshift.cli.options import Json, Model, command_line_options
+from upshift.cli.options import POSITIONS_DEFAULT, Json, Model, command_line_options, option
 from upshift.cli.tables import dim
+from upshift.cli.usage.commands import HelpCommand, HelpGroup
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
-from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_lengths, sequence_length_of
+from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.units import GIB, format_count, format_seconds
 
 LENGTHS = (DEFAULT_SEQUENCE_LENGTH, 128)  # of a prompt and its answer
-app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_args_is_help=True)
+app = typer.Typer(
+    cls=HelpGroup, no_args_is_help=True, help="Compile programs of XLA for TPUs.",
+    epilog="upshift xla compile MODEL --topology v5e-4",
+)  # fmt: skip
+Topology = Annotated[
+    str,
+    option(
+        "--topology", text="A slice of TPUs by Google's name, such as v5e-4, v6e-8 or v5p-8.", panel=Panel.TASK, metavar="NAME"
+    ),
+]
+GenerateOption = Annotated[bool, option("--generate", text="Compile generation, not a training step.", panel=Panel.TASK)]
+Batch = Annotated[
+    int | None,
+    option(
+        "--batch", text="Sequences at a time, on all chips together.", panel=Panel.TASK, metavar="N", default="one on each chip",
+        least=1,
+    ),
+]  # fmt: skip
+Length = Annotated[
+    int | None,
+    option(
+        "--sequence-length", text="The length of a sequence or of a prompt, in tokens.", panel=Panel.MODEL, metavar="N",
+        default=POSITIONS_DEFAULT, least=2,
+    ),
+]  # fmt: skip
+MaxNewTokens = Annotated[
+    int | None,
+    option(
+        "--max-new-tokens", text="With --generate: the longest answer, in tokens.", panel=Panel.TASK, metavar="N",
+        default=f"{LENGTHS[1]}, or what fits", least=1,
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str,
+    option(
+        "--dtype", text="The dtype that is computed in. Trained weights stay in fp32", panel=Panel.TASK, metavar="NAME",
+        choices=("bfloat16", "float32"),
+    ),
+]  # fmt: skip
 
 
 @app.callback()
 def _group() -> None:
-    """Programs of XLA."""
+    """Compile programs of XLA for TPUs."""
 
 
-@app.command("compile")
+@app.command("compile", cls=HelpCommand, epilog="upshift xla compile MODEL --topology v5e-4")
 def compile_command(
     context: typer.Context,
     model: Model,
-    topology: Annotated[str, typer.Option("--topology", help="a slice by Google's name: v5e-4, v6e-8, v5p-8, v4-8")],
-    generate: Annotated[bool, typer.Option("--generate", help="all of generation; default: a training step")] = False,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences of all chips; default: one a chip")] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", min=2, help=f"tokens of a sequence, or of a prompt; {SEQUENCE_HELP}")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help=f"of --generate; default: {LENGTHS[1]}, or what fits")
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; trained weights: fp32")] = "bfloat16",
+    topology: Topology,
+    generate: GenerateOption = False,
+    batch: Batch = None,
+    sequence_length: Length = None,
+    max_new_tokens: MaxNewTokens = None,
+    dtype: Dtype = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Does it compile for this TPU, how much of its memory does it take, and how fast can it be? Needs no TPU, and makes no
-    weights: MODEL may be a config.json. Exit code 3: it does not fit, in the compiler's words."""
+    """Compile a training step or generation for a TPU. Needs no TPU and no weights.
+
+    Shows whether it compiles, how much memory it takes, and how fast it can be at most. Exit code 3: it does not fit.
+    """
     from upshift.models.source import find_model
     from upshift.xla.tpu.compile import compile_for_tpu
 

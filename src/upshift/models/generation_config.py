@@ -55,7 +55,7 @@ def merge_options(
     try:
         return options_class.model_validate(merged)
     except ValidationError as error:
-        raise RequestError(f"generation cannot use {first_problem(options_class, error)}") from None
+        raise RequestError(f"generation: {first_problem(options_class, error)}") from None
 
 
 def _is_possible(options_class: type[Value], name: str, value: Any) -> bool:

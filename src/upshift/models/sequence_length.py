@@ -7,7 +7,6 @@ from upshift.models.profile_cache import encoder_has_prompt, positions_of
 from upshift.models.source import ModelSource
 
 DEFAULT_SEQUENCE_LENGTH = 512
-SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions where they are fewer"
 
 
 def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:

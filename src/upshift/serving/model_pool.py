@@ -122,7 +122,7 @@ class ModelPool:
         """Raise RequestError if the model alone is larger than the limit."""
         if self.memory_bytes is not None and self._size(name) > self.memory_bytes:
             raise RequestError(
-                f"{name} takes {format_bytes(self._size(name))} of memory or more, and --max-memory allows "
+                f"{name} takes {format_bytes(self._size(name))} of memory or more, and --total-memory allows "
                 f"{format_bytes(self.memory_bytes)}; allow more, or serve it elsewhere"
             )
 

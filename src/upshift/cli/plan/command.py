@@ -9,71 +9,113 @@ import json
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from upshift.cli import tables
 from upshift.cli.options import (
-    Allow,
     DataFormat,
     FourBits,
     GlobalBatch,
+    Html,
     Json,
-    LongRows,
+    LongRowsOption,
     LoraRank,
-    LossOn,
+    LossOnOption,
+    MaxGradNorm,
+    MaxLatency,
+    MaxTpot,
+    MaxTtft,
     Model,
+    OutputLength,
+    PromptLength,
     SequenceLength,
     Set,
     TextColumn,
     data_options_of,
+    option,
     split_names,
     with_layout_flags,
 )
 from upshift.cli.plan import inference as plan_inference
 from upshift.cli.plan import questions
 from upshift.cli.plan.questions import refuse_unused
+from upshift.cli.usage.help_page import Panel
+from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model_to_train
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
+from upshift.planning.inference.plan import CHANGES_MATHEMATICS
+from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data import data_options
 from upshift.training.data.data_options import DataOptions
 
-On = Annotated[str | None, typer.Option("--on", help="a described host such as 8x8xh100@ib-ndr; default: this machine")]
-Html = Annotated[Path | None, typer.Option("--html", help="write the plans, drawn, to this file: one page that works offline")]
-Data = Annotated[str | None, typer.Option("--data", help="plan for the lengths of its sequences: a file or folder, as in train")]
-Risk = Annotated[float | None, typer.Option("--risk", help="accepted probability of running out of memory, such as 0.01")]
-Train = Annotated[bool, typer.Option("--train", help="plan a training run (default)")]
-MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps that one-time costs are spread over")]
-Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
+On = Annotated[
+    str | None,
+    option(
+        "--on", text="Plan for a described machine, such as 8xh100 or 8x8xh100@ib-ndr.", panel=Panel.PLAN, metavar="HOST",
+        default="this machine",
+    ),
+]  # fmt: skip
+Data = Annotated[
+    str | None,
+    option(
+        "--data", text="Plan for the lengths of these texts: a file or a folder, as in upshift train.", panel=Panel.MODEL,
+        metavar="PATH", default="every sequence is full",
+    ),
+]  # fmt: skip
+AllowAny = Annotated[
+    str,
+    option(
+        "--allow", panel=Panel.PLAN, metavar="NAME,NAME", default="none",
+        text=f"Allow choices that change the mathematics. Training: {', '.join(changes_of_mathematics())}. "
+        f"With --generate or --encode: {', '.join(CHANGES_MATHEMATICS)}.",
+    ),
+]  # fmt: skip
+Risk = Annotated[
+    float | None,
+    option(
+        "--risk", text="The probability of running out of memory that you accept, between 0 and 0.5.", panel=Panel.PLAN,
+        metavar="X", default="leave 5 % of the memory free", least=ABOVE_ZERO, most=0.5,
+    ),
+]  # fmt: skip
+Train = Annotated[bool, option("--train", text="Plan a training run. This is the default.", panel=Panel.TASK)]
+Steps = Annotated[
+    int,
+    option(
+        "--steps", text="Optimizer steps of the run. One-time costs, such as compiling, are spread over them.",
+        panel=Panel.OPTIMIZATION, metavar="N", least=1,
+    ),
+]  # fmt: skip
+Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Panel.OUTPUT, metavar="N", least=1)]
 
 
 @with_layout_flags
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
-    set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
-    loss_on: LossOn = None, long_rows: LongRows = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
-    lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True, generate: plan_inference.Generate = False,
-    encode: plan_inference.Encode = False, prompt_length: plan_inference.PromptLength = None,
-    output_length: plan_inference.OutputLength = None, concurrency: plan_inference.Concurrency = None,
-    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None, why: questions.Why = None,
-    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
-    price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
-    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
+    set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None,
+    data_format: DataFormat = None, loss_on: LossOnOption = None, long_rows: LongRowsOption = None, risk: Risk = None,
+    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
+    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    prompt_length: PromptLength = None, output_length: OutputLength = None,
+    concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
+    max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None,
+    why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None,
+    compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
+    deadline: questions.Deadline = None, lock: questions.Lock = None, check: questions.CheckFile = None,
+    rows: Rows = 5, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
+    """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     fixed = tuple(set_ or ())
     if generate or encode:
         generation = (prompt_length, output_length, concurrency)
-        limits = (max_ttft_ms, max_tpot_ms)
+        limits = (max_latency_ms if encode else max_ttft_ms, max_tpot_ms)
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)

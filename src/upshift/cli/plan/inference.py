@@ -6,10 +6,11 @@ import json
 import sys
 from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from upshift.cli import tables
+from upshift.cli.options import option
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_lengths, sequence_length_of
 from upshift.models.source import find_model
@@ -19,22 +20,19 @@ from upshift.planning.inference.planner import InferenceNumbers, InferencePlanni
 from upshift.planning.inference.space import check_allow
 from upshift.planning.planner import find_host
 
-Generate = Annotated[bool, typer.Option("--generate", help="plan generation: prompts in, tokens out")]
-Encode = Annotated[bool, typer.Option("--encode", help="plan encoding: --global-batch sequences of --sequence-length tokens")]
+Generate = Annotated[bool, option("--generate", text="Plan generation: prompts in, tokens out.", panel=Panel.TASK)]
+Encode = Annotated[
+    bool,
+    option("--encode", text="Plan encoding: --global-batch texts of --sequence-length tokens at a time.", panel=Panel.TASK),
+]
 LENGTHS = (512, 256)  # of a prompt and its answer
-PromptLength = Annotated[
-    int | None,
-    typer.Option("--prompt-length", min=1, help=f"tokens of a prompt (--generate); default: {LENGTHS[0]} or fewer"),
-]
-OutputLength = Annotated[
-    int | None,
-    typer.Option("--output-length", min=1, help=f"tokens generated for it (--generate); default: {LENGTHS[1]} or fewer"),
-]
 Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", min=1, help="requests at once (--generate); default: for the highest throughput")
-]
-MaxTtft = Annotated[float | None, typer.Option("--max-ttft-ms", help="longest time to first token")]
-MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest mean time per output token (--generate)")]
+    int | None,
+    option(
+        "--concurrency", text="With --generate: requests at once.", panel=Panel.TEXT, metavar="N",
+        default="the number with the highest throughput", least=1,
+    ),
+]  # fmt: skip
 
 
 def check_one_task(generate: bool, encode: bool) -> None:
@@ -64,14 +62,11 @@ def read_workload(
     """Return the workload of a task.
 
     ``generation``: prompt length, output length and concurrency of ``--generate``. ``sequences``: length and batch of
-    ``--encode``. ``limits``: the longest time to the first token and per output token, in ms."""
+    ``--encode``. ``limits``, in ms: the longest time to the first token, or of a batch of ``--encode``, and of a later token."""
     check_one_task(generate, encode)
-    ttft = _positive("--max-ttft-ms", limits[0])
-    tpot = _positive("--max-tpot-ms", limits[1])
+    ttft, tpot = limits
     allowed = check_allow(allow)
     if encode:
-        if tpot is not None:
-            raise RequestError("--max-tpot-ms is of generated tokens, and --encode generates none; use --max-ttft-ms")
         return InferenceWorkload(
             task="encode", prompt_length=sequences[0], concurrency=sequences[1], max_ttft_ms=ttft, allow=allowed
         )
@@ -173,9 +168,3 @@ def _rejected_table(planning: InferencePlanning, *, rows: int = 4) -> Table | No
     for entry in rejected[:: max(len(rejected) // rows, 1)][:rows]:
         table.add_row(entry.plan.label(), entry.reason)
     return table
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise RequestError(f"{name} {value:g} is not a time that an answer can take; use milliseconds above 0")
-    return value

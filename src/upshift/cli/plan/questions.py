@@ -14,7 +14,8 @@ import typer
 from rich.markup import escape
 
 from upshift.cli import tables
-from upshift.cli.options import command_line_options
+from upshift.cli.options import command_line_options, option
+from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
@@ -58,12 +59,13 @@ OF_TRAINING = (
 )  # fmt: skip
 OF_SEQUENCES = ("sequence_length", "global_batch")
 OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
-LIMITS = ("max_ttft_ms", "max_tpot_ms")
+OF_ANSWERS = ("max_ttft_ms", "max_tpot_ms")
+LIMITS = ("max_latency_ms", *OF_ANSWERS)
 OF_A_RANKING = ("html", "rows")
 UNUSED: dict[Question, tuple[str, ...]] = {
     "--train": (*OF_PROMPTS, *LIMITS),
-    "--generate": (*OF_TRAINING, *OF_SEQUENCES),
-    "--encode": (*OF_TRAINING, *OF_PROMPTS),
+    "--generate": (*OF_TRAINING, *OF_SEQUENCES, "max_latency_ms"),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS, *OF_ANSWERS),
     "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
     "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
@@ -83,23 +85,67 @@ def refuse_unused(context: typer.Context, question: Question) -> None:
 
 
 Why = Annotated[
-    list[str] | None, typer.Option("--why", help="why not field=value: the best plan with it against the best (repeatable)")
-]
+    list[str] | None,
+    option(
+        "--why", text="Explain why the best plan does not have this value: compare the two.", panel=Panel.QUESTIONS,
+        metavar="FIELD=VALUE",
+    ),
+]  # fmt: skip
 ShadowPrices = Annotated[
-    bool, typer.Option("--shadow-prices", help="what more memory, faster links and each --allow would give: a search for each")
-]
+    bool,
+    option(
+        "--shadow-prices", panel=Panel.QUESTIONS,
+        text="Show what more memory, faster links and each name of --allow would gain. Takes one search for each.",
+    ),
+]  # fmt: skip
 LargestOption = Annotated[
-    str | None, typer.Option("--largest", help="instead of a ranking, the largest that fits: sequence, batch or model (layers)")
-]
-Compare = Annotated[str | None, typer.Option("--compare", help="instead of a ranking, compare hosts: 8xh100,2x8xa100-80gb")]
-Price = Annotated[str | None, typer.Option("--price", help="with --compare, of a device: h100=2.5/h,a100-80gb=1.2/h")]
-Tokens = Annotated[str | None, typer.Option("--tokens", help="with --compare, to train on: 1e12, 300B, 15T; default: --steps")]
-Deadline = Annotated[str | None, typer.Option("--deadline", help="with --compare: 72h, 3d, 90min")]
-Lock = Annotated[Path | None, typer.Option("--lock", help="write the best plan with versions and hashes, for --check")]
+    str | None,
+    option(
+        "--largest", text="Find the largest size that fits; model counts layers", panel=Panel.QUESTIONS, metavar="NAME",
+        choices=("sequence", "batch", "model"),
+    ),
+]  # fmt: skip
+Compare = Annotated[
+    str | None,
+    option(
+        "--compare", text="Compare machines, such as 8xh100,2x8xa100-80gb.", panel=Panel.QUESTIONS, metavar="HOST,HOST"
+    ),
+]  # fmt: skip
+Price = Annotated[
+    str | None,
+    option(
+        "--price", text="With --compare: the price of one device, such as h100=2.5/h,a100-80gb=1.2/h.", panel=Panel.QUESTIONS,
+        metavar="NAME=PRICE/h",
+    ),
+]  # fmt: skip
+Tokens = Annotated[
+    str | None,
+    option(
+        "--tokens", text="With --compare: the tokens to train on, such as 300B or 1e12.", panel=Panel.QUESTIONS, metavar="COUNT",
+        default="those of --steps",
+    ),
+]  # fmt: skip
+Deadline = Annotated[
+    str | None,
+    option(
+        "--deadline", text="With --compare: the longest time of the run, such as 90min, 72h or 3d.", panel=Panel.QUESTIONS,
+        metavar="TIME",
+    ),
+]  # fmt: skip
+Lock = Annotated[
+    Path | None,
+    option(
+        "--lock", text="Write the best plan with its versions to this file, for a later --check.", panel=Panel.QUESTIONS,
+        metavar="PATH",
+    ),
+]  # fmt: skip
 CheckFile = Annotated[
     Path | None,
-    typer.Option("--check", help="what a locked plan costs with today's libraries (its own workload and host); exit 1: it moved"),
-]
+    option(
+        "--check", panel=Panel.QUESTIONS, metavar="PATH",
+        text="Predict the plan that --lock wrote again, with today's libraries. Exit code 1: the prediction changed.",
+    ),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

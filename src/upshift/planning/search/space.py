@@ -39,6 +39,7 @@ from upshift.planning.row_sharing import can_pack, why_never_packed
 from upshift.planning.search.constraints import PACKED_KERNELS, read_base, why_kernel_unusable
 from upshift.planning.search.layouts import check_layout, check_processes, shares_work
 from upshift.planning.workload import Workload
+from upshift.text import did_you_mean
 from upshift.value import Value, first_problem
 
 
@@ -48,7 +49,9 @@ def split_assignment(text: str, field_names: Collection[str], *, option: str = "
     if not equals and name in field_names:
         raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
     if not equals or name not in field_names:
-        raise RequestError(f"{option} {text!r} names no plan field; use field=value with one of {', '.join(field_names)}")
+        similar = did_you_mean(name, field_names)
+        fields = ", ".join(field_names)
+        raise RequestError(f"{option} {text!r} names no plan field{similar}; use field=value with one of {fields}")
     return name, value
 
 

@@ -1,0 +1,1 @@
+"""The help pages of the commands, and the messages about wrong options."""

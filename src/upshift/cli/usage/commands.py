@@ -1,0 +1,84 @@
+"""Define the classes of all commands: they print our help pages, and say in our words what is wrong with an option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from upshift.cli.usage.help_page import first_page, help_page
+from upshift.cli.usage.messages import MissingValue, check_extra, check_numbers, check_words, describe_error
+from upshift.errors import RequestError
+from upshift.text import did_you_mean
+
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
+HELP_ALL = "--help-all"
+MAY_BE_EMPTY = ("allow", "prompt")  # parameters: --allow "" allows nothing, and a prompt may have no text
+PAGE_WIDTH = 80
+
+
+class HelpCommand(TyperCommand):
+    """A command with our help page, which also checks what the parser of the command line lets pass."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(help_page(self, ctx.command_path, width=formatter.width, styled=_is_styled()))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _print_all_help(self, ctx, args)
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        path = ctx.command_path
+        values: dict[str, Any] = {}
+        try:
+            values, extra, order = self.make_parser(ctx).parse_args(list(args))
+            if not ctx.allow_extra_args:
+                check_extra(self, path, extra)
+            check_words(path, values, order, MAY_BE_EMPTY)
+            check_numbers(self, path, values, order)
+            return super().parse_args(ctx, list(args))
+        except USAGE_ERROR as error:
+            problem = describe_error(self, path, error, values)
+            if isinstance(problem, MissingValue) and not args:
+                problem.page = first_page(self, path, width=PAGE_WIDTH, styled=_is_styled())
+            raise problem from None
+
+
+class HelpGroup(TyperGroup):
+    """A group of commands with our help page. It suggests the command that a wrong name looks like."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(help_page(self, ctx.command_path, width=formatter.width, styled=_is_styled()))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _print_all_help(self, ctx, args[:1])
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit(0)
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            raise describe_error(self, ctx.command_path, error, {}) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in self.commands and not ctx.resilient_parsing:
+            path = ctx.command_path
+            raise RequestError(f"there is no command {path} {name}{did_you_mean(name, self.commands)}; see {path} --help")
+        return super().resolve_command(ctx, args)
+
+
+def _print_all_help(command: Any, ctx: Any, args: list[str]) -> None:
+    """Print the page with all options and exit, if the user asks for it before ``--``."""
+    words = args[: args.index("--")] if "--" in args else args
+    if HELP_ALL in words:
+        width = ctx.make_formatter().width
+        typer.echo(help_page(command, ctx.command_path, width=width, detailed=True, styled=_is_styled()), nl=False)
+        ctx.exit(0)
+
+
+def _is_styled() -> bool:
+    """Return whether standard output is a terminal that shows colors."""
+    from upshift.cli.tables import out
+
+    return out.is_terminal and not out.no_color

@@ -1,0 +1,229 @@
+"""Every option of every command, with a value of a wrong type: one line that names the option, and exit code 2.
+
+The tables are made from the commands themselves, so that a new option is covered by itself."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from upshift.cli import main as command_line
+from upshift.cli.usage.commands import MAY_BE_EMPTY
+from upshift.cli.usage.help_page import is_option, long_name
+from upshift.cli.usage.messages import annotation_of, number_type
+
+ROOT: Any = typer.main.get_command(command_line.app)
+
+
+def commands(command: Any = ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+    if not getattr(command, "commands", None):
+        yield path, command
+
+
+COMMANDS = dict(commands())
+OPTIONS = [(path, option) for path, command in COMMANDS.items() for option in command.params if is_option(option)]
+NUMBERS = [
+    (path, option, kind) for path, option in OPTIONS if (kind := number_type(annotation_of(COMMANDS[path], option))) is not None
+]  # fmt: skip
+FLAGS = [(path, option) for path, option in OPTIONS if option.is_flag]
+TEXTS = [
+    (path, option) for path, option in OPTIONS
+    if not option.is_flag and number_type(annotation_of(COMMANDS[path], option)) is None
+]  # fmt: skip
+
+
+def choices_of(option: Any) -> list[str]:
+    """Return the values that a shell completes."""
+    completed = option.shell_complete(typer.Context(ROOT), "") if not option.is_flag else []
+    return [item.value for item in completed]
+
+
+def answer(*words: str) -> tuple[int, str]:
+    """Return the exit code and the standard error of ``upshift``, as the installed command gives them."""
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(err), redirect_stdout(io.StringIO()):
+        patch.setattr(sys, "argv", ["upshift", *words])
+        patch.setattr(command_line, "app", ROOT)  # else each call builds all commands again
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+    return int(ended.value.code or 0), err.getvalue()
+
+
+def check_refusal(*words: str, names: str) -> str:
+    code, err = answer(*words)
+    lines = err.splitlines()
+    assert (code, len(lines)) == (2, 1), (code, err)
+    assert lines[0].startswith("upshift: ") and names in lines[0], err
+    for foreign in ("Input should", "Invalid value", "validation error", "Traceback", "pydantic", "Error:"):
+        assert foreign not in err
+    return lines[0]
+
+
+def named(cases: list[Any]) -> list[str]:
+    return [" ".join((*case[0], long_name(case[1]))) for case in cases]
+
+
+def test_the_tables_have_all_options() -> None:
+    assert len(COMMANDS) > 20 and len(OPTIONS) > 200
+    assert len(NUMBERS) + len(FLAGS) + len(TEXTS) == len(OPTIONS)
+
+
+@pytest.mark.parametrize(("path", "option", "kind"), NUMBERS, ids=named(NUMBERS))
+@pytest.mark.parametrize("value", ["many", "", "-1", "nan", "inf", "1e400"])
+def test_a_wrong_number(path: tuple[str, ...], option: Any, kind: type, value: str) -> None:
+    check_refusal(*path, long_name(option), value, names=long_name(option))
+
+
+@pytest.mark.parametrize(("path", "option", "kind"), NUMBERS, ids=named(NUMBERS))
+def test_a_number_of_the_wrong_size(path: tuple[str, ...], option: Any, kind: type) -> None:
+    if kind is int:
+        check_refusal(*path, long_name(option), "1.5", names=long_name(option))
+        check_refusal(*path, *placeholders(path), long_name(option), "1" + 30 * "0", names=long_name(option))
+    else:
+        assert kind is float
+
+
+def placeholders(path: tuple[str, ...]) -> list[str]:
+    """Return a word for each argument and option that the command needs."""
+    words = []
+    for parameter in COMMANDS[path].params:
+        if parameter.required:
+            words += (
+                [long_name(parameter), "8" if long_name(parameter) == "--bits" else "word"] if is_option(parameter) else ["word"]
+            )
+    return words
+
+
+@pytest.mark.parametrize(("path", "option"), TEXTS, ids=named(TEXTS))
+def test_an_empty_text(path: tuple[str, ...], option: Any) -> None:
+    if option.name in MAY_BE_EMPTY:
+        assert option.name in ("allow", "prompt")
+        return
+    line = check_refusal(*path, long_name(option), "", names=long_name(option))
+    assert "is empty" in line
+    assert "is empty" in check_refusal(*path, long_name(option), " ", names=long_name(option))
+
+
+@pytest.mark.parametrize(("path", "option"), FLAGS, ids=named(FLAGS))
+def test_a_flag_with_a_value(path: tuple[str, ...], option: Any) -> None:
+    assert "takes no value" in check_refusal(*path, f"{long_name(option)}=yes", names=long_name(option))
+
+
+WITH_CHOICES = [(path, option) for path, option in TEXTS if choices_of(option)]
+
+
+def test_options_with_choices_are_found() -> None:
+    found = {long_name(option) for _, option in WITH_CHOICES}
+    assert {
+        "--backend",
+        "--dtype",
+        "--fully-shard",
+        "--kind",
+        "--largest",
+        "--lr-scheduler-type",
+        "--measure",
+        "--pruner",
+    } <= found
+
+
+@pytest.mark.parametrize(("path", "option"), WITH_CHOICES, ids=named(WITH_CHOICES))
+def test_a_wrong_choice(path: tuple[str, ...], option: Any) -> None:
+    choices = choices_of(option)
+    line = check_refusal(*path, long_name(option), "x" + choices[0], names=long_name(option))
+    assert ", ".join(choices) in line and f"did you mean {choices[0]}" in line
+    assert ", ".join(choices) in option.help  # listed in the help, too
+
+
+FOLDERS = [(path, option) for path, option in OPTIONS if option.metavar == "FOLDER"]
+
+
+def test_folders_are_found() -> None:
+    assert {" ".join(path) for path, _ in FOLDERS} >= {
+        "train",
+        "tune",
+        "quantize",
+        "convert",
+        "shard",
+        "merge",
+        "profile",
+        "demo",
+    }
+
+
+@pytest.mark.parametrize(("path", "option"), FOLDERS, ids=named(FOLDERS))
+def test_a_file_is_no_output_folder(path: tuple[str, ...], option: Any) -> None:
+    line = check_refusal(*path, long_name(option), __file__, names=f"{long_name(option)} {__file__} is a file")
+    assert "give a folder" in line
+
+
+@pytest.mark.parametrize("words", ["train MODEL --data d --plan", "tune MODEL --data d --space"])
+def test_a_file_that_is_not_there(words: str, tmp_path: Path) -> None:
+    option = words.split()[-1]
+    check_refusal(*words.split(), str(tmp_path / "none"), names=f"{option} {tmp_path}/none does not exist")
+    check_refusal(*words.split(), str(tmp_path), names=f"{option} {tmp_path} is a folder")
+
+
+VALUED = [(path, option) for path, option in OPTIONS if not option.is_flag]
+
+
+@pytest.mark.parametrize(("path", "option"), VALUED, ids=named(VALUED))
+def test_an_option_without_its_value(path: tuple[str, ...], option: Any) -> None:
+    assert option.metavar in check_refusal(*path, long_name(option), names=long_name(option))
+
+
+ONCE = [(path, option) for path, option in VALUED if not option.multiple]
+
+
+@pytest.mark.parametrize(("path", "option"), ONCE, ids=named(ONCE))
+def test_an_option_twice(path: tuple[str, ...], option: Any) -> None:
+    assert "2 times" in check_refusal(*path, long_name(option), "1", long_name(option), "2", names=long_name(option))
+
+
+def some_option(path: tuple[str, ...]) -> list[str]:
+    """Return an option that the command does not need: without any word, it shows its examples first."""
+    names = {long_name(option) for option in COMMANDS[path].params if is_option(option)}
+    return next([name, *value] for name, *value in (("--json",), ("--quick",), ("--seed", "9"), ("--port", "9")) if name in names)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_an_unknown_option_and_a_missing_argument(path: tuple[str, ...]) -> None:
+    if path != ("bench", "run"):  # it passes options that it does not have to the case
+        line = check_refusal(*path, "--hlep", names="--hlep")
+        assert "--help-all" in line
+    needed = [parameter for parameter in COMMANDS[path].params if parameter.required]
+    if needed:
+        line = check_refusal(*path, *some_option(path), names="needs")
+        assert all(long_name(parameter).split()[0] in line for parameter in needed)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("trian",), "did you mean train"),
+        (("bench", "lst"), "did you mean list"),
+        (("train", "MODEL", "--lerning-rate", "1"), "did you mean --learning-rate"),
+        (("serve", "MODEL", "--max-latency-ms", "500"), "--max-ttft-ms"),
+        (("serve", "MODEL", "--max-memory", "12"), "--total-memory"),
+        (("plan", "MODEL", "OTHER"), "'OTHER'"),
+        (("plan", ""), "MODEL is empty"),
+        (("profile", "--", "train", "MODEL", "--data", "d", "--epochs", "x"), "--epochs x is not a number of at least 0.001"),
+        (("plan", "MODEL", "--rows", "0"), "--rows 0 is not a whole number of at least 1"),
+        (("train", "MODEL", "--learning-rate", "0"), "--learning-rate 0 is not a number above 0"),
+        (("generate", "MODEL", "--prompt", "a", "--quality", "best"), "--quality 'best'"),
+        (("generate", "MODEL", "--prompt", "a", "--engine", "torhc"), "did you mean torch"),
+        (("tune", "MODEL", "--data", "d", "--space", __file__, "--objective", "time,los"), "--objective 'los'"),
+        (("plan", "MODEL", "--on", "h100", "--set", "precsion=bf16"), "MODEL"),
+        (("launch", "--slurm", "--", "train", "MODEL"), "upshift train needs --data PATH"),
+    ],
+)
+def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> None:
+    assert expected in check_refusal(*words, names="")
