@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
-from upshift.models.build import build_model, choose_class, disable_cache, encoder_of, is_causal_class
+from upshift.models.build import build_model, choose_class, disable_cache, encoder_class, encoder_of, is_causal_class
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.small_copy import narrow_copies
@@ -80,8 +80,11 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     if states:
         class_name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
         model_class = getattr(transformers, class_name, None) if isinstance(class_name, str) else None
-        if model_class is None:
-            return Isolation(reason=f"transformers has no one model for {config.model_type} without a head")
+        if model_class is None:  # transformers has none for this model_type, or several
+            try:
+                model_class = encoder_class(config, source.reference)
+            except RequestError as problem:
+                return Isolation(reason=str(problem))
         return measure_isolation(config, model_class, None)
     try:
         model_class, objective = choose_class(config, source.reference)
