@@ -157,28 +157,31 @@ def train(model: TinyModel, plan: Plan) -> str:
 
 
 def draws_in_training(model: Any, inputs: dict[str, torch.Tensor]) -> bool:
-    """Return whether a model without dropout draws random numbers in training, as routers that jitter their inputs do.
+    """Return whether a model without dropout draws random numbers in training, as routers do that sample experts.
 
-    Two losses of the same inputs then differ. Such a model's plans are compared WithoutNoise: a difference there is an error."""
-    losses = []
-    with torch.no_grad():
-        for seed in range(2):
-            torch.manual_seed(seed)
-            losses.append(float(model.train()(**inputs).loss))
-    return losses[0] != losses[1]
+    Two losses of the same inputs may then differ. Such a model's plans are compared WithoutNoise: a difference there is an
+    error."""
+    with torch.no_grad(), WithoutNoise() as noise:
+        model.train()(**inputs)
+    return noise.draws
 
 
 class WithoutNoise(TorchDispatchMode):
     """Put the mean of its distribution in the place of every random number, so that a model in training computes the same
     twice."""
 
+    draws = False  # whether a random number was replaced
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
             name = func.overloadpacket.__name__
+            self.draws = True
             if name in ("uniform", "uniform_"):
                 low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
                 return result.fill_((low + high) / 2)
+            if name in ("exponential", "exponential_"):
+                return result.fill_(1 / (args[1] if len(args) > 1 else 1.0))
             if name in ("rand", "rand_like"):
                 return result.fill_(0.5)
             if name in ("randn", "randn_like"):

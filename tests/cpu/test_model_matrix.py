@@ -48,16 +48,10 @@ def test_another_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert outcome_of(cells(model)[cell])[0] == "WRONG", cell
 
 
-def jittering(folder: Path) -> TinyModel:
-    """A mixture whose router multiplies its inputs by random numbers in training."""
-    model = TinyModel("causal", "phimoe", CLASSES["causal phimoe"], folder, describe(model_matrix.HOST))
-    assert model.config.input_jitter_noise > 0
-    return model
-
-
 @pytest.mark.parametrize("cell", ["train plain", "packed"])
 def test_noise_in_training_is_no_error_and_hides_none(cell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = jittering(tmp_path)
+    """PhiMoE's router draws its experts in training."""
+    model = TinyModel("causal", "phimoe", CLASSES["causal phimoe"], tmp_path, describe(model_matrix.HOST))
     ids = torch.arange(5, 25)[None]
     inputs = {"input_ids": ids, "labels": ids}
     assert model_matrix_cells.draws_in_training(model.reference(), inputs)

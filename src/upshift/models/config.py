@@ -61,8 +61,8 @@ def text_configs(config: Any) -> tuple[Any, ...]:
     """Return the configs of the parts that read or write text: one, or an encoder's and a decoder's that are models of their own.
 
     transformers' ``get_text_config()`` gives the decoder's of two, or raises ValueError for a text encoder beside a decoder."""
-    names = ("encoder", "text_encoder", "decoder")
-    parts = tuple(part for name in names if hasattr(part := getattr(config, name, None), "get_text_config"))
+    values: list[Any] = [getattr(config, name, None) for name in ("encoder", "text_encoder", "decoder")]
+    parts = [value for value in values if hasattr(value, "get_text_config")]
     if len(parts) > 1:
         return tuple(part.get_text_config() for part in parts)
     return (config.get_text_config(),)
