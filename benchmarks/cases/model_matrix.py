@@ -195,6 +195,7 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "",
         "- **ok**: transformers' own result. Logits for load, losses of a plain loop that runs each sequence alone for the "
         "training cells, each text alone for encode, `model.generate()` for generate.",
+        "  A model that draws random numbers in training, such as the noise of a router, is compared without them.",
         "- **refused**: one line says why, before anything slow starts. The words are below the table.",
         "- **WRONG**: another result, or a crash. The figures are below the table.",
         "- **none**: transformers alone does not do it.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from tiny_models import every_tiny, inputs_of, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import upshift
 from upshift.errors import RequestError, UpshiftError
@@ -143,13 +145,49 @@ def _recomputed(model: TinyModel) -> Plan:
 def train(model: TinyModel, plan: Plan) -> str:
     """The losses of a few steps of a plan against those of a plain loop that runs each sequence alone."""
     sequences = _sequences()
-    found, ids = _losses(model, plan, sequences)
-    expected = _plain_losses(model, sequences, ids)
+    draws = draws_in_training(model.reference(), _alone(model, sequences, 0))
+    found, ids = _losses(model, plan, sequences, draws=draws)
+    expected = _plain_losses(model, sequences, ids, draws=draws)
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         limit = IN_FP32 if step == 0 else UPDATED
         if not abs(ours - theirs) <= limit * max(1.0, abs(theirs)):
             raise Wrong(f"step {step + 1}: loss {ours:.5f}, each sequence alone {theirs:.5f} ({plan.label()})")
-    return f"{max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)):.1e} ({plan.label()})"
+    noise = "; without the random numbers that it draws in training" if draws else ""
+    return f"{max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)):.1e} ({plan.label()}{noise})"
+
+
+def draws_in_training(model: Any, inputs: dict[str, torch.Tensor]) -> bool:
+    """Return whether a model without dropout draws random numbers in training, as routers do that sample experts.
+
+    Two losses of the same inputs may then differ. Such a model's plans are compared WithoutNoise: a difference there is an
+    error."""
+    with torch.no_grad(), WithoutNoise() as noise:
+        model.train()(**inputs)
+    return noise.draws
+
+
+class WithoutNoise(TorchDispatchMode):
+    """Put the mean of its distribution in the place of every random number, so that a model in training computes the same
+    twice."""
+
+    draws = False  # whether a random number was replaced
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
+            name = func.overloadpacket.__name__
+            self.draws = True
+            if name in ("uniform", "uniform_"):
+                low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+                return result.fill_((low + high) / 2)
+            if name in ("exponential", "exponential_"):
+                return result.fill_(1 / (args[1] if len(args) > 1 else 1.0))
+            if name in ("rand", "rand_like"):
+                return result.fill_(0.5)
+            if name in ("randn", "randn_like"):
+                return result.zero_()
+            raise NoReference(f"the mean of {name} is not known here")
+        return result
 
 
 def train_by_each_kernel(model: TinyModel, plan: Plan) -> str:
@@ -168,7 +206,7 @@ def _sequences() -> Sequences:
     return Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=TRAINED_LENGTH)
 
 
-def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[float], list[list[int]]]:
+def _losses(model: TinyModel, plan: Plan, sequences: Sequences, *, draws: bool) -> tuple[list[float], list[list[int]]]:
     source = find_model(str(model.folder))
     configure_process(plan)
     torch.set_num_threads(1)
@@ -181,7 +219,7 @@ def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[fl
     ).batches()
     stepper, losses, seen = TrainStep(ready, place, arguments), [], []
     ready.train()
-    with chunked_loss(ready, plan):
+    with chunked_loss(ready, plan), WithoutNoise() if draws else nullcontext():
         for _ in range(STEPS):
             batch = next(batches)
             losses.append(stepper.step(batch).loss)
@@ -190,7 +228,7 @@ def _losses(model: TinyModel, plan: Plan, sequences: Sequences) -> tuple[list[fl
     return losses, seen
 
 
-def _plain_losses(model: TinyModel, sequences: Sequences, seen: list[list[int]]) -> list[float]:
+def _plain_losses(model: TinyModel, sequences: Sequences, seen: list[list[int]], *, draws: bool) -> list[float]:
     reference = model.reference().train()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []
@@ -202,7 +240,8 @@ def _plain_losses(model: TinyModel, sequences: Sequences, seen: list[list[int]])
             if not count:  # no word of a short row was masked: its mean is not a number, and it teaches nothing
                 continue
             try:
-                loss = reference(**row).loss
+                with WithoutNoise() if draws else nullcontext():
+                    loss = reference(**row).loss
             except Exception as error:  # each model has its own kinds
                 raise NoReference(f"{type(error).__name__}: {error}") from error
             if not torch.isfinite(loss):

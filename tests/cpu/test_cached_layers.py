@@ -12,11 +12,11 @@ import torch
 import transformers
 from command import Command
 
-from upshift.inference.generation.model import full_cache
+from upshift.inference.generation.model import cache_bytes, full_cache
 from upshift.models.kv_cache import NAMES, returned_cache, with_cache
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
-from upshift.models.source import ModelSource
+from upshift.models.source import ModelSource, find_model
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 SMALL: dict[str, Any] = {
@@ -35,9 +35,30 @@ CONFIGS = {
 }  # fmt: skip
 
 
+SHARED_KEYS = {  # all queries read the keys of one head, by a field that is not num_key_value_heads
+    "falcon": transformers.FalconConfig(
+        vocab_size=200, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, multi_query=True, alibi=False
+    ),
+    "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=200, n_embd=64, n_layer=2, n_head=4, multi_query=True),
+}
+
+
 def profile_of(config: transformers.PretrainedConfig) -> ModelProfile:
     fields = {**json.loads(config.to_json_string(use_diff=False)), "model_type": config.model_type}
     return profile_model(ModelSource(reference="small", directory=None, config=fields), sequence_length=128, variants=())
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *SHARED_KEYS.values()], ids=[*CONFIGS, *SHARED_KEYS])
+def test_heads_and_bytes_are_those_of_the_cache(config: transformers.PretrainedConfig, tmp_path: Path) -> None:
+    """The config's fields differ by model. Two questions have one answer: how many heads, and how large a cached token."""
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = returned_cache(model(torch.zeros((1, 5), dtype=torch.long), use_cache=True))
+    profile = profile_of(config)
+    assert profile.heads == (config.num_attention_heads, cache.layers[0].keys.shape[1])
+    model.save_pretrained(tmp_path)
+    held = sum((layer.keys.numel() + layer.values.numel()) * 4 // 5 for layer in cache.layers)
+    assert cache_bytes(find_model(str(tmp_path))) == held == 4 * sum(layers.count * layers.per_token for layers in profile.cache)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -44,6 +44,15 @@ def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget
         assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
 
 
+@given(st.lists(st.integers(0, 60), max_size=60), st.integers(1, 600), st.integers(1, 60))
+def test_no_batch_has_texts_on_both_sides_of_a_border(lengths: list[int], budget: int, border: int) -> None:
+    batches = batch_by_length(lengths, budget, border=border)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len({lengths[place] > border for place in batch}) == 1
+        assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
+
+
 def test_sorted_batches_pad_less_than_batches_as_they_come() -> None:
     tokens = [[1] * length for length in [200, 5, 7, 180, 6, 190, 5, 8]]
     sizes = [

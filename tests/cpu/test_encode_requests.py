@@ -31,6 +31,7 @@ from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.registry import EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines, UnfinishedOutput
+from upshift.models.config import padding_of
 from upshift.models.source import find_model
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -73,6 +74,50 @@ def test_scores_of_a_decoder_are_those_of_its_last_token(tmp_path: Path, pad: in
     with torch.inference_mode():
         expected = np.concatenate([model(torch.tensor([ids])).logits for ids in encoder.tokenizer.tokenize(texts)])
     assert np.abs(encoder.encode(texts) - expected).max() < 1e-5
+
+
+@pytest.mark.usefixtures("no_race")
+def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path) -> None:
+    """A text of more tokens than the border would rotate those of all texts in its batch by other factors."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = transformers.Phi3Config(
+        **SMALL, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=12,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = transformers.Phi3Model(config).eval()
+    encoder = upshift.Encoder(save(tmp_path, model, pad_token="<pad>"))
+    texts = ["a text of more than twelve tokens", "short", "twelve token", "another that is long enough", "x"]
+    ids = encoder.tokenizer.tokenize(texts)
+    assert sorted(len(row) > 12 for row in ids) == [False, False, False, True, True]
+    with torch.inference_mode():
+        expected = np.concatenate([model(torch.tensor([row])).last_hidden_state.mean(1) for row in ids])
+        wrong = model(torch.tensor([ids[1] + [0] * (len(ids[0]) - 5), ids[0]])).last_hidden_state[0, :5].mean(0)
+    assert np.abs(wrong.numpy() - expected[1]).max() > 1e-2, "in one batch it is another vector"
+    assert np.abs(encoder.encode(texts) - expected).max() < 1e-5
+
+
+@pytest.mark.usefixtures("no_race")
+def test_a_text_that_is_too_short_for_its_model_is_refused(tmp_path: Path) -> None:
+    """Funnel halves the number of tokens between its blocks."""
+    sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48}
+    config = transformers.FunnelConfig(vocab_size=260, block_sizes=[1, 1, 1], **sizes)
+    torch.manual_seed(0)
+    model = transformers.FunnelModel(config).eval()
+    with pytest.raises(RuntimeError):
+        model(torch.tensor([[5, 6]]))
+    encoder = upshift.Encoder(save(tmp_path, model, pad_token="<pad>"))
+    with pytest.raises(RequestError, match=r"the text .ab. has 2 tokens, and .* computes texts of \d or more; make it"):
+        encoder.encode(["a longer text", "ab"])
+    with torch.inference_mode():
+        expected = model(torch.tensor(encoder.tokenizer.tokenize(["a longer text"]))).last_hidden_state.mean(1)
+    assert np.abs(encoder.encode(["a longer text"]) - expected.numpy()).max() < 1e-5
+
+
+def test_padding_of_a_config_without_a_vocabulary() -> None:
+    assert padding_of(transformers.CanineConfig(pad_token_id=0)) == 0
+    assert padding_of(transformers.LlamaConfig(**SMALL, pad_token_id=260)) is None
+    assert padding_of(transformers.LlamaConfig(**SMALL, pad_token_id=None)) is None
 
 
 BESIDE = {

@@ -45,7 +45,7 @@ from upshift.inference.generation.batching import decode
 from upshift.inference.generation.engines.base import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_export import convert
 from upshift.inference.generation.model import generation_task
-from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prefix import MIN_PREFIX_TOKENS, common_prefix, remaining_tokens
 from upshift.inference.generation.prompts import Prompts, read_prompts
 from upshift.inference.generation.quantize import rounding_of
@@ -475,10 +475,11 @@ def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
     source = find_weights(model)
     assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
-    assert unused_settings(source) == {}
     (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4, "num_return_sequences": 1, "top_k": 5}')
-    assert unused_settings(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
-    assert read_options(source, {"do_sample": False, "temperature": None}).do_sample is False
+    with pytest.raises(RequestError, match=r"says num_beams=4, which Upshift does not do here; .* --set num_beams=1"):
+        read_options(source, {})
+    assert read_options(source, {"num_beams": 1}).top_k == 5
+    assert read_options(source, {"num_beams": 1, "do_sample": False, "temperature": None}).do_sample is False
     assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
 
 

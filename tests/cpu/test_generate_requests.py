@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config
 import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.inference.generation import generator as generator_module
+from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.contest import GenerationTask
-from upshift.inference.generation.options import GenerationOptions, read_options, unused_settings
+from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import Contest
@@ -127,12 +128,7 @@ def test_a_model_says_how_long_a_text_may_be(tmp_path: Path, place: str) -> None
     expected = [reference.generate(torch.tensor([ids]), pad_token_id=0)[0, 1:].tolist() for ids in ids_of(prompts, model)]
     generator = upshift.Generator(model, engine="torch")
     assert [one.tokens for one in generator.generate(prompts)] == expected and len(expected[0]) == 19
-    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused_settings(generator.source) == {}
-
-
-def test_a_length_with_its_prompt_is_told(tmp_path: Path) -> None:
-    source = find_weights(save(tmp_path, CONFIGS["llama"], max_length=99))
-    assert unused_settings(source) == {"max_length": 99} and unused_settings(source, {"max_new_tokens": 5}) == {}
+    assert generator.options(max_new_tokens=9).max_new_tokens == 9
 
 
 def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: Path) -> None:
@@ -358,20 +354,42 @@ def test_keys_that_a_longer_row_would_change_are_not_computed(tmp_path: Path) ->
     reference, (ids,) = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids_of(["a text"], str(tmp_path))
     expected = reference.generate(torch.tensor([ids]), max_new_tokens=18, do_sample=False, pad_token_id=0)[0, len(ids) :]
     assert generator.generate(["a text"], max_new_tokens=18)[0].tokens == expected.tolist()
-    with pytest.raises(RequestError, match="prompt 2 has 6 tokens, with max_new_tokens=19 more than the 24 positions up to"):
-        generator.generate(["text", "a text"], max_new_tokens=19)
+    assert len(generator.generate(["a text"], max_new_tokens=19)[0].tokens) == 19, "the last token is not computed"
+    with pytest.raises(RequestError, match="prompt 2 has 6 tokens, with max_new_tokens=20 it crosses the 24 positions"):
+        generator.generate(["text", "a text"], max_new_tokens=20)
 
 
-def test_python_is_told_once_of_what_is_not_done(tmp_path: Path, caplog: pytest.LogCaptureFixture, upshift: Command) -> None:
-    model = save(tmp_path, CONFIGS["llama"], num_beams=4, exponential_decay_length_penalty=[3, 1.5], max_new_tokens=2)
+def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where prompts are computed in chunks and begin alike: the first chunk alone would have other factors."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = Phi3Config(
+        **SMALL, intermediate_size=128, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope,
+        original_max_position_embeddings=48,
+    )  # fmt: skip
+    model = save(tmp_path, config)
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 32)
+    same = "all of these prompts begin with the same words"
+    texts = [f"{same} and this is long", "short", f"{same}, too, and longer: {same}", "x"]
+    prompts = ids_of(texts, model)
+    assert [len(prompt) > 48 for prompt in prompts] == [True, False, True, False]
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    expected = []
+    for ids in prompts:
+        mask = torch.ones(1, len(ids), dtype=torch.long)
+        text = reference.generate(torch.tensor([ids]), attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        expected.append(text[0, len(ids) :].tolist())
+    generator = upshift.Generator(model)
+    assert [answer.tokens for answer in generator.generate(texts, max_new_tokens=8)] == expected
+    assert generator.race is not None and generator.race.chosen.engine == "torch"
+    with pytest.raises(RequestError, match="more than 48 tokens, where the factors of longrope change, and openvino computes"):
+        upshift.Generator(model, engine="openvino").generate(texts, max_new_tokens=8)
+
+
+def test_what_a_file_asks_for_and_is_not_done_is_refused(tmp_path: Path, upshift: Command) -> None:
+    model = save(tmp_path, CONFIGS["llama"], num_beams=4, max_new_tokens=2)
     generator = generator_module.Generator(model, engine="torch")
-    for _ in range(2):
+    with pytest.raises(RequestError, match="says num_beams=4, which Upshift does not do here"):
         generator.generate(["a text"])
-    said = [record.getMessage() for record in caplog.records if "not done here" in record.getMessage()]
-    assert said == [
-        "generation_config.json says num_beams=4, which is not done here",
-        "generation_config.json says exponential_decay_length_penalty=[3, 1.5], which is not done here",
-    ]
-    caplog.clear()
-    assert upshift("generate", model, "--prompt", "a text", *FEW).code == 0
-    assert caplog.text.count("says num_beams=4, which is not done here") == 1
+    refused = upshift("generate", model, "--prompt", "a text", *FEW)
+    assert refused.code == 2 and "give --set num_beams=1 (num_beams=1 in Python)" in refused.err
+    assert upshift("generate", model, "--prompt", "a text", "--set", "num_beams=1", *FEW).code == 0

@@ -244,6 +244,7 @@ def test_a_copy_has_every_kind_of_layer_and_small_sizes():
 
 
 BERT = SMALL | {"intermediate_size": 48}
+XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,14 @@ BERT = SMALL | {"intermediate_size": 48}
         (transformers.BertConfig(**BERT, is_decoder=True), "BertLMHeadModel", ""),
         (transformers.BertConfig(**BERT), "BertLMHeadModel", "depend on the tokens behind it"),
         (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4), "MambaForCausalLM", "cache"),
+        (transformers.XLMConfig(**XLM, causal=False), "XLMWithLMHeadModel", "depend on the tokens behind it"),
+        (transformers.XLMConfig(**XLM, causal=True), "XLMWithLMHeadModel", "other inputs than the text so far"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_same_token_by_token_is_seen(config, architecture, words):
     """The same class reads both ways or one way, by its config: the test runs it."""
-    found = measure_isolation(config, getattr(transformers, architecture), "causal-lm")
+    objective: Any = "masked-lm" if architecture == "XLMWithLMHeadModel" else "causal-lm"
+    found = measure_isolation(config, getattr(transformers, architecture), objective)
     assert found.proven, found.reason
     assert words in found.by_token and bool(words) == bool(found.by_token)
 

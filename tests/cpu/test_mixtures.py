@@ -84,6 +84,52 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     assert _count_experts(Tracer(find_model(str(tmp_path)))) is None
 
 
+def test_matrices_of_heads_are_no_experts(tmp_path: Path) -> None:
+    """Each gate of a recurrent layer has a matrix for each head, stacked as experts are. No token chooses among them."""
+    transformers.RecurrentGemmaConfig(
+        **SIZES | {"num_attention_heads": 4}, intermediate_size=48, num_hidden_layers=3, lru_width=32, attention_window_size=8,
+        architectures=["RecurrentGemmaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    tracer = Tracer(find_model(str(tmp_path)))
+    assert any(expert_matrices(module) for module in tracer.base.modules())
+    assert _count_experts(tracer) is None
+
+
+ROUTED = {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+MIXTURES: dict[str, Any] = {
+    "MixtralForCausalLM": transformers.MixtralConfig(**SIZES, **ROUTED, num_local_experts=5, num_experts_per_tok=3),
+    "GptOssForCausalLM": transformers.GptOssConfig(
+        **SIZES, **ROUTED, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=8
+    ),
+    "Qwen2MoeForCausalLM": transformers.Qwen2MoeConfig(
+        **SIZES, **ROUTED, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24, shared_expert_intermediate_size=24
+    ),
+    "GraniteMoeForCausalLM": transformers.GraniteMoeConfig(**SIZES, **ROUTED, num_local_experts=4, num_experts_per_tok=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_experts_of_a_token_are_those_that_learn_from_it(name: str, tmp_path: Path) -> None:
+    """A forward pass of one token, with weights: the gradient says which experts it used."""
+    config = MIXTURES[name]
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    counted = _count_experts(Tracer(find_model(str(tmp_path))))
+    assert counted is not None
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    model(input_ids=torch.tensor([[7]])).logits.square().sum().backward()
+    used = []
+    for module in model.modules():
+        matrices = expert_matrices(module)
+        if matrices:
+            assert matrices[0].grad is not None
+            used.append(int(matrices[0].grad.flatten(1).abs().sum(1).gt(0).sum()))
+    assert used == [counted.per_token] * 2
+    weights = sum(weight.numel() for module in model.modules() for weight in expert_matrices(module))
+    assert counted.parameters == weights
+
+
 @pytest.mark.parametrize(("tied", "tables"), [(True, {(64, 32)}), (False, {(96, 32), (64, 32)})])
 def test_tables_are_no_products(tied: bool, tables: set[tuple[int, ...]]) -> None:
     """GPT-2's positions stand outside the layers, as Gemma 3n's embeddings of each layer do."""

@@ -48,6 +48,32 @@ def test_another_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert outcome_of(cells(model)[cell])[0] == "WRONG", cell
 
 
+@pytest.mark.parametrize("cell", ["train plain", "packed"])
+def test_noise_in_training_is_no_error_and_hides_none(cell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PhiMoE's router draws its experts in training."""
+    model = TinyModel("causal", "phimoe", CLASSES["causal phimoe"], tmp_path, describe(model_matrix.HOST))
+    ids = torch.arange(5, 25)[None]
+    inputs = {"input_ids": ids, "labels": ids}
+    assert model_matrix_cells.draws_in_training(model.reference(), inputs)
+    assert outcome_of(cells(model)[cell])[0] == "ok"
+    right = model.reference
+
+    def changed() -> torch.nn.Module:
+        reference = right()
+        with torch.no_grad():
+            reference.model.norm.weight.mul_(1.01)
+        return reference
+
+    monkeypatch.setattr(model, "reference", changed)
+    assert outcome_of(cells(model)[cell])[0] == "WRONG"
+
+
+def test_a_model_without_noise_draws_nothing(tmp_path: Path) -> None:
+    model = TinyModel("causal", "llama", CLASSES["causal llama"], tmp_path, describe(model_matrix.HOST))
+    ids = torch.arange(5, 25)[None]
+    assert not model_matrix_cells.draws_in_training(model.reference(), {"input_ids": ids, "labels": ids})
+
+
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(RequestError("no"), "refused"), (Wrong("1"), "WRONG"), (NoReference("x"), "none"), (KeyError("crash"), "WRONG")],

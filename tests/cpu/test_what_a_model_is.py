@@ -23,7 +23,8 @@ from upshift.inference.encoding.model_config import is_encoder, read_encoding_co
 from upshift.inference.generation.model import check_weights as check_generates
 from upshift.inference.generation.model import generation_task
 from upshift.models.build import choose_class, find_architecture
-from upshift.models.config import config_text, decode_floats, encode_floats, heads_of
+from upshift.models.config import config_text, decode_floats, encode_floats, heads_of, padding_of, positions_in, text_configs
+from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource, find_model
 from upshift.training.prepare import check_weights as check_trains
 
@@ -89,6 +90,44 @@ def test_numbers_that_json_has_not(model_type: str, tmp_path: Path) -> None:
     assert again == source and again.model_hash == source.model_hash and "Infinity" in source.to_json()
     for ours in (source.hf_config, again.hf_config, source.changed(reference="m").hf_config):
         assert {**vars(ours), "_name_or_path": ""} == {**vars(theirs), "_name_or_path": ""}
+
+
+TEXT = {**SMALL, "num_key_value_heads": 1, "max_position_embeddings": 48, "pad_token_id": 3}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+COMPOSITES: dict[str, PretrainedConfig] = {  # the text config inside, at several depths
+    "text_config": transformers.LlavaConfig(
+        text_config={**TEXT, "model_type": "llama"}, vision_config={**VISION, "model_type": "clip_vision_model"}
+    ),
+    "thinker_config.text_config": transformers.Qwen2_5OmniConfig(thinker_config={"text_config": TEXT}),
+    "a model of a model": transformers.LlavaOnevisionConfig(
+        text_config={**TEXT, "model_type": "qwen2"}, vision_config={**VISION, "model_type": "siglip_vision_model"}
+    ),
+    "decoder": transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(**SMALL, max_position_embeddings=80), transformers.LlamaConfig(**TEXT)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_every_question_about_a_composite_has_the_answer_of_its_text_part(name: str) -> None:
+    config, inside = COMPOSITES[name], transformers.LlamaConfig(**TEXT)
+    text = text_configs(config)[-1]
+    assert text is config.get_text_config(decoder=True)
+    assert heads_of(text) == heads_of(inside) == (2, 1, 16)
+    assert positions_in(text) == 48 and padding_of(text) == 3 and text.vocab_size == 96 and text.num_hidden_layers == 2
+
+
+def test_positions_are_those_of_the_shorter_of_two_models(tmp_path: Path) -> None:
+    """The decoder's config has more than the encoder reads, or fewer."""
+    for encoder, decoder in ((24, 80), (80, 24)):
+        parts = [transformers.BertConfig(**SMALL, max_position_embeddings=limit) for limit in (encoder, decoder)]
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts, decoder_start_token_id=1, pad_token_id=0)
+        config.architectures = ["EncoderDecoderModel"]
+        config.save_pretrained(tmp_path / str(encoder))
+        assert positions_of(find_model(str(tmp_path / str(encoder)))) == 24
 
 
 PART = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

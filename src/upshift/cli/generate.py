@@ -163,8 +163,9 @@ def _merge_options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]
             texts = " ".join(map(str, _as_tuple(value)))
             assignment = f"{name}={json.dumps(set_value)}"
             raise RequestError(f"--set {assignment} and {FLAGS[name]} {texts} say two things; leave out one of them")
-        options[name] = set_value if value is None else value
-    return {name: value for name, value in options.items() if value is not None}
+        if value is not None:
+            options[name] = value
+    return options
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

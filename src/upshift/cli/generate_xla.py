@@ -38,17 +38,13 @@ def run(
     keep_programs()
     with tables.step("Reading the model"):
         from upshift.inference.generation.prompts import Prompts
-        from upshift.models.generation_config import unused_options
         from upshift.xla.generation.generator import XlaGenerator
-        from upshift.xla.generation.options import XlaGeneration
         from upshift.xla.model import build
 
         generator = XlaGenerator(build(model))
         source = generator.model.source
         texts = Prompts(source, chat=chat)
     generation = generator.options(**options)
-    for name, value in unused_options(XlaGeneration, source, options).items():
-        dim(f"generation_config.json says {name}={value!r}, which is not done here", tables.err)
     start = time.perf_counter()
     if prompt is not None:
         (answer,) = _answers(generator, texts, [prompt], generation, first=0)

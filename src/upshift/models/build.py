@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
+from upshift.models.config import text_configs
 from upshift.models.hf_config import one_line
 from upshift.models.profile import Objective
 
@@ -158,6 +159,11 @@ def _objective_of(name: str, config: PretrainedConfig) -> Objective | None:
     return objectives[0] if objectives else None
 
 
+def is_causal_class(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether transformers lists a class among its causal language models. Some are masked language models, too."""
+    return model_class.__name__ in _class_names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
 def _assume_architecture(config: PretrainedConfig) -> Architecture | None:
     """Return the class to assume for a config that names none, or None if transformers has no such class."""
     for model_class, objective in _trainable_classes(config):
@@ -226,7 +232,7 @@ def check_depth(config: PretrainedConfig, reference: str) -> None:
     names = ["num_hidden_layers"]
     if config.is_encoder_decoder:
         names += ["encoder_layers", "decoder_layers", "num_decoder_layers"]
-    for part_config in (config, config.get_text_config()):
+    for part_config in (config, *text_configs(config)):
         for name in names:
             if getattr(part_config, name, None) == 0:
                 raise RequestError(f"the config of {reference!r} says {name}=0, a model without layers; give 1 or more")

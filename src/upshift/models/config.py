@@ -57,6 +57,17 @@ def encode_floats(document: Any) -> Any:
     return document
 
 
+def text_configs(config: Any) -> tuple[Any, ...]:
+    """Return the configs of the parts that read or write text: one, or an encoder's and a decoder's that are models of their own.
+
+    transformers' ``get_text_config()`` gives the decoder's of two, or raises ValueError for a text encoder beside a decoder."""
+    values: list[Any] = [getattr(config, name, None) for name in ("encoder", "text_encoder", "decoder")]
+    parts = [value for value in values if hasattr(value, "get_text_config")]
+    if len(parts) > 1:
+        return tuple(part.get_text_config() for part in parts)
+    return (config.get_text_config(),)
+
+
 class Heads(NamedTuple):
     """The attention heads that a config states."""
 
@@ -123,4 +134,5 @@ def stable_positions_in(text: Any) -> int | None:
 def padding_of(text: Any) -> int | None:
     """Return the id of the padding token, or None if the config names none or the vocabulary does not have it."""
     token = getattr(text, "pad_token_id", None)
-    return token if token is not None and 0 <= token < text.vocab_size else None
+    vocab_size = getattr(text, "vocab_size", None)  # CANINE hashes characters, and has none
+    return token if isinstance(token, int) and token >= 0 and (vocab_size is None or token < vocab_size) else None

@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import explain_build_errors, find_architecture, find_stacks
-from upshift.models.config import heads_of, positions_in
-from upshift.models.profile import Declares, Parameters, ParameterShape
+from upshift.models.config import heads_of, positions_in, text_configs
+from upshift.models.profile import CachedLayers, Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
@@ -145,11 +145,21 @@ def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
     return None if heads is None else (heads.queries, heads.keys)
 
 
+def heads_in_cache(heads: tuple[int, int] | None, cache: tuple[CachedLayers, ...]) -> tuple[int, int] | None:
+    """Return the heads of queries and of keys. Configs have several fields for shared keys (``multi_query``), the cache one
+    shape. Without a cache, the config's numbers are left."""
+    key_heads = [layers.heads for layers in cache if layers.per_token]
+    return (heads[0], min(key_heads)) if heads is not None and key_heads else heads
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the most tokens that each part of the model has positions for, or None if it sets no limit."""
-    limit = positions_in(model.config.get_text_config())
-    if limit is None:
-        return None
+    limits = [_token_positions(model, limit) for text in text_configs(model.config) if (limit := positions_in(text)) is not None]
+    return min(limits, default=None)
+
+
+def _token_positions(model: PreTrainedModel, limit: int) -> int:
+    """Return how many of ``limit`` positions are for tokens: a table may keep some for padding."""
     token_embedding = _input_embeddings(model)
     for module in model.modules():
         if not isinstance(module, nn.Embedding) or module is token_embedding or module.num_embeddings != limit:

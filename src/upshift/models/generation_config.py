@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -13,15 +14,31 @@ from upshift.models.source import ModelSource
 from upshift.value import Value, first_problem
 
 CONFIG = "generation_config.json"
-NOT_FOR_CHOOSING = {  # fields of transformers' GenerationConfig that do not affect how text is chosen
-    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
-    "cache_implementation",
+# Fields of transformers' GenerationConfig that never change a text: they name tokens that Upshift reads elsewhere, choose what
+# generate() returns, how it keeps keys and values, or how an assistant model guesses tokens, which are then checked.
+WITHOUT_EFFECT = {
+    "_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "disable_compile",
+    "continuous_batching_config", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
+    "prompt_lookup_num_tokens",
 }  # fmt: skip
-NEUTRAL_AT_ONE = ("num_beams", "num_return_sequences")  # options that change nothing if they are 1
+# Values that change nothing. All other fields change nothing if they are None, False or empty.
+NEUTRAL = {
+    "num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0,
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0, "min_new_tokens": 0, "penalty_alpha": 0.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}  # fmt: skip
+BEAM_OPTIONS = ("length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups")  # without beams they change nothing
+QUANTIZED_CACHE = "quantized"  # the only value of cache_implementation that changes a text
 # Lists for which transformers also takes a single item.
-LIST_OPTIONS = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")
+LIST_OPTIONS = ("eos_token_id", "stop_strings", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 START_TOKENS = ("decoder_start_token_id", "bos_token_id")
-WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+# Options that only sampling uses.
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+LENGTHS = ("max_new_tokens", "max_length")
 
 Options = TypeVar("Options", bound=Value)
 
@@ -31,23 +48,28 @@ def merge_options(
 ) -> Options:
     """Return the merged options. The user's options come first.
 
-    ``user_only``: names that are ignored in the file. Raise RequestError for an unknown name or an impossible value. The
-    message says what is possible."""
-    file_options = _file_options(source)
-    requested = {name: value for name, value in user_options.items() if value is not None}
-    option_names = options_class.model_fields.keys() - {*user_only}
+    ``user_only``: names that are ignored in the file.
+
+    Raises:
+        RequestError: an unknown name, an impossible value, or an option of the file that ``options_class`` does not have and
+            that would change the text. The message says what is possible."""
+    option_names = options_class.model_fields.keys()
+    replaced = {name for name, value in user_options.items() if name not in option_names and _replaces_file(name, value)}
+    requested = {name: value for name, value in user_options.items() if value is not None and name not in replaced}
+    file_options = {name: value for name, value in _file_options(source).items() if name not in replaced}
     defaults = {name: value for name, value in file_options.items() if name in option_names and value is not None}
-    if (length := _max_new_tokens(file_options, source)) is not None:
-        defaults.setdefault("max_new_tokens", length)
+    defaults = {name: value for name, value in defaults.items() if name not in user_only}
+    _set_length(defaults, file_options, requested, source)
     requests_sampling = any(name in requested for name in WARPERS)
-    if not (requests_sampling or (defaults | requested).get("do_sample")):
-        # Without sampling the file's warpers are not used, so an impossible value is no error.
-        for name in WARPERS:
-            if name in defaults and not _is_possible(options_class, name, defaults[name]):
-                del defaults[name]
     merged = {**defaults, **requested}
     if requests_sampling and "do_sample" not in requested:
         merged["do_sample"] = True
+    if not merged.get("do_sample"):
+        # Without sampling the file's warpers are not used, so an impossible value is no error.
+        for name in WARPERS:
+            if name in defaults and not _is_possible(options_class, name, defaults[name]):
+                del merged[name]
+    _check_file(file_options, option_names, merged, source)
     for name in LIST_OPTIONS:
         takes_list = name in merged and "tuple" in str(options_class.model_fields[name].annotation)
         if takes_list and isinstance(merged[name], int | str):
@@ -58,6 +80,27 @@ def merge_options(
         raise RequestError(f"generation: {first_problem(options_class, error)}") from None
 
 
+def _set_length(
+    defaults: dict[str, Any], file_options: Mapping[str, Any], requested: Mapping[str, Any], source: ModelSource
+) -> None:
+    """Leave one limit of the length in ``defaults``, or none if the user gives one.
+
+    As in transformers, ``max_new_tokens`` comes before ``max_length``. Beside an encoder, ``max_length`` counts the decoder's
+    start token."""
+    length = file_options.get("max_length")
+    if isinstance(length, int) and length > 1 and source.hf_config.is_encoder_decoder:
+        defaults.pop("max_length", None)
+        defaults.setdefault("max_new_tokens", length - 1)
+    if all(name in requested for name in LENGTHS):
+        shown = " and ".join(f"{name}={requested[name]!r}" for name in LENGTHS)
+        raise RequestError(f"{shown} both limit the length of a text; give one of them")
+    if any(name in requested for name in LENGTHS):
+        for name in LENGTHS:
+            defaults.pop(name, None)
+    elif "max_new_tokens" in defaults:
+        defaults.pop("max_length", None)
+
+
 def _is_possible(options_class: type[Value], name: str, value: Any) -> bool:
     try:
         options_class.model_validate({name: value})
@@ -66,16 +109,60 @@ def _is_possible(options_class: type[Value], name: str, value: Any) -> bool:
     return True
 
 
-def unused_options(options_class: type[Value], source: ModelSource, requested: Collection[str]) -> dict[str, Any]:
-    """Return the options of generation_config.json that ``options_class`` does not have and that would change the text.
+def _replaces_file(name: str, value: Any) -> bool:
+    """Return whether a user's option switches off an option of the file that Upshift does not have."""
+    return name in _config_fields() and _is_neutral(name, value)
 
-    ``requested``: names of the options that the user gave."""
-    used_names = {*options_class.model_fields, *NOT_FOR_CHOOSING}
-    file_options = _file_options(source)
-    if "max_new_tokens" in {*requested, *file_options} or _max_new_tokens(file_options, source) is not None:
-        used_names.add("max_length")
-    unused = {name: value for name, value in file_options.items() if name not in used_names and value not in (None, False)}
-    return {name: value for name, value in unused.items() if name not in NEUTRAL_AT_ONE or value != 1}
+
+def _config_fields() -> Collection[str]:
+    """Return the names that transformers' generate() reads from generation_config.json. It ignores all others."""
+    from transformers import GenerationConfig
+
+    return vars(GenerationConfig()).keys()
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an option with this value changes nothing."""
+    if name in NEUTRAL and value == NEUTRAL[name]:
+        return True
+    return value is None or value is False or (isinstance(value, list | tuple | dict | str) and not value)
+
+
+def _check_file(
+    file_options: Mapping[str, Any], option_names: Collection[str], merged: Mapping[str, Any], source: ModelSource
+) -> None:
+    """Raise RequestError for an option of the file that would change the text and that ``option_names`` lack.
+
+    Fields that transformers' GenerationConfig does not have are ignored, as in transformers."""
+    config_fields = _config_fields()
+    unsupported = {
+        name: value
+        for name, value in file_options.items()
+        if name in config_fields and name not in option_names and not _is_neutral(name, value)
+    }
+    has_length = any(name in merged for name in LENGTHS)
+    for name, value in unsupported.items():
+        is_idle = (
+            name in WITHOUT_EFFECT
+            or (name in WARPERS and not merged.get("do_sample"))
+            or (name in BEAM_OPTIONS and merged.get("num_beams", 1) == 1)
+            or (name == "max_length" and has_length)
+            or (name == "cache_implementation" and value != QUANTIZED_CACHE)
+        )
+        if not is_idle:
+            raise RequestError(_describe_unsupported(name, value, source))
+
+
+def _describe_unsupported(name: str, value: Any, source: ModelSource) -> str:
+    file_name = CONFIG if _read_file(source) else "config.json"
+    remedy = f"{name}={json.dumps(NEUTRAL.get(name))}"
+    if name == "max_length":
+        remedy = "max_new_tokens=128"
+    return (
+        f"{file_name} of {source.reference!r} says {name}={value!r}, which Upshift does not do here; to generate without it, "
+        f"give --set {remedy} ({remedy.replace('null', 'None')} in Python) or remove it from the file; to do it, use "
+        "transformers' generate()"
+    )
 
 
 def start_token(source: ModelSource) -> int:
@@ -90,16 +177,6 @@ def start_token(source: ModelSource) -> int:
     return int(token[0] if isinstance(token, list) else token)
 
 
-def _max_new_tokens(options: Mapping[str, Any], source: ModelSource) -> int | None:
-    """Return the number of new tokens that the file's max_length allows after a decoder's start token.
-
-    Return None if it allows none, or if there is no encoder: then max_length includes the prompt."""
-    length = options.get("max_length")
-    if not isinstance(length, int) or length <= 1 or not source.hf_config.is_encoder_decoder:
-        return None
-    return length - 1
-
-
 def _file_options(source: ModelSource) -> dict[str, Any]:
     """Return the options of the file. Without it, return the same names from config.json, as transformers does.
 
@@ -107,9 +184,7 @@ def _file_options(source: ModelSource) -> dict[str, Any]:
     options = _read_file(source)
     if options:
         return options
-    from transformers import GenerationConfig
-
-    names = GenerationConfig().to_dict().keys()
+    names = _config_fields()
     return {name: value for name, value in source.config.items() if name in names}
 
 

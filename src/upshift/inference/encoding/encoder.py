@@ -194,6 +194,8 @@ class TextTokenizer:
             else:
                 self.pad = config_pad
         self.alone = self.alone or must_be_alone(source, config)
+        self._shortest = isolation_of(source, states=config.output == "embeddings").shortest
+        self._reference = source.reference
         self.longest = _max_length(tokenizer, source, config)
         self._prompt = config.prompt
         self._backend = tokenizer.backend_tokenizer
@@ -206,12 +208,26 @@ class TextTokenizer:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of the texts, with the model's prompt before each text."""
-        return [encoded.ids for encoded in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
+        ids = [encoded.ids for encoded in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
+        self._check_shortest(texts, ids)
+        return ids
 
     def tokenize_with_offsets(self, texts: Sequence[str]) -> list[Any]:
         """Return encodings with ``ids``, ``tokens``, and ``offsets``: the characters of the text that each token covers."""
         encoded_texts: list[Any] = self._backend.encode_batch(list(texts))
+        self._check_shortest(texts, [encoded.ids for encoded in encoded_texts])
         return encoded_texts
+
+    def _check_shortest(self, texts: Sequence[str], ids: list[list[int]]) -> None:
+        """Raise RequestError for a text that is too short for the model's layers, such as those that pool tokens."""
+        if self._shortest == 1:
+            return
+        for text, row in zip(texts, ids, strict=True):
+            if len(row) < self._shortest:
+                raise RequestError(
+                    f"the text {text!r:.60} has {len(row)} tokens, and {self._reference!r} computes texts of {self._shortest} or "
+                    "more; make it longer, or leave it out"
+                )
 
     def special(self) -> tuple[int, int]:
         """Return how many special tokens come before the tokens of a text, and how many come after them."""

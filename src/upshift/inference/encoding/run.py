@@ -13,6 +13,7 @@ from upshift.inference.encoding.engines.base import Batch, EncoderBuild, Engine,
 from upshift.inference.encoding.model_config import EncodingConfig
 from upshift.inference.registry import EngineSetup, build_engine
 from upshift.inference.weights import engine_folder
+from upshift.models.config import stable_positions_in, text_configs
 from upshift.models.source import ModelSource
 
 Array = np.ndarray
@@ -32,6 +33,7 @@ class Encoding:
         self.config = config
         self.setup = setup
         self.pad = pad
+        self._border = stable_positions_in(text_configs(source.hf_config)[0])
         folder = engine_folder("encode", source, setup.engine)
         build = EncoderBuild(source, config, setup, folder, example_batches(sample, pad))
         self.engine: Engine = build_engine("encode", setup.engine, build)
@@ -46,7 +48,7 @@ class Encoding:
         if self.config.output == "token scores":
             counts = token_counts(lengths, self.config)
         ends = np.cumsum(counts)
-        batches = pad_batches(ids, batch_by_length(lengths, self.setup.batch), pad=self.pad)
+        batches = pad_batches(ids, batch_by_length(lengths, self.setup.batch, border=self._border), pad=self.pad)
         for batch, output in self.engine.outputs(batches):
             rows = self._results(batch, output)
             if result is None:

@@ -17,14 +17,20 @@ ADMIT_SHARE = 4  # admission copies the cache, so it waits until the rows divide
 
 
 def decode(
-    decoder: Decoder, waiting: list[GeneratedSequence], *, rows: int, lookup: Lookup | None = None
+    decoder: Decoder,
+    waiting: list[GeneratedSequence],
+    *,
+    rows: int,
+    lookup: Lookup | None = None,
+    shares_prefix: bool = True,
 ) -> Iterator[tuple[GeneratedSequence, int]]:
     """Yield each sequence with each of its tokens, as they come.
 
     At most ``rows`` sequences run at once. Longest prompts come first, so that sequences that are admitted together have
-    similar lengths. ``lookup`` needs a decoder that extends. It guesses tokens while there is only one sequence."""
+    similar lengths. ``lookup`` needs a decoder that extends. It guesses tokens while there is only one sequence.
+    ``shares_prefix``: compute a common beginning of the prompts once."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.index)))
-    prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
+    prefix_ids = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins and shares_prefix else []
     prefix = decoder.compute(prefix_ids) if prefix_ids else None
     live: list[GeneratedSequence] = []
     while queue or live:

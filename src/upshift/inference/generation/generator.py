@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from upshift.inference.generation.model import (
     is_too_large,
     plan_offload,
 )
-from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options, unused_settings
+from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
 from upshift.inference.generation.prompts import Prompt, Prompts
@@ -34,12 +33,11 @@ from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
 
-logger = logging.getLogger(__name__)
-
 SAMPLE_PROMPTS = 8  # of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 CACHE_SHARE = 0.25  # of the free memory
+LONG_TEXT_ENGINE = "torch"  # the only engine that chooses longrope's factors by the length of each text
 
 
 class Completion(NamedTuple):
@@ -98,12 +96,10 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        model_positions = positions_of(self.source)
-        longrope_positions = stable_positions_in(self.source.hf_config.get_text_config(decoder=True))
-        limits = [limit for limit in (model_positions, longrope_positions) if limit is not None]
-        self.longest = min(limits, default=None)  # tokens of a sequence; None: unknown
-        self._limit_name = "positions" if self.longest == model_positions else "positions up to the next factor of longrope"
-        self._unreported: set[str] | None = None  # unused settings without a warning so far; None: not read yet
+        self._positions = positions_of(self.source)
+        self._border = stable_positions_in(self.source.hf_config.get_text_config(decoder=True))
+        limits = [limit for limit in (self._positions, self._border) if limit is not None]
+        self.longest = min(limits, default=None)  # tokens of sequences of any lengths that run together; None: unknown
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
@@ -112,16 +108,9 @@ class Generator:
     def options(self, **arguments: Any) -> GenerationOptions:
         """Return the options of generation. Raise RequestError for an option that is not possible.
 
-        Log a warning for each setting of generation_config.json that is not applied, once per setting."""
+        An option of generation_config.json that Upshift does not have is not possible, either, unless the user replaces it."""
         options = read_options(self.source, arguments)
         check_tokens(options, arguments, self.vocabulary)
-        if self._unreported is None:
-            self._unreported = {*unused_settings(self.source)}
-        if self._unreported:  # a server does not read the file again for each request
-            for name, value in unused_settings(self.source, arguments).items():
-                if name in self._unreported:
-                    self._unreported.remove(name)
-                    logger.warning("generation_config.json says %s=%r, which is not done here", name, value)
         return options
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
@@ -166,7 +155,13 @@ class Generator:
         """Return the result of the race on some of the first call's prompts, or of an earlier race. Load the winner.
 
         Later calls use the same setup. ``total`` is the number of prompts, if ``ids`` has only some of them."""
-        options = self._limit_options(max(ids, key=len), options)
+        options = self.limit_options(max(ids, key=len), options)
+        chosen_engine = self._engine if self.race is None else self.race.chosen.engine
+        if chosen_engine not in (None, LONG_TEXT_ENGINE) and any(map(self._is_beyond, ids)):
+            raise RequestError(
+                f"a prompt has more than {self._border:,} tokens, where the factors of longrope change, and {chosen_engine} "
+                f"computes with those of shorter texts; ask for --engine {LONG_TEXT_ENGINE} (engine={LONG_TEXT_ENGINE!r})"
+            )
         if self.race is None:
             self.race = self._race_or_offload(ids, options, total or len(ids))
         if self._decoder is None:
@@ -193,7 +188,8 @@ class Generator:
             return self._offload(ids, options)
         sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
         sample = pick_evenly(ids, max(sample_size, 1))
-        task = GenerationTask.from_options(options, self._positions_left(ids))
+        positions_left = [left for prompt in ids if (left := self._positions_left(prompt)) is not None]
+        task = GenerationTask.from_options(options, min(positions_left, default=None))
         contest = Contest(
             task=self.task,
             source=self.source,
@@ -205,7 +201,8 @@ class Generator:
         lengths = [len(prompt) for prompt in sample]
         forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
         tokens_to_generate = total * options.max_new_tokens
-        policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=self._engine, seconds=self._race_seconds)
+        engine = self._engine or (LONG_TEXT_ENGINE if any(map(self._is_beyond, ids)) else None)
+        policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=engine, seconds=self._race_seconds)
         no_room = partial(self._offload, ids, options) if can_offload else None
         return race(contest, self.host, sample, policy, forecast=forecast, no_room=no_room, on_run=self._on_run)
 
@@ -240,22 +237,40 @@ class Generator:
 
         If memory is short it is a power of two, so that the race stays the same while the free memory changes a little."""
         cache_tokens = self.cache_tokens()
-        sequence_tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
+        sequence_tokens = max(len(prompt) + self._new_tokens(prompt, options) for prompt in ids)
         rows = MAX_ROWS
         if cache_tokens is not None:
             rows = max(min(cache_tokens // sequence_tokens, MAX_ROWS), 1)
         return min(len(ids), 1 << (rows.bit_length() - 1))
 
-    def _positions_left(self, ids: list[list[int]]) -> int | None:
-        """Return the positions that are left for new tokens of each prompt, or None if the limit is unknown."""
-        if self.longest is None:
-            return None
-        return self.longest - (max(len(prompt) for prompt in ids) if self.start is None else 1)
+    def _positions_left(self, prompt: list[int]) -> int | None:
+        """Return how many tokens may follow a prompt, or None if the limit is unknown.
+
+        A text that longrope's border divides would need all its keys again. The last token of a text is not computed."""
+        if self.start is not None:
+            return None if self.longest is None else self.longest - 1
+        limits = []
+        if self._positions is not None:
+            limits.append(self._positions - len(prompt))
+        if self._border is not None and not self._is_beyond(prompt):
+            limits.append(self._border + 1 - len(prompt))
+        return min(limits, default=None)
+
+    def _is_beyond(self, prompt: list[int]) -> bool:
+        """Return whether longrope rotates all tokens of a decoder's prompt by its factors for long texts."""
+        return self._border is not None and self.start is None and len(prompt) > self._border
 
     def cache_tokens(self) -> int | None:
         """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
         free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
-        return None if free_bytes is None else int(CACHE_SHARE * free_bytes / cache_bytes(self.source))
+        if free_bytes is None or self._token_bytes is None:
+            return None
+        return int(CACHE_SHARE * free_bytes / self._token_bytes)
+
+    @cached_property
+    def _token_bytes(self) -> int | None:
+        """Return the bytes of a token in the cache, or None if they are unknown."""
+        return cache_bytes(self.source)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -275,25 +290,55 @@ class Generator:
             self.check_positions(prompt, options, f"prompt {number}")
         return prompt_ids
 
-    def check_positions(self, prompt: list[int], options: GenerationOptions, name: str) -> None:
-        """Raise RequestError if prompt and answer are longer than the model allows."""
-        new_tokens = self._limit_options(prompt, options).max_new_tokens
+    def check_positions(self, prompt: list[int], options: GenerationOptions, name: str, *, shares_rows: bool = False) -> None:
+        """Raise RequestError if prompt and answer are longer than the model allows.
+
+        ``shares_rows``: prompts of any length run beside it."""
+        new_tokens = self.limit_options(prompt, options).max_new_tokens
         needed_positions = len(prompt) + new_tokens
+        limit = self._positions
         if self.start is not None:  # encoder and decoder count their positions apart
             needed_positions = max(len(prompt), new_tokens + 1)
-        if self.longest is not None and needed_positions > self.longest:
+            limit = self.longest
+        request = f"{name} has {len(prompt):,} tokens, with max_new_tokens={new_tokens:,}"
+        if limit is not None and needed_positions > limit:
             raise RequestError(
-                f"{name} has {len(prompt):,} tokens, with max_new_tokens={new_tokens:,} more than the "
-                f"{self.longest:,} {self._limit_name} of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+                f"{request} more than the {limit:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+            )
+        if self._border is None or self.start is not None:
+            return
+        border = f"the {self._border:,} positions after which longrope rotates the tokens of {self.source.reference!r} otherwise"
+        if self._is_beyond(prompt) and shares_rows:
+            raise RequestError(
+                f"{request} more than {border}, and a server computes texts of all lengths together; shorten it, or use "
+                "upshift generate"
+            )
+        if not self._is_beyond(prompt) and needed_positions - 1 > self._border:
+            raise RequestError(
+                f"{request} it crosses {border}; ask for at most {self._border + 1 - len(prompt):,} tokens, or give a prompt of "
+                f"more than {self._border:,}"
             )
 
-    def _limit_options(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
-        """Return the options for one prompt. If neither the user nor the model's files limit the length of answers, an
-        answer ends where the model's positions end."""
-        left = self._positions_left([prompt])
-        if left is None or left < 1 or left >= options.max_new_tokens or "max_new_tokens" in options.model_fields_set:
-            return options
-        return options.changed(max_new_tokens=left)
+    def limit_options(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
+        """Return the options for one prompt. ``max_length`` includes the prompt. If neither the user nor the model's files limit
+        the length of answers, an answer ends where the model's positions end."""
+        new_tokens = self._new_tokens(prompt, options)
+        return options if new_tokens == options.max_new_tokens else options.changed(max_new_tokens=new_tokens, max_length=None)
+
+    def _new_tokens(self, prompt: list[int], options: GenerationOptions) -> int:
+        """Return the most tokens that may be generated after a prompt. Raise RequestError if max_length has no room for one."""
+        if "max_new_tokens" in options.model_fields_set and options.max_length is None:
+            return options.max_new_tokens
+        positions_left = self._positions_left(prompt)
+        limit = options.max_new_tokens
+        if options.max_length is not None:
+            limit = options.max_length - (len(prompt) if self.start is None else 1)
+            if limit < 1:
+                raise RequestError(
+                    f"a prompt has {len(prompt):,} tokens, and max_length={options.max_length} counts them and the answer; give "
+                    "--max-new-tokens 128 (max_new_tokens=128 in Python), or a greater max_length"
+                )
+        return limit if positions_left is None or positions_left < 1 else min(positions_left, limit)
 
     def _generate_tokens(
         self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0
@@ -305,17 +350,29 @@ class Generator:
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
         sequences = [
-            GeneratedSequence(index, prompt, self._limit_options(prompt, options), tokenizer, start=self.start)
+            GeneratedSequence(index, prompt, self.limit_options(prompt, options), tokenizer, start=self.start)
             for index, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
         self._current_call = this_call = object()
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
         rows = min(chosen.batch, self._max_rows(ids, options))
-        for sequence, token in decode(self._decoder, sequences, rows=rows, lookup=lookup):
+        for sequence, token in self._decode_by_length(self._decoder, sequences, rows, lookup):
             yield sequence, token
             if self._current_call is not this_call:  # the decoder's rows belong to the other call
                 raise RequestError(
                     "this Generator began another text before this stream had ended; read one after the other, or give each a "
                     "Generator of its own"
                 )
+
+    def _decode_by_length(
+        self, decoder: Decoder, sequences: list[GeneratedSequence], rows: int, lookup: Lookup | None
+    ) -> Iterator[tuple[GeneratedSequence, int]]:
+        """Yield each sequence with each of its tokens. Prompts on both sides of longrope's border are never in one batch,
+        because the longest row decides by which factors all rows are rotated."""
+        beyond = [sequence for sequence in sequences if self._is_beyond(sequence.prompt)]
+        others = [sequence for sequence in sequences if not self._is_beyond(sequence.prompt)]
+        if beyond:
+            yield from decode(decoder, beyond, rows=rows, lookup=lookup, shares_prefix=False)
+        if others:
+            yield from decode(decoder, others, rows=rows, lookup=lookup)

@@ -16,7 +16,7 @@ from upshift.loading.files.checkpoint import find_checkpoint
 from upshift.loading.load import place_source
 from upshift.loading.placement.apply import PlacementOptions
 from upshift.loading.placement.memory_limits import USABLE_SHARE, read_device, read_size
-from upshift.models.build import find_architecture
+from upshift.models.build import find_architecture, is_causal_class
 from upshift.models.config import heads_of, window_of
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
@@ -36,10 +36,16 @@ def generation_task(source: ModelSource) -> Task:
     architecture = find_architecture(config, source.reference)
     if architecture.objective == "seq2seq-lm":
         return "seq2seq"
-    if architecture.objective != "causal-lm" or config.is_encoder_decoder:
+    model_class = architecture.model_class
+    if not model_class.can_generate():
         raise RequestError(
-            f"{source.reference!r} is a {architecture.model_class.__name__}, which generates no text from text; "
+            f"{source.reference!r} is a {model_class.__name__}, which generates no text from text; "
             f"give a causal language model or an encoder-decoder"
+        )
+    if not is_causal_class(model_class) or config.is_encoder_decoder:
+        raise RequestError(
+            f"{source.reference!r} is a {model_class.__name__}, which transformers lists neither as a causal language model nor "
+            "as an encoder-decoder of texts; Upshift generates with these alone, so use transformers' generate()"
         )
     other_layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
     if other_layers or heads_of(text_config) is None:
@@ -51,7 +57,7 @@ def generation_task(source: ModelSource) -> Task:
     isolation = isolation_of(source)
     if isolation.by_token:
         raise RequestError(
-            f"{source.reference!r} ({architecture.model_class.__name__}) cannot generate token by token: {isolation.by_token}; "
+            f"{source.reference!r} ({model_class.__name__}) cannot generate token by token: {isolation.by_token}; "
             "use transformers' generate(), or a model that reads from left to right"
         )
     return "generate"
@@ -74,12 +80,15 @@ def attends_to_all(source: ModelSource) -> bool:
     return layer_types <= FULL_ATTENTION and window_of(text_config) is None and not has_slopes
 
 
-def cache_bytes(source: ModelSource) -> int:
-    """Return the bytes of the keys and values of one token of one sequence, in fp32."""
-    text_config: Any = source.hf_config.get_text_config(decoder=True)
-    heads = heads_of(text_config)
-    assert heads is not None and heads.width is not None  # generation_task rejects models without them
-    return 2 * 4 * int(text_config.num_hidden_layers * heads.keys * heads.width)
+def cache_bytes(source: ModelSource) -> int | None:
+    """Return the bytes of the keys and values of one token of one sequence, in fp32, or None if they are unknown.
+
+    They are measured without weights, because configs do not say them for every kind of attention. Windows do not count."""
+    from upshift.loading.load import build_empty_model
+    from upshift.loading.placement import modules
+
+    sizes = modules.cache_bytes(build_empty_model(source), 1)
+    return sum(sizes.values()) if sizes else None
 
 
 def load_model(

@@ -3,19 +3,21 @@ model's generation_config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.models.generation_config import merge_options, unused_options
+from upshift.models.generation_config import merge_options
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
 USER_ONLY = ("prompt_lookup_num_tokens",)  # only from the user: it changes nothing but speed, and not every engine has it
 MIN_DIVISOR = 1e-6  # logits divided by a smaller number exceed fp32; files of models write it for 0
-TOKEN_OPTIONS = ("bad_words_ids", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id")
+TOKEN_OPTIONS = (
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id",
+)  # fmt: skip
 TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 Bias = tuple[TokenSequence, float]
 
@@ -27,25 +29,33 @@ class GenerationOptions(Value):
     are batched."""
 
     max_new_tokens: int = Field(128, gt=0)
+    max_length: int | None = Field(None, gt=0)  # of prompt and answer, unless max_new_tokens is set
     min_new_tokens: int = Field(0, ge=0)
     min_length: int = Field(0, ge=0)  # of prompt and answer; of a decoder beside an encoder, its first token counts as the prompt
     do_sample: bool = False
     temperature: float = Field(1.0, ge=MIN_DIVISOR)
     top_k: int = Field(50, ge=0)  # transformers' default for sampling; 0: all tokens
     top_p: float = Field(1.0, gt=0, le=1)
+    top_h: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float = Field(1.0, gt=0, le=1)
     epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
     eta_cutoff: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, ge=MIN_DIVISOR)
+    encoder_repetition_penalty: float = Field(1.0, ge=MIN_DIVISOR)  # raises the scores of the prompt's tokens
     frequency_penalty: float = Field(0.0, ge=-2, le=2)  # OpenAI's, like presence_penalty
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     sequence_bias: tuple[Bias, ...] = ()  # for a token, or for the last token of a sequence after the others
     no_repeat_ngram_size: int = Field(0, ge=0)
+    encoder_no_repeat_ngram_size: int = Field(0, ge=0)  # n-grams of the prompt do not occur in the answer
     bad_words_ids: tuple[TokenSequence, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()  # not as the first token of the answer
     forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] = ()
+    exponential_decay_length_penalty: tuple[int, float] | None = None  # after how many tokens it begins, and its factor
+    remove_invalid_values: bool = False
+    renormalize_logits: bool = False
     stop_strings: tuple[str, ...] = ()  # the text ends with the stop string that was found
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
@@ -69,6 +79,11 @@ def check_tokens(options: GenerationOptions, arguments: Mapping[str, Any], vocab
             raise RequestError(f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
     if options.bad_words_ids and {*options.bad_words_ids} <= {(token,) for token in options.eos_token_id}:
         raise RequestError("bad_words_ids has nothing but the token that ends a text; ask for min_new_tokens, or for other words")
+    if options.exponential_decay_length_penalty is not None and not options.eos_token_id:
+        raise RequestError(
+            "exponential_decay_length_penalty raises the score of the token that ends a text, and the model names none; give "
+            "eos_token_id, or leave it out"
+        )
 
 
 def _flatten(value: Any) -> Iterator[int]:
@@ -78,10 +93,3 @@ def _flatten(value: Any) -> Iterator[int]:
             yield from _flatten(item)
     elif value is not None:
         yield value
-
-
-def unused_settings(source: ModelSource, arguments: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of generation_config.json that Upshift does not apply, such as beams or other processors.
-
-    ``arguments`` are the user's options, which replace settings of the file."""
-    return unused_options(GenerationOptions, source, arguments)

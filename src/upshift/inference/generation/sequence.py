@@ -5,6 +5,7 @@ not have."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -48,7 +49,7 @@ class GeneratedSequence:
         self._decoder_prompt = prompt if start is None else [start]
         self._tokenizer = tokenizer
         self._grammar = grammar
-        self._processors = logits_processors(options, len(self._decoder_prompt))
+        self._processors = logits_processors(options, prompt, self._decoder_prompt)
         self._random = _random_generator(options.seed, index) if options.do_sample else None
         self._stop_tokens = max((len(stop.encode()) for stop in options.stop_strings), default=0) + STOP_CONTEXT_TOKENS
 
@@ -103,31 +104,51 @@ def _random_generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, index)).generate_state(1)[0]))
 
 
-def logits_processors(options: GenerationOptions, prompt_length: int) -> LogitsProcessorList:
+def logits_processors(options: GenerationOptions, prompt: Sequence[int], decoder_prompt: Sequence[int]) -> LogitsProcessorList:
     """Return the processors in transformers' own order (GenerationMixin._get_logits_processor and, for sampling, its
-    warpers)."""
+    warpers).
+
+    ``prompt``: the tokens that an encoder reads, or else the decoder. ``decoder_prompt``: the tokens before the answer."""
     processors = LogitsProcessorList()
     if options.sequence_bias:
         processors.append(process.SequenceBiasLogitsProcessor([[list(ids), bias] for ids, bias in options.sequence_bias]))
+    processors.extend(_repetition_processors(options, prompt, len(decoder_prompt)))
+    processors.extend(_end_processors(options, len(decoder_prompt)))
+    if options.suppress_tokens:
+        processors.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
+    if options.begin_suppress_tokens:
+        follows_forced = len(decoder_prompt) == 1 and options.forced_bos_token_id is not None
+        begin = len(decoder_prompt) + follows_forced
+        processors.append(process.SuppressTokensAtBeginLogitsProcessor(list(options.begin_suppress_tokens), begin))
+    if options.do_sample:
+        processors.extend(_warpers(options))
+    if options.renormalize_logits:
+        processors.append(process.LogitNormalization())
+    return processors
+
+
+def _repetition_processors(options: GenerationOptions, prompt: Sequence[int], prompt_length: int) -> list[Any]:
+    """Return the processors of tokens that occurred before, or that must not occur."""
+    processors: list[Any] = []
+    prompt_ids: Any = torch.tensor([list(prompt)])
+    if options.encoder_repetition_penalty != 1.0:
+        processors.append(process.EncoderRepetitionPenaltyLogitsProcessor(options.encoder_repetition_penalty, prompt_ids))
     if options.repetition_penalty != 1.0:
         processors.append(process.RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
     if options.frequency_penalty or options.presence_penalty:
         processors.append(FrequencyPresencePenalty(options.frequency_penalty, options.presence_penalty, prompt_length))
     if options.no_repeat_ngram_size:
         processors.append(process.NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
+    if options.encoder_no_repeat_ngram_size:
+        processors.append(process.EncoderNoRepeatNGramLogitsProcessor(options.encoder_no_repeat_ngram_size, prompt_ids))
     if options.bad_words_ids:
         bad_words = [list(ids) for ids in options.bad_words_ids]
         processors.append(process.NoBadWordsLogitsProcessor(bad_words, list(options.eos_token_id) or None))
-    processors.extend(_length_processors(options, prompt_length))
-    if options.suppress_tokens:
-        processors.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
-    if options.do_sample:
-        processors.extend(_warpers(options))
     return processors
 
 
-def _length_processors(options: GenerationOptions, prompt_length: int) -> list[Any]:
-    """Return the processors that allow or force a token by the number of tokens before it."""
+def _end_processors(options: GenerationOptions, prompt_length: int) -> list[Any]:
+    """Return the processors of the first and the last token of a text."""
     processors: list[Any] = []
     eos_ids = list(options.eos_token_id)
     if options.min_length and not options.min_new_tokens and eos_ids:
@@ -136,9 +157,14 @@ def _length_processors(options: GenerationOptions, prompt_length: int) -> list[A
         processors.append(process.MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, eos_ids))
     if options.forced_bos_token_id is not None:
         processors.append(process.ForcedBOSTokenLogitsProcessor(options.forced_bos_token_id))
-    if options.forced_eos_token_id is not None:
+    if options.forced_eos_token_id:
         max_length = prompt_length + options.max_new_tokens
-        processors.append(process.ForcedEOSTokenLogitsProcessor(max_length, options.forced_eos_token_id))
+        processors.append(process.ForcedEOSTokenLogitsProcessor(max_length, list(options.forced_eos_token_id)))
+    if options.remove_invalid_values:
+        processors.append(process.InfNanRemoveLogitsProcessor())
+    if options.exponential_decay_length_penalty is not None:
+        penalty = options.exponential_decay_length_penalty
+        processors.append(process.ExponentialDecayLengthPenalty(penalty, eos_ids, prompt_length))
     return processors
 
 
@@ -147,6 +173,8 @@ def _warpers(options: GenerationOptions) -> list[Any]:
     warpers: list[Any] = []
     if options.temperature != 1.0:
         warpers.append(process.TemperatureLogitsWarper(options.temperature))
+    if options.top_h is not None:
+        warpers.append(process.TopHLogitsWarper(options.top_h))
     if options.top_k:
         warpers.append(process.TopKLogitsWarper(options.top_k))
     if options.top_p < 1.0:

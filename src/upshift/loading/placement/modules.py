@@ -303,6 +303,8 @@ def _cache_after(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, in
     parts: list[Any] = caches if caches[0] is not None else [cache]
     for part in parts:
         for number, layer in enumerate(part.layers):
-            size = sum(value.numel() * value.element_size() for value in vars(layer).values() if isinstance(value, torch.Tensor))
+            tensors = (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
+            # A layer with a window also counts its tokens, in a tensor of integers.
+            size = sum(value.numel() * value.element_size() for value in tensors if value.is_floating_point())
             sizes[number] = (sizes.get(number, (0, None))[0] + size, getattr(layer, "sliding_window", None))
     return sizes

@@ -22,13 +22,14 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import CLASS_NAMES
-from upshift.models.build import build_model, choose_class, disable_cache, encoder_of
+from upshift.models.build import build_model, choose_class, disable_cache, encoder_class, encoder_of, is_causal_class
+from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.kv_cache import NAMES, with_cache
@@ -39,6 +40,7 @@ from upshift.models.source import ModelSource
 FIRST_LENGTH = 11  # tokens; longer than SHORT_WINDOW, and no round number
 SECOND_LENGTH = 21
 PADDING_LENGTH = 5
+SHORT_LENGTHS = range(1, 9)  # tokens of texts that a model may be unable to compute
 LAST_TOKENS = 2  # tokens that are computed one at a time, after the others
 TOLERANCE = 1e-3  # share of the largest logit; fp32 sums in another order differ by about 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-6  # fp32 sums in another order differ by up to 2.6e-7, router losses by 1.6e-6 (jamba) or more
@@ -78,8 +80,11 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     if states:
         class_name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
         model_class = getattr(transformers, class_name, None) if isinstance(class_name, str) else None
-        if model_class is None:
-            return Isolation(reason=f"transformers has no one model for {config.model_type} without a head")
+        if model_class is None:  # transformers has none for this model_type, or several
+            try:
+                model_class = encoder_class(config, source.reference)
+            except RequestError as problem:
+                return Isolation(reason=str(problem))
         return measure_isolation(config, model_class, None)
     try:
         model_class, objective = choose_class(config, source.reference)
@@ -111,12 +116,12 @@ class _Probe:
         self._alone_results: dict[int, Tensor] = {}
         self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.has_loss = objective in ("causal-lm", "masked-lm")
+        self.generates = objective == "causal-lm" or is_causal_class(model_class) and objective is not None
         vocab_size = config.get_text_config().vocab_size
         token_ids = [value for name, value in vars(config.get_text_config()).items() if name.endswith("_token_id")]
         special_ids = {number for value in token_ids for number in (value if isinstance(value, list) else [value])}
         plain_ids = torch.tensor([number for number in range(vocab_size) if number not in special_ids])
-        pad_token = getattr(config, "pad_token_id", None)
-        self.pad_token = pad_token if isinstance(pad_token, int) else 0
+        self.pad_token = padding_of(config.get_text_config()) or 0
         self.first, self.changed_first, self.second = (
             plain_ids[torch.randint(len(plain_ids), (length,))] for length in (FIRST_LENGTH, FIRST_LENGTH, SECOND_LENGTH)
         )
@@ -130,8 +135,21 @@ class _Probe:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
             proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits,
+            shortest=self._shortest_text(),
             loss_shifts=self.objective != "causal-lm" or self._has_shifted_loss(),
         )  # fmt: skip
+
+    def _shortest_text(self) -> int:
+        """Return the number of tokens from which on the model computes every text. Pooling layers need some."""
+        shortest = 1
+        for length in SHORT_LENGTHS:
+            text = self.second[None, :length]
+            try:
+                self._run(text, **self._mask_argument(torch.ones_like(text), masked=True))
+            except Exception as error:  # each class fails in its own way on a text that is too short for it
+                logger.debug("%s computes no %d tokens: %s", type(self.model).__name__, length, error)
+                shortest = length + 1
+        return shortest
 
     # Packing
 
@@ -252,17 +270,35 @@ class _Probe:
         """Return why text must not be generated token by token with a cache, and why texts must not be padded on the left.
 
         An empty text means that it may."""
-        if self.objective != "causal-lm":
+        if not self.generates:
             return "", ""
         results = self._separate_results(self.second)
         if not _is_close(self._run(self.second[None, :-LAST_TOKENS])[0], results[:-LAST_TOKENS]):
             return "a token's results depend on the tokens behind it", ""
+        if self._generate_differs(results[-1]):
+            return "transformers' generate() gives the model other inputs than the text so far", ""
         if self.parameters.isdisjoint(NAMES):
             return "the model takes no cache of keys and values", ""
         by_token = self._stepwise_problem([self.second], "a text gives other results token by token than whole")
         if by_token:
             return by_token, ""
         return "", self._stepwise_problem([self.first, self.second], "padding on the left of a text changes its results")
+
+    def _generate_differs(self, expected: Tensor) -> bool:
+        """Return whether the model's generate() chooses a text's next token from other logits than ``expected`` [V].
+
+        A class may prepare its inputs in its own way, as XLM does, which appends a token."""
+        options = GenerationConfig(
+            max_new_tokens=1, do_sample=False, num_beams=1, use_cache=False, return_dict_in_generate=True, output_logits=True,
+            pad_token_id=self.pad_token,
+        )  # fmt: skip
+        ids = self.second[None]
+        try:
+            output: Any = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        except Exception as error:  # transformers does not generate with every class, and each fails in its own way
+            logger.debug("%s does not generate: %s", type(self.model).__name__, error)
+            return False
+        return not _is_close(output.logits[0][0], expected)
 
     def _stepwise_problem(self, texts: list[Tensor], problem: str) -> str:
         """Run the texts as one batch with a cache, the last tokens one at a time, and compare with each text on its own.

@@ -9,6 +9,7 @@ expert. Their FLOPs in a trace therefore give the number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +45,23 @@ def count_experts(
 def experts_per_token(model: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) -> dict[str, int]:
     """Return the number of experts that compute a token, by the path of each module of experts.
 
+    Matrices are experts if each multiplies all features of the module's input. Matrices of heads multiply a part of them.
     ``model`` and the tensors of ``inputs`` are on one device and need no values. Errors of the model are not caught."""
     candidates = {path: module for path, module in model.named_modules() if expert_matrices(module)}
     if not candidates:
         return {}
     handles = []
+    widths: dict[str, int] = {}  # features of a module's input
+
+    def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tracker.border(path)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if tensors:
+            widths[path] = tensors[0].shape[-1]
+
     with LiveTracker() as tracker, torch.no_grad():
         for path, module in candidates.items():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=path: tracker.border(name)))
+            handles.append(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             handles.append(module.register_forward_hook(lambda *_: tracker.border(OUTSIDE)))
         arguments = inputs()
         tokens = arguments["input_ids"].numel()
@@ -68,6 +78,8 @@ def experts_per_token(model: PreTrainedModel, inputs: Callable[[], dict[str, Any
         weights = expert_matrices(module)
         num_experts = weights[0].shape[0]
         experts = flops * num_experts / (2 * tokens * sum(weight.numel() for weight in weights))
+        if not any(widths.get(path) in weight.shape[1:] for weight in weights):
+            continue  # each matrix multiplies a part of the features, as heads do
         if 1 <= round(experts) <= num_experts and abs(experts - round(experts)) < TOLERANCE * num_experts:
             active[path] = round(experts)
     return active

@@ -25,6 +25,7 @@ from upshift.models.describe import (
     attention_kernels,
     count_parameters,
     declarations,
+    heads_in_cache,
     max_positions,
     why_untraceable,
 )
@@ -304,6 +305,7 @@ def trace_model(
         description = _description(tracer)
         has_compiled = any(variant.compiled for variant in variants)
         (flops, kv, cache), traces = _run_tasks(model_tasks, steps, store, progress, compiled=has_compiled)
+        description["heads"] = heads_in_cache(description["heads"], cache)
     except RequestError:
         raise
     except Exception as error:  # any operator may reject fake tensors; the user needs the module, not the traceback

@@ -244,6 +244,17 @@ class GenerationWorker:
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
 
+    def _limit_answer(self, ids: list[int], options: GenerationOptions) -> GenerationOptions:
+        """Return the options of a request that limits no answer: the server's default, or fewer tokens if the model's files or
+        its positions allow fewer."""
+        file_limits = options.model_fields_set & {"max_new_tokens", "max_length"}
+        default = options if file_limits else options.changed(max_new_tokens=DEFAULT_ANSWER_TOKENS)
+        allowed = self.generator.limit_options(ids, default).max_new_tokens
+        longest = self.generator.longest
+        if longest is not None and self.generator.start is None:
+            allowed = min(allowed, longest - len(ids))
+        return options.changed(max_new_tokens=max(min(allowed, DEFAULT_ANSWER_TOKENS), 1), max_length=None)
+
     def _make_sequence(self, request: Generate) -> GeneratedSequence:
         """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
         generator = self.generator
@@ -251,11 +262,10 @@ class GenerationWorker:
         ids: list[int] = list(prompt) if _is_token_ids(prompt) else generator.prompts.tokenize([prompt])[0]
         check_token_ids(ids, generator.vocabulary)
         arguments = dict(request.options)
-        if arguments.get("max_new_tokens") is None:
-            tokens_left = DEFAULT_ANSWER_TOKENS if generator.longest is None else generator.longest - len(ids)
-            arguments["max_new_tokens"] = max(min(DEFAULT_ANSWER_TOKENS, tokens_left), 1)
         options: GenerationOptions = generator.options(**arguments)
-        generator.check_positions(ids, options, "the prompt")
+        if arguments.get("max_new_tokens") is None:
+            options = self._limit_answer(ids, options)
+        generator.check_positions(ids, options, "the prompt", shares_rows=True)
         if request.top is not None:
             self._grammars.check()
         grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)

@@ -64,9 +64,7 @@ def read_options(source: ModelSource, requested: Mapping[str, Any], *, has_encod
     Raise RequestError for a name or a value that is not possible."""
     options = merge_options(XlaGeneration, source, requested)
     if options.num_beams > 1 and options.do_sample:
-        if requested.get("do_sample") or requested.get("num_beams"):
-            raise RequestError("num_beams over 1 searches and do_sample draws; ask for one: num_beams=1 or do_sample=False")
-        options = options.changed(num_beams=1)
+        raise RequestError("num_beams over 1 searches and do_sample draws; ask for one: num_beams=1 or do_sample=False")
     if has_encoder:
         return options
     # transformers forces the second token of a text, which the prompt of a decoder already has.

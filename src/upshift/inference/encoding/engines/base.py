@@ -130,13 +130,16 @@ class Batch(NamedTuple):
     indices: list[int]
 
 
-def batch_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def batch_by_length(lengths: Sequence[int], max_tokens: int, *, border: int | None = None) -> list[list[int]]:
     """Return the indices of the texts of each batch, the longest texts first.
 
-    A batch has at most ``max_tokens`` tokens with padding, or is a single text."""
+    A batch has at most ``max_tokens`` tokens with padding, or is a single text. Texts of up to ``border`` tokens are never
+    batched with longer ones: with longrope, a longer text would change their vectors."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+        longest = lengths[batches[-1][0]] if batches else 0
+        crosses = border is not None and lengths[index] <= border < longest
+        if batches and not crosses and (len(batches[-1]) + 1) * longest <= max_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])

@@ -16,6 +16,7 @@ from upshift.inference.generation.model import full_cache, load_model, weight_by
 from upshift.inference.generation.prefix import Remainder, remaining_tokens
 from upshift.inference.tokenizer import padded_rows
 from upshift.inference.torch_settings import COMPILE_SHAPE, inference_settings, layers_to_compile
+from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.kv_cache import cache_argument, check_cache_filled
 
@@ -32,6 +33,7 @@ class TorchDecoder(NoMixing):
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._parameters = set(inspect.signature(self.model.forward).parameters)
         self._cache_argument = cache_argument(self.model)
+        self._border = stable_positions_in(self.model.config.get_text_config(decoder=True))
         self.padding = Padding()
         self.cache = full_cache()
 
@@ -91,8 +93,11 @@ class TorchDecoder(NoMixing):
             self.cache = full_cache()
 
     def _compute_prompts(self, remainder: Remainder, cache: Any) -> np.ndarray:
-        """Compute prompts in chunks. Return the logits after their last tokens, [N, V]."""
-        for chunk in remainder.chunks():
+        """Compute prompts in chunks. Return the logits after their last tokens, [N, V].
+
+        Prompts beyond longrope's border are computed in one pass, because the first chunk would be rotated by other factors."""
+        is_beyond = self._border is not None and remainder.mask.shape[1] > self._border
+        for chunk in [remainder] if is_beyond else remainder.chunks():
             logits = self._run(chunk.ids, chunk.mask, chunk.positions, cache)
         check_cache_filled(self.model, cache)
         return logits

@@ -1,0 +1,210 @@
+"""Every field of transformers' GenerationConfig in generation_config.json: done as generate() does it, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_generate import CONFIGS, SEQ2SEQ, ids_of, save
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+import upshift
+from upshift.errors import RequestError
+from upshift.models.source import find_model
+from upshift.xla.generation.options import read_options as read_xla_options
+
+NEW = 12
+TEXTS = ("one two one two one", "x")
+BASE: dict[str, Any] = {"eos_token_id": [30, 31], "pad_token_id": 0, "max_new_tokens": NEW, "decoder_start_token_id": 2}
+# A value of every field that is not its default. A list: the fields that it needs beside it come second.
+VALUES: dict[str, Any] = {
+    "max_length": 25, "max_new_tokens": 5, "min_length": 14, "min_new_tokens": 9, "max_time": 1e-9, "stop_strings": ["a", "q"],
+    "early_stopping": True, "do_sample": True, "num_beams": 3, "use_mtp": True, "use_cache": False,
+    "cache_implementation": "static", "cache_config": {"backend": "quanto"}, "max_cache_len": 99, "temperature": 0.6, "top_k": 3,
+    "top_p": 0.4, "min_p": 0.3, "top_h": 0.4, "typical_p": 0.4, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02,
+    "repetition_penalty": 3.0, "encoder_repetition_penalty": 3.0, "length_penalty": 3.0, "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[7], [8, 9]], "renormalize_logits": True, "forced_bos_token_id": 9, "forced_eos_token_id": 30,
+    "remove_invalid_values": True, "exponential_decay_length_penalty": [2, 3.0], "suppress_tokens": [2, 70, 32, *range(40, 200)],
+    "begin_suppress_tokens": [2, *range(40, 250)], "sequence_bias": [[[7], 30.0]], "token_healing": True, "guidance_scale": 2.0,
+    "watermarking_config": {"bias": 5.0, "greenlist_ratio": 0.25}, "num_return_sequences": 2, "output_attentions": True,
+    "output_hidden_states": True, "output_scores": True, "output_logits": True, "return_dict_in_generate": True,
+    "pad_token_id": 5, "bos_token_id": 6, "eos_token_id": [*range(100)], "encoder_no_repeat_ngram_size": 1,
+    "decoder_start_token_id": 8, "is_assistant": True, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.9, "prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 3, "assistant_early_exit": 1,
+    "assistant_lookbehind": 3, "target_lookbehind": 3, "assistant_ensemble_weight": 0.5, "speculation_type": "dflash",
+    "compile_config": {"mode": "default"}, "disable_compile": True, "continuous_batching_config": {"block_size": 8},
+    "low_memory": True, "penalty_alpha": 0.6, "dola_layers": "low", "diversity_penalty": 1.5, "num_beam_groups": 2,
+    "constraints": [[7]], "force_words_ids": [[7]], "prefill_chunk_size": 2,
+}  # fmt: skip
+NOT_OF_GENERATING = {"_from_model_config", "transformers_version"}  # where a file comes from
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+REFUSED = {
+    "max_time", "use_mtp", "num_beams", "token_healing", "guidance_scale", "watermarking_config", "num_return_sequences",
+    "is_assistant", "assistant_early_exit", "compile_config", "speculation_type", "penalty_alpha", "dola_layers", "constraints",
+    "force_words_ids",
+}  # fmt: skip
+CHANGES = {  # the text of the first prompt, beside that of BASE, in both kinds of models
+    "max_new_tokens", "min_new_tokens", "repetition_penalty", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "eos_token_id", "encoder_repetition_penalty",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["decoder", "encoder-decoder"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder, and the class that transformers loads it with."""
+    folder = tmp_path_factory.mktemp("model")
+    config, kind = CONFIGS["gpt2"], AutoModelForCausalLM
+    if request.param == "encoder-decoder":
+        config, kind = SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM
+    save(folder, config, kind)
+    return folder, kind
+
+
+@pytest.fixture(scope="module")
+def generator(model: tuple[Path, Any]) -> upshift.Generator:
+    write(model[0], {})
+    generator = upshift.Generator(str(model[0]), engine="torch")
+    generator.generate(list(TEXTS))
+    return generator
+
+
+def write(folder: Path, changed: dict[str, Any]) -> None:
+    fields = {name: value for name, value in {**BASE, **changed}.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+
+
+def by_transformers(folder: Path, kind: Any) -> list[list[int]]:
+    reference = kind.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for ids in ids_of(list(TEXTS), str(folder)):
+        mask = torch.ones(1, len(ids), dtype=torch.long)
+        output = reference.generate(torch.tensor([ids]), attention_mask=mask, tokenizer=tokenizer)
+        sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0].tolist()
+        answers.append(sequence[1:] if reference.config.is_encoder_decoder else sequence[len(ids) :])
+    return answers
+
+
+def test_every_field_has_a_value_here() -> None:
+    """A new version's fields are tried, too: until they stand in VALUES, this fails."""
+    fields = set(vars(GenerationConfig())) - NOT_OF_GENERATING
+    assert fields - set(VALUES) == set()
+
+
+@pytest.mark.parametrize("name", sorted(set(VALUES) - set(SAMPLING) - {"do_sample"}))
+def test_a_field_is_done_as_by_transformers_or_refused(name: str, model: tuple[Path, Any], generator: upshift.Generator) -> None:
+    folder, kind = model
+    changed = {name: VALUES[name]}
+    if name == "max_length":
+        changed["max_new_tokens"] = None
+    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
+    write(folder, base | changed)
+    fresh = name == "decoder_start_token_id"  # read once, when a model is read
+    ours = upshift.Generator(str(folder), engine="torch") if fresh else generator
+    if name in REFUSED:
+        with pytest.raises(RequestError, match=rf"generation_config.json of .* says {name}=.*remove it from the file"):
+            ours.options()
+        return
+    texts = [answer.tokens for answer in ours.generate(list(TEXTS))]
+    assert texts == by_transformers(folder, kind)
+    if name in CHANGES:
+        write(folder, base)
+        assert texts != [answer.tokens for answer in generator.generate(list(TEXTS))], "this value changes nothing"
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, "renormalize_logits", "repetition_penalty"])
+def test_sampling_draws_from_transformers_probabilities(
+    name: str, model: tuple[Path, Any], generator: upshift.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kind = model
+    write(folder, {"do_sample": True, "max_new_tokens": 1, name: VALUES[name]})
+    probabilities: list[torch.Tensor] = []
+
+    def draw_likeliest(weights: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        probabilities.append(weights.reshape(-1).clone())
+        return weights.argmax(-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "multinomial", draw_likeliest)
+    generator.generate([TEXTS[0]])
+    by_transformers(folder, kind)
+    ours, theirs = probabilities[0], probabilities[1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert ((ours == 0) == (theirs == 0)).all()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_user_may_set_aside_what_is_refused(name: str, model: tuple[Path, Any], generator: upshift.Generator) -> None:
+    folder, _ = model
+    write(folder, {name: VALUES[name]})
+    neutral = {"num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1.0, "penalty_alpha": 0.0}.get(name)
+    texts = [answer.tokens for answer in generator.generate(list(TEXTS), **{name: neutral})]
+    write(folder, {})
+    assert texts == [answer.tokens for answer in generator.generate(list(TEXTS))]
+
+
+def test_a_users_value_of_what_is_not_done_is_refused(generator: upshift.Generator) -> None:
+    for name in REFUSED:
+        with pytest.raises(RequestError, match=f"unknown key '{name}'"):
+            generator.options(**{name: VALUES[name]})
+
+
+def test_without_beams_and_samples_their_options_change_nothing(model: tuple[Path, Any], generator: upshift.Generator) -> None:
+    folder, kind = model
+    write(folder, {name: VALUES[name] for name in (*SAMPLING, "length_penalty", "early_stopping", "num_beam_groups")})
+    assert [answer.tokens for answer in generator.generate(list(TEXTS))] == by_transformers(folder, kind)
+
+
+def test_a_max_length_counts_the_prompt(model: tuple[Path, Any], generator: upshift.Generator) -> None:
+    folder, kind = model
+    write(folder, {"max_length": 8, "max_new_tokens": None, "eos_token_id": None})
+    if kind is AutoModelForCausalLM:
+        with pytest.raises(RequestError, match="a prompt has 19 tokens, and max_length=8 counts them and the answer"):
+            generator.generate(list(TEXTS))
+    texts = [answer.tokens for answer in generator.generate([TEXTS[1]])]
+    assert texts == by_transformers_of_one(folder, kind) and len(texts[0]) == 7
+    assert len(generator.generate([TEXTS[1]], max_length=5)[0].tokens) == 4
+    assert len(generator.generate([TEXTS[1]], max_new_tokens=5)[0].tokens) == 5
+    with pytest.raises(RequestError, match="max_new_tokens=5 and max_length=9 both limit the length of a text; give one of them"):
+        generator.options(max_new_tokens=5, max_length=9)
+
+
+def by_transformers_of_one(folder: Path, kind: Any) -> list[list[int]]:
+    reference = kind.from_pretrained(folder).eval()
+    (ids,) = ids_of([TEXTS[1]], str(folder))
+    row = reference.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long))[0].tolist()
+    return [row[1:] if reference.config.is_encoder_decoder else row[len(ids) :]]
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_a_compiled_generator_does_a_field_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
+    """Its options are those of its programs. A field that none of them has, and that would change the text, is refused."""
+    folder, kind = model
+    context = {"do_sample": True} if name in SAMPLING else {"num_beams": 3} if name.endswith("_groups") else {}
+    if name == "max_length":
+        context["max_new_tokens"] = None
+    write(folder, {name: VALUES[name], **context})
+    has_encoder = kind is AutoModelForSeq2SeqLM
+    plain = {**BASE, **context}
+    write(folder, plain)
+    before = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
+    write(folder, {**plain, name: VALUES[name]})
+    try:
+        after = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
+    except RequestError as error:
+        assert f"says {name}=" in str(error)
+        return
+    assert after != before or name in WITHOUT_EFFECT_IN_PROGRAMS or (name in ENCODER_ONLY and not has_encoder)
+
+
+ENCODER_ONLY = {"forced_bos_token_id"}
+WITHOUT_EFFECT_IN_PROGRAMS = {
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size",
+    "diversity_penalty",
+}  # fmt: skip
