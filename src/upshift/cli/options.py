@@ -130,7 +130,7 @@ DATA_TEXT = "The training data: text files, JSON, CSV, Parquet, a folder of them
 SequenceLength = Annotated[
     int | None,
     option(
-        "--sequence-length", text="The longest sequence, in tokens. Longer texts are cut.", panel=Panel.MODEL, metavar="N",
+        "--sequence-length", text="The longest sequence, in tokens.", panel=Panel.MODEL, metavar="N",
         default=POSITIONS_DEFAULT, least=2,
     ),
 ]  # fmt: skip

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -178,7 +178,7 @@ def _beginning(command: Any, path: str, *, width: int, styled: bool) -> list[str
     return lines
 
 
-def _help_entries(left_out: dict[str, Sequence[Any]]) -> list[Entry]:
+def _help_entries(left_out: Mapping[str, Sequence[Any]]) -> list[Entry]:
     entries = [Entry("-h, --help", "Show this page.")]
     if left_out:
         count = sum(map(len, left_out.values()))

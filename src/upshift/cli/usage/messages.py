@@ -122,7 +122,7 @@ def describe_error(command: Any, path: str, error: Any, values: Mapping[str, Any
         values: the words of each parameter, by its name.
     """
     kind = type(error).__name__
-    option = getattr(error, "option_name", None)
+    option = str(getattr(error, "option_name", ""))
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
         typed = {name for name, words in values.items() if words and isinstance(words, str | list | tuple)}
