@@ -133,7 +133,7 @@ def test_why_not_what_is_not_possible(four: Planning, one: Planning) -> None:
         ("colour=blue", ["--why", "colour", "precision", "tensor_parallel"]),
         ("precision", ["--why", "field=value"]),
         ("precision=fp7", ["--why", "fp7", "bf16"]),
-        ("tensor_parallel=many", ["--why", "many", "integer"]),
+        ("tensor_parallel=many", ["--why", "many", "whole number"]),
         ("host=x", ["--why", "host"]),
     ],
 )

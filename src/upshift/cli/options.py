@@ -258,7 +258,7 @@ ApiKeyFile = Annotated[
 DataFormat = Annotated[
     str | None,
     option(
-        "--data-format", text="What the rows of --data are, where their columns allow several forms", panel=Panel.MODEL,
+        "--data-format", text="What the rows of --data are, where their columns allow several forms", panel=Panel.ROWS,
         metavar="NAME", default="as the columns say", choices=get_args(RowFormat),
     ),
 ]  # fmt: skip
@@ -266,13 +266,13 @@ LossOnOption = Annotated[
     str | None,
     option(
         "--loss-on", text="What is learned of chats and prompts: the assistant's turns and completions, or all tokens",
-        panel=Panel.MODEL, metavar="NAME", default="assistant", choices=get_args(LossOn),
+        panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
     ),
 ]  # fmt: skip
 LongRowsOption = Annotated[
     str | None,
     option(
-        "--long-rows", text="What happens to rows that are longer than a sequence", panel=Panel.MODEL, metavar="NAME",
+        "--long-rows", text="What happens to rows that are longer than a sequence", panel=Panel.ROWS, metavar="NAME",
         default="cut for chats, split for texts", choices=get_args(LongRows),
     ),
 ]  # fmt: skip

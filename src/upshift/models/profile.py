@@ -41,6 +41,15 @@ class Variant(NamedTuple):
     compiled: bool = False  # also calculate the bytes that compiled layers save
 
 
+def with_eager_attention(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Return the variants of a model that has no ``sdpa``: ``eager`` computes whole scores, with an added mask or without one."""
+    others = [variant for variant in variants if variant.attention not in ("sdpa", "eager")]
+    eager = [variant for variant in variants if variant.attention == "eager"]
+    if not eager:
+        eager = [variant._replace(attention="eager", masked=False) for variant in variants if variant.attention == "sdpa"]
+    return tuple(dict.fromkeys((*others, *eager)))
+
+
 # Both traces and plans use this size. A larger one raises the peak by chunk x vocabulary only.
 LOSS_CHUNK_TOKENS = 512
 BLOCK_QUERIES = 128  # queries in a block of block attention; measured in docs/log.md

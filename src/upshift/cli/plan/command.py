@@ -99,17 +99,15 @@ Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Pan
 @with_layout_flags
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
-    set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None,
-    data_format: DataFormat = None, loss_on: LossOnOption = None, long_rows: LongRowsOption = None, risk: Risk = None,
-    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
-    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
-    prompt_length: PromptLength = None, output_length: OutputLength = None,
-    concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
-    max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None,
-    why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None,
-    compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
-    deadline: questions.Deadline = None, lock: questions.Lock = None, check: questions.CheckFile = None,
-    rows: Rows = 5, html: Html = None, as_json: Json = False,
+    set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
+    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True,
+    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False, prompt_length: PromptLength = None,
+    output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
+    max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
+    shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
+    price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
+    lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rank the plans for a model by predicted speed, with their memory and the reason for each choice. Runs nothing."""
     fixed = tuple(set_ or ())
@@ -119,8 +117,8 @@ def command(
         plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
         generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
-        sizes = (length, global_batch)
-        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split_names(allow))
+        allowed = split_names(allow)
+        inference = plan_inference.read_workload(generate, encode, generation, (length, global_batch), limits, allowed)
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)

@@ -36,6 +36,7 @@ class Panel(StrEnum):
     SERVER = "Server"
     MEASUREMENT = "Measurement"
     OUTPUT = "Output"
+    ROWS = "Rows of the data"
     OPTIMIZATION = "Optimization"
     CHECKPOINTS = "Checkpoints and evaluation"
     PROCESSES = "Several processes"
@@ -45,7 +46,8 @@ class Panel(StrEnum):
     OPTIONS = "Options"
 
 
-DETAILED = (Panel.OPTIMIZATION, Panel.CHECKPOINTS, Panel.PROCESSES, Panel.JOB, Panel.SPECIAL)  # --help-all alone shows them
+# --help-all alone shows them.
+DETAILED = (Panel.ROWS, Panel.OPTIMIZATION, Panel.CHECKPOINTS, Panel.PROCESSES, Panel.JOB, Panel.SPECIAL)
 
 
 class Entry(NamedTuple):

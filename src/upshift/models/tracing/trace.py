@@ -48,6 +48,7 @@ from upshift.models.profile import (
     StepTrace,
     TensorParallel,
     Variant,
+    with_eager_attention,
 )
 from upshift.models.profile_cache import SegmentStore, isolation_of
 from upshift.models.quantized import check_quantization
@@ -397,7 +398,7 @@ def choose_variants(
     - ``eager`` takes the place of ``sdpa`` in a model that has no ``sdpa``."""
     kernels = attention_kernels(tracer.base)
     if "sdpa" not in kernels:
-        variants = _with_eager_attention(variants)
+        variants = with_eager_attention(variants)
     has_other_kernel = any(variant.attention in kernels and variant.attention != BLOCK_ATTENTION for variant in variants)
     packs_rows = any(variant.masked and variant.attention == BLOCK_ATTENTION for variant in variants)
     is_short = has_other_kernel and not packs_rows and sequence_length < BLOCK_QUERIES
@@ -414,15 +415,6 @@ def choose_variants(
         if variant.attention in kernels and not needless.get(variant.attention, False):
             chosen.append(variant)
     return tuple(chosen)
-
-
-def _with_eager_attention(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-    """Return the variants with ``eager`` in place of ``sdpa``. Its scores are whole, whether a mask is added to them or not."""
-    named = [variant for variant in variants if variant.attention == "eager"]
-    if named:
-        return tuple(named)
-    replaced = [variant._replace(attention="eager", masked=False) for variant in variants if variant.attention == "sdpa"]
-    return tuple(dict.fromkeys(replaced))
 
 
 def _uses_block_attention(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
