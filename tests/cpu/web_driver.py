@@ -85,9 +85,13 @@ def driven(folder: Path) -> Iterator[Page]:
         chrome = {"binary": binary, "args": [*STEADY, f"--user-data-dir={folder}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
         made = httpx2.post(f"{url}/session", json={"capabilities": {"alwaysMatch": wanted}}, timeout=60).json()["value"]
-        with httpx2.Client(base_url=f"{url}/session/{made['sessionId']}/", timeout=60) as session:
-            yield Page(session)
-            session.delete("")
+        address = f"{url}/session/{made['sessionId']}"
+        try:
+            with httpx2.Client(base_url=f"{address}/", timeout=60) as session:
+                yield Page(session)
+        finally:
+            closed = httpx2.delete(address, timeout=60)  # without this the browser outlives its driver
+        assert closed.status_code == 200, closed.text
     finally:
         process.terminate()
         process.wait(timeout=30)
