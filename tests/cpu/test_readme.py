@@ -71,8 +71,9 @@ def test_commands(line, paths, upshift, tmp_path):
     if arguments[1] == "profile":
         short = ["--sequence-length", "64", "--trial-seconds", "0", "--set", "torch_compile=off"]
         arguments = [*arguments[:2], "-o", str(tmp_path / "profile"), "--steps", "3", *arguments[2:], *short]
-    if arguments[1] == "tune":  # the last --trials counts
-        arguments += ["--max-steps", "2", "--trials", "2", "--set", "torch_compile=off", "-o", paths["trained"] + "-tune"]
+    if arguments[1] == "tune":
+        arguments[arguments.index("--trials") + 1] = "2"
+        arguments += ["--max-steps", "2", "--set", "torch_compile=off", "-o", paths["trained"] + "-tune"]
     if arguments[1] in ("encode", "generate"):  # without a race of all engines
         arguments += ["--engine", "torch"]
     if arguments[1] == "generate":
