@@ -32,6 +32,7 @@ from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
+from upshift.training.data import chat_tokens
 from upshift.training.data.corpus import IGNORED, read_corpus
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import document_lengths, load_data, prepare_data, save_data
@@ -138,17 +139,33 @@ def test_a_template_without_a_prompt_for_the_assistant_is_learned_from_the_space
     assert tokenizer.decode([label for label in labels if label != IGNORED]).strip() == "the north</s>"
 
 
-def test_a_template_that_writes_earlier_turns_in_another_way_is_refused(tmp_path):
+def test_turns_that_are_written_in_another_way_when_others_follow_are_learned_as_the_whole_chat_has_them(tmp_path):
     tokenizer = byte_level_tokenizer(DROPS_THOUGHTS)
+    row = next(row for row in make_chats(30) if len(row["messages"]) >= 4)
+    answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+    [(ids, labels)] = rows_of(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    learned = tokenizer.decode([label for label in labels if label != IGNORED])
+    assert learned == "".join(f"{answer}<|im_end|>\n" for answer in answers[:-1]) + f"<think></think>{answers[-1]}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2], ids=["chatml", "llama2"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_places_and_prefixes_say_the_same(kind, template, tmp_path, monkeypatch):
+    """Where a template writes each turn in one way, both ways to find it must agree."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_chats(20, system=template == CHATML))
+    tokenizer = TOKENIZERS[kind](template)
+    by_prefixes = rows_of(path, tokenizer)
+    monkeypatch.setattr(chat_tokens.ChatEncoder, "_prefix_span", lambda *arguments: None)
+    assert rows_of(path, tokenizer) == by_prefixes
+
+
+def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
+    """A template may write more of the content than stands in the chat, or nothing before the turn that it would write there."""
+    shouts = DROPS_THOUGHTS.replace("(message.content or '')", "(message.content or '') | upper")
     rows = [{"messages": make_chats(1)[0]["messages"][-2:]}, next(row for row in make_chats(30) if len(row["messages"]) >= 4)]
-    message = refusal(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+    message = refusal(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(shouts))
     assert f"{tmp_path / 'a.jsonl'}:2" in message and "--loss-on all" in message
-    assert len(rows_of(tmp_path / "a.jsonl", tokenizer, loss_on="all")) == 2
-    last = {"prompt": rows[1]["messages"][:-1], "completion": rows[1]["messages"][-1:]}
-    [(_, labels)] = rows_of(write_jsonl(tmp_path / "b.jsonl", [last]), tokenizer)
-    assert tokenizer.decode([label for label in labels if label != IGNORED]) == (
-        f"<think></think>{rows[1]['messages'][-1]['content']}<|im_end|>\n"
-    )
 
 
 def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_path):

@@ -2,9 +2,10 @@
 
 A chat is written by the tokenizer's chat template, which writes BOS and the end of each turn. The turns of the assistant are
 learned. They are those that the template marks with ``{% generation %}``. A template without marks writes two parts for each
-turn: up to the turn (the prompt from which the model is to write it), and up to its end. The tokens of both parts must be the
-beginning of the tokens of the whole chat, or else the row is rejected. Only special tokens at the end of the second part may
-differ: some templates write EOS after the last turn alone.
+turn: up to the turn (the prompt from which the model is to write it), and up to its end. If the tokens of both parts are the
+beginning of the tokens of the whole chat, they say where the turn is. Only special tokens at the end of the second part may
+differ: some templates write EOS after the last turn alone. In other chats the place of the content says it (``chat_places``), or
+else the row is rejected.
 
 Of a prompt with a completion everything is learned from the first token that the prompt alone does not have, as in TRL
 (trl/trainer/sft_trainer.py, completion_only_loss).
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.text import find_lone_surrogate
+from upshift.training.data.chat_places import find_turns
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PromptCompletion
 from upshift.training.data.chat_template import Span, TemplateWriter
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
@@ -72,6 +74,7 @@ class ChatEncoder:
         self._writer = TemplateWriter(tokenizer)
         self._around = ids_around_document(tokenizer)
         self._diverging: list[str] = []  # places of prompts that end with other tokens than the same text in the whole row
+        self._placed: list[str] = []  # places of chats whose turns are written in another way when others follow
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._has_checked_end = False
 
@@ -92,6 +95,12 @@ class ChatEncoder:
     def report(self) -> None:
         """Tell the user about prompts that do not end at a token, and about fields that the chat template does not use."""
         self._writer.report()
+        if self._placed:
+            others = f" and {len(self._placed) - 1} other rows" if len(self._placed) > 1 else ""
+            say_once(
+                f"{self._placed[0]}{others}: the chat template writes earlier turns in another way than the last one, for "
+                "example without thoughts; the model learns each turn as it stands in the whole chat"
+            )
         if self._diverging:
             others = f" and {len(self._diverging) - 1} other rows" if len(self._diverging) > 1 else ""
             say_once(
@@ -163,17 +172,35 @@ class ChatEncoder:
         ends = iter(self._tokenize([turn.up_to_end for chat_turns in turns for turn in chat_turns]))
         rows = []
         for chat, ids, chat_turns in zip(chats, wholes, turns, strict=True):
-            spans = []
-            for turn in chat_turns:
-                prompt_ids = next(prompts)
-                end_ids = next(ends)
-                end = _common_prefix(ids, end_ids)
-                closes_chat = self._special_ids.issuperset(end_ids[end:])  # some templates write EOS after the last turn
-                if ids[: len(prompt_ids)] != prompt_ids or end < len(prompt_ids) or not closes_chat:
-                    raise RequestError(_not_a_prefix(chat, turn.number))
-                spans.append((len(prompt_ids), end))
-            rows.append(_labelled(ids, spans))
+            spans = [self._prefix_span(ids, next(prompts), next(ends)) for _ in chat_turns]
+            known_spans = [span for span in spans if span is not None]
+            if len(known_spans) == len(spans):
+                rows.append(_labelled(ids, known_spans))
+            else:
+                rows.append(self._encode_by_places(chat, chat_turns[spans.index(None)].number))
         return rows
+
+    def _prefix_span(self, ids: list[int], prompt_ids: list[int], end_ids: list[int]) -> Span | None:
+        """Return the tokens of a turn in those of the whole chat, or None if its two parts are not the beginning of the chat."""
+        end = _common_prefix(ids, end_ids)
+        closes_chat = self._special_ids.issuperset(end_ids[end:])  # some templates write EOS after the last turn
+        if ids[: len(prompt_ids)] != prompt_ids or end < len(prompt_ids) or not closes_chat:
+            return None
+        return len(prompt_ids), end
+
+    def _encode_by_places(self, chat: Chat, number: int) -> TokenRow:
+        """Return the row of a chat whose message ``number`` is written in another way when others follow."""
+        found = find_turns(self._writer, chat) if self._tokenizer.is_fast else None
+        if found is None:
+            raise RequestError(_not_a_prefix(chat, number))
+        text, spans = found
+        self._placed.append(chat.place)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        offsets = encoded["offset_mapping"]
+        whole_tokens = [(start, max((end for _, end in offsets if end <= last), default=start)) for start, last in spans]
+        return _labelled_by_characters(encoded["input_ids"], offsets, whole_tokens)
 
     def _turns(self, chat: Chat) -> list[_Turn]:
         """Return the assistant's turns of a chat. Raise RequestError if the chat begins with one, which has no prompt."""
@@ -254,7 +281,7 @@ def _labelled_by_characters(ids: Sequence[int], offsets: Sequence[Span], spans: 
 
 def _not_a_prefix(chat: Chat, number: int) -> str:
     return (
-        f"{chat.place}: the chat template writes message {number} in another way when others follow, so it is not clear which "
-        "tokens the assistant writes; use a chat template that marks them ({% generation %}), write the row as a prompt and a "
+        f"{chat.place}: the chat template writes message {number} in another way when others follow, and its content cannot "
+        "be found there; use a chat template that marks them ({% generation %}), write the row as a prompt and a "
         'completion of messages, give the earlier turns of the assistant "weight": 0, or learn all tokens with --loss-on all'
     )
