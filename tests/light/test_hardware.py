@@ -140,7 +140,8 @@ def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
         "h100-80gb-pcie": "h100-pcie", "nvidia h100": "h100-sxm", "v5e": "tpu-v5e", "gaudi2": "gaudi-2", "l40s 48gb": "l40s",
         "4080": "rtx-4080", "4070ti super": "rtx-4070-ti-super", "rtx 4090 laptop gpu": "rtx-4090-laptop", "l40": "l40",
         "2080ti": "rtx-2080-ti", "a6000": "rtx-a6000", "rtx 6000 ada": "rtx-6000-ada", "rtx pro 6000": "rtx-pro-6000",
-        "3080 12gb": "rtx-3080-12gb",
+        "3080 12gb": "rtx-3080-12gb", "3060 8gb": "rtx-3060-8gb", "3060 12gb": "rtx-3060",
+        "3080 laptop 8gb": "rtx-3080-laptop-8gb",
         "h100 nvl": "h100-nvl", "h100-94gb": "h100-nvl", "gh200 96gb": "gh200-96gb", "8xb300": "b300", "mi355x": "mi355x",
         "M2 Ultra 192GB": "m2-ultra-192gb", "b200 192gb": "b200", "8×h200": "h200",
     }  # fmt: skip
@@ -158,7 +159,7 @@ def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
 @pytest.mark.parametrize(
     ("text", "candidates"),
     [("a100 pcie", ("a100-pcie-40gb", "a100-pcie-80gb")), ("4060 ti", ("rtx-4060-ti-8gb", "rtx-4060-ti-16gb")),
-     ("gh200", ("gh200-96gb", "gh200-144gb")),
+     ("gh200", ("gh200-96gb", "gh200-144gb")), ("3080 laptop", ("rtx-3080-laptop-8gb", "rtx-3080-laptop-16gb")),
      ("m2 64gb", ("m2-max-64gb", "m2-ultra-64gb")), ("80g", ("a100-80gb", "a100-pcie-80gb")),
      ("nvidia a100", ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"))]
 )  # fmt: skip

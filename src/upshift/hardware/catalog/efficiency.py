@@ -19,7 +19,7 @@ GEMM_EFFICIENCY: dict[str, tuple[float | None, ...]] = {
     "b200": (0.35, 0.61, 0.68, 0.70, 0.74),
     "l40s": (0.49, 0.58, 0.61, 0.65, 0.72),
 }
-MEMORY_EFFICIENCY = {"a100-40gb": 0.66, "a100-80gb": 0.66, "h100-sxm": 0.78, "h200": 0.72, "b200": 0.66, "l40s": 0.75}
+MEMORY_EFFICIENCY = {"a100-40gb": 0.66, "a100-80gb": 0.66, "h100-sxm": 0.78, "h200": 0.72, "b200": 0.69, "l40s": 0.75}
 # From the same tables, NCCL 2.27 to 2.29 on 8 GPUs with NVLink: latency in microseconds and algorithm bandwidth in GB/s, with an
 # error of 7 to 16 %. The order is all-gather, reduce-scatter, all-reduce, all-to-all.
 COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {

