@@ -641,7 +641,7 @@ def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path, upsh
     done = upshift(*command, "--bits", "8", "--engine", "torch", "-o", tmp_path / "new")
     assert done.code == 0 and "8 bits, torch" in done.out and "loads with transformers" in " ".join(done.out.split())
     for options, said in (
-        (["--bits", "3", "-o", str(tmp_path / "x")], "use 8 or 4"),
+        (["--bits", "3", "-o", str(tmp_path / "x")], "use one of 8, 4"),
         (["--bits", "8", "-o", str(tmp_path / "mine"), "--overwrite"], "exists"),
         (["--bits", "8", "--engine", "onnxruntime", "-o", str(tmp_path / "x")], "use one of torch, openvino"),
     ):
