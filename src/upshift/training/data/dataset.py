@@ -172,7 +172,7 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
 
 
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
-    """Return a line that says what the rows are, what is learned of them, and which columns are not used."""
+    """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
     if options.loss_on == "all":
         learned = "all tokens"
@@ -180,9 +180,7 @@ def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
         learned = "the completion"
     else:
         learned = "the assistant's turns"
-    unused = corpus.documents.unused_columns
-    columns = f"; columns that are not used: {', '.join(unused)}" if unused else ""
-    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}{columns}"
+    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}"
 
 
 def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
