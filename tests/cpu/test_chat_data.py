@@ -35,7 +35,7 @@ from upshift.training.batches.sampler import BatchSource
 from upshift.training.data import chat_tokens
 from upshift.training.data.corpus import IGNORED, read_corpus
 from upshift.training.data.data_options import DataOptions
-from upshift.training.data.dataset import document_lengths, load_data, prepare_data, save_data
+from upshift.training.data.dataset import load_data, prepare_data, read_whole_documents, save_data
 from upshift.training.data.tokenizer import tokenize
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"count": 2, "road": "north"}}}
@@ -461,9 +461,10 @@ def test_rows_without_a_token_to_learn_are_counted_and_left_out(model, tmp_path,
 def test_planning_reads_the_lengths_of_chats(model, tmp_path):
     rows = make_chats(20, seed=5)
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    expected = tuple(len(reference(row, byte_level_tokenizer())[0]) for row in rows)
-    assert document_lengths(find_model(str(model)), str(path), DataOptions()) == (expected, "cut")
-    assert document_lengths(find_model(str(model)), str(path), DataOptions(long_rows="drop")) == (expected, "drop")
+    expected = [len(reference(row, byte_level_tokenizer())[0]) for row in rows]
+    documents = read_whole_documents(find_model(str(model)), str(path), DataOptions())
+    assert np.diff(documents.tokenized.offsets).tolist() == expected
+    assert documents.histogram(200).num_tokens == sum(expected)
 
 
 def test_loss_on_is_refused_where_it_says_nothing(model, tmp_path):

@@ -31,7 +31,8 @@ def test_a_chat_model_is_trained_saved_and_answers_in_its_template(packing: str,
     common = ["--data", str(data), "--sequence-length", "64", "--trial-seconds", "0", "--set", f"packing={packing}"]
     rate = ["--learning-rate", "0.01", "--global-batch", "8", "--output", str(output)]
     trained = upshift("train", str(model), *common, *rate, "--max-steps", str(STEPS), "--save-steps", str(STEPS // 2))
-    assert "chats (messages); the model learns the assistant's turns; columns that are not used: id" in trained.stderr
+    assert "chats (messages); the model learns the assistant's turns\n" in trained.stderr
+    assert f"{data}: columns that are not used: id\n" in trained.stderr
     resumed = upshift("train", str(model), *common, *rate, "--max-steps", str(STEPS), "--resume", "--json")
     assert json.loads(resumed.stdout)["checkpoint"] is not None
     folder = next(path.parent for path in sorted(output.rglob("chat_template.jinja")) if (path.parent / "config.json").exists())

@@ -475,3 +475,41 @@ def test_data_is_written_once_for_trials_and_run_and_goes_with_them(labelled, mo
     del data
     gc.collect()
     assert not folder.exists()
+
+
+def test_much_data_is_saved_in_the_cache_and_nothing_stays_there(labelled, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("UPSHIFT_CACHE", str(cache))
+    assert replace(labelled).folder.parent != cache
+    monkeypatch.setattr(dataset, "IN_MEMORY_BYTES", 0)
+    data = replace(labelled)
+    folder = data.folder
+    assert folder.parent == cache and np.array_equal(load_data(folder).training.tokens, labelled.training.tokens)
+    left = cache / "upshift-data-killed"
+    (left / "tokenizer").mkdir(parents=True)
+    left.with_name(f"{left.name}.lock").touch()
+    replace(labelled).folder  # noqa: B018  the folder is made when it is read first
+    assert left.exists(), "a process may be making it"
+    monkeypatch.setattr(dataset, "UNUSED_SECONDS", -1)
+    other = replace(labelled)
+    assert other.folder.is_dir() and folder.is_dir() and not left.exists()
+    del data, other
+    gc.collect()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_data_is_named(labelled, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(dataset, "IN_MEMORY_BYTES", 0)
+    with pytest.raises(RequestError, match="cannot be written to .*cache .*UPSHIFT_CACHE") as refusal:
+        replace(labelled).folder  # noqa: B018
+    assert "\n" not in str(refusal.value)
+    monkeypatch.setattr(dataset, "IN_MEMORY_BYTES", 2**20)
+
+    def fail(*_: object) -> None:
+        raise OSError("16384 requested and 0 written")  # numpy's words for a full disk
+
+    monkeypatch.setattr(np, "save", fail)
+    with pytest.raises(RequestError, match="16384 requested and 0 written.*TMPDIR"):
+        replace(labelled).folder  # noqa: B018

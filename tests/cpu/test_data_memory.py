@@ -72,7 +72,7 @@ NUM_IDS = DATA // 4 // 400 * 400
 def write_files(folder: Path) -> list[Path]:
     record = json.dumps({"text": LINE})
     (folder / "few.jsonl").write_text(f"{record}\n" * FEW)
-    (folder / "a.json").write_text("[" + ",\n".join([record] * COUNT) + "]")
+    (folder / "a.json").write_text("[" + ", ".join([record] * COUNT) + "]")
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(f"{record}\n".encode() * COUNT, 1))
     (folder / "a.csv").write_text("text\n" + f"{LINE}\n" * COUNT)
     (folder / "a.txt").write_text(f"{LINE}\n" * COUNT)

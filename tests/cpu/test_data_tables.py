@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.training.data.corpus import read_corpus
+from upshift.training.data.corpus import MAX_COLUMN_NAMES, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import tokenize
 
@@ -412,6 +412,34 @@ def test_files_of_a_folder_may_have_other_columns_that_are_named(suffix, tmp_pat
     write(tmp_path / f"2{suffix}", [{"input_ids": [3], "tags": ["a"], "source": "web"}])
     assert [row.ids.tolist() for row in read_corpus(tmp_path).documents] == [[1, 2], [3]]
     assert "columns that are not used: tags, source" in caplog.text
+
+
+FORM_ROWS: list[dict[str, Any]] = [
+    {"text": "one"},
+    {"input_ids": [1, 2]},
+    {"messages": [{"role": "user", "content": "one"}]},
+    {"conversations": [{"from": "human", "value": "one"}]},
+    {"prompt": "one", "completion": "two"},
+    {"instruction": "one", "output": "two"},
+]
+
+
+@pytest.mark.parametrize("row", FORM_ROWS, ids=lambda row: "-".join(row))
+def test_a_column_of_later_rows_is_named_in_every_form(row, tmp_path, caplog):
+    say_once.cache_clear()
+    later = {f"later{number}": "x" for number in range(9)}
+    write_json_lines(tmp_path / "a.jsonl", [row] * 3 + [row | later])
+    assert len(list(read_corpus(tmp_path / "a.jsonl").documents)) == 4
+    (line,) = (record.getMessage() for record in caplog.records if "not used" in record.getMessage())
+    assert line.endswith("columns that are not used: later0, later1, later2, later3, later4 and 4 more")
+
+
+def test_the_names_of_columns_do_not_fill_the_memory(tmp_path, caplog):
+    say_once.cache_clear()
+    write_json_lines(tmp_path / "a.jsonl", [{"text": "one", f"key{number}": "x"} for number in range(3000)])
+    documents = read_corpus(tmp_path / "a.jsonl").documents
+    assert len(list(documents)) == 3000 and len(documents.column_names) <= MAX_COLUMN_NAMES
+    assert "key0, key1, key2, key3, key4 and " in caplog.text and "and others in later rows" in caplog.text
 
 
 def test_a_column_that_the_user_names_is_read_whatever_stands_beside_it(tmp_path):

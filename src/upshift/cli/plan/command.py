@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -53,8 +53,10 @@ from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
-from upshift.training.data import data_options
 from upshift.training.data.data_options import DataOptions
+
+if TYPE_CHECKING:
+    from upshift.training.data.dataset import WholeDocuments
 
 On = Annotated[
     str | None,
@@ -184,21 +186,16 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     It reads the documents once, when it is first called."""
 
     @cache
-    def read_lengths() -> tuple[tuple[int, ...], data_options.LongRows]:
+    def read_documents() -> WholeDocuments:
         from upshift.models.source import find_model
-        from upshift.training.data.dataset import document_lengths  # reading data needs tokenizers
+        from upshift.training.data.dataset import read_whole_documents  # reading data needs tokenizers
 
         with tables.step(f"Reading the documents of {data}"):
-            return document_lengths(find_model(model), data, options)
+            return read_whole_documents(find_model(model), data, options)
 
     @cache
     def lengths_at(sequence_length: int) -> LengthHistogram | None:
-        lengths, long_rows = read_lengths()
-        if long_rows == "cut":
-            lengths = tuple(min(length, sequence_length) for length in lengths)
-        elif long_rows == "drop":
-            lengths = tuple(length for length in lengths if length <= sequence_length)
-        histogram = LengthHistogram.of_documents(lengths, sequence_length)
+        histogram = read_documents().histogram(sequence_length)
         return None if histogram.mean >= histogram.sequence_length else histogram
 
     return lengths_at

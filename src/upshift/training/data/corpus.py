@@ -61,6 +61,7 @@ MASK = "attention_mask"
 IGNORED = -100
 SPECIAL_TOKENS_MASK = "special_tokens_mask"  # left out: the tokenizer knows its special tokens
 SEGMENTS = "token_type_ids"  # ignored if it is all zero, which means one segment
+MAX_COLUMN_NAMES = 1000  # names in memory, if each row of a JSON file has other fields
 
 
 class TokenRow(NamedTuple):
@@ -255,7 +256,7 @@ class Documents:
         self.num_empty = 0
         self.binary: list[str] = []
         self.columns: Columns | None = None  # of tables, once a row was read
-        self.column_names: dict[str, None] = {}  # all columns of tables, in the order in which they were met
+        self.column_names: dict[str, None] = {}  # of tables, in the order in which they were met, about MAX_COLUMN_NAMES at most
         self.is_tokenized = False  # whether the last document had token ids
 
     def __iter__(self) -> Iterator[Document]:
@@ -289,6 +290,11 @@ class Documents:
         """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
+    def add_column_names(self, names: Collection[str]) -> None:
+        """Remember the columns of a row or a file, to name those that are not used."""
+        if len(self.column_names) < MAX_COLUMN_NAMES:
+            self.column_names.update(dict.fromkeys(names))
+
     @property
     def unused_columns(self) -> tuple[str, ...]:
         """Return the columns of tables that are not read. Later rows may have more of them."""
@@ -309,9 +315,10 @@ class Documents:
             say_once(f"{self.origin}: {self.num_empty} empty or null rows or files are left out")
         if self.binary:
             say_once(f"{self.origin}: left out, not UTF-8 text: {first_names(self.binary)}")
-        if self.unused_columns and self.columns is not None and not self.columns.is_chat:  # a line about chats names them, too
+        if self.unused_columns:
             names = first_names([name or "(without a name)" for name in self.unused_columns])
-            say_once(f"{self.origin}: columns that are not used: {names}")
+            others = ", and others in later rows" if len(self.column_names) >= MAX_COLUMN_NAMES else ""
+            say_once(f"{self.origin}: columns that are not used: {names}{others}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -464,7 +471,7 @@ class _ColumnChooser:
             is_pair = has_labels and self._selection.has_decoder
             self.columns = replace(found, has_labels=has_labels, has_mask=MASK in names, is_pair=is_pair)
             self._documents.columns = self.columns
-        self._documents.column_names.update(dict.fromkeys(names))
+        self._documents.add_column_names(names)
         return self.columns
 
     def choose_from_schema(self, schema: Any, origin: str) -> list[str]:

@@ -6,13 +6,16 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.models.build import choose_class
@@ -20,7 +23,7 @@ from upshift.models.profile import num_sides
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
-from upshift.training.batches.objective import Objective, objective_for
+from upshift.training.batches.objective import Kind, Objective, objective_for
 from upshift.training.batches.plan_layout import find_objective
 from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, read_corpus
 from upshift.training.data.data_files import say_once
@@ -28,13 +31,20 @@ from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
+    IN_MEMORY_BYTES,
     Sequences,
     TokenizedCorpus,
+    cannot_write,
     count_single_tokens,
     cut_sequences,
     highest_id,
     histogram_of,
+    make_cache_folder,
+    view_sequences,
 )
+
+FOLDER_PREFIX = "upshift-data-"
+UNUSED_SECONDS = 3600.0  # a younger folder without a lock may be one that a process is making
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,9 +61,12 @@ class TrainingData:
     @cached_property
     def folder(self) -> Path:
         """Return a folder with the saved data. Trials and the run share it. It is removed with this object."""
-        folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
-        weakref.finalize(self, _remove_in_process, folder, os.getpid())
-        save_data(self, folder)
+        folder, lock = _make_folder(sum(array.nbytes for array in self.training.arrays.values()))
+        weakref.finalize(self, _remove_in_process, folder, lock, os.getpid())
+        try:
+            save_data(self, folder)
+        except OSError as error:
+            raise cannot_write(error, folder.parent) from None
         return folder
 
 
@@ -95,10 +108,7 @@ def prepare_data(
         say_once(f"{corpus.origin}: {num_single} sequences of one token are left out, because they predict nothing")
     training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
     if not len(training):
-        raise RequestError(
-            f"{data_path} has no sequence of two or more tokens with something to learn; give more text, or a longer "
-            "--sequence-length"
-        )
+        raise _nothing_to_learn(corpus.origin, 0 if tokenized.num_documents else tokenized.num_long, length)
     evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
     return TrainingData(
         training=training,
@@ -138,12 +148,52 @@ def _no_such_id(place: str, token_id: int, vocab_size: int) -> RequestError:
     )
 
 
-def document_lengths(source: ModelSource, data_path: str, options: DataOptions) -> tuple[tuple[int, ...], LongRows]:
-    """Return the tokens of each document of the training split, and what happens to documents that are too long."""
+def _nothing_to_learn(origin: str, num_dropped: int, length: int) -> RequestError:
+    """Return the error about data without a sequence that can be trained on. ``num_dropped``: all rows, if all are too long."""
+    if num_dropped:
+        return RequestError(
+            f"{origin}: all {num_dropped} rows are longer than {length} tokens, and --long-rows drop leaves them out; use "
+            "--long-rows cut, or a longer --sequence-length"
+        )
+    return RequestError(
+        f"{origin} has no sequence of two or more tokens with something to learn; give more text, or a longer --sequence-length"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeDocuments:
+    """The tokens of documents before they are cut. The lengths of the sequences follow from them for each sequence length."""
+
+    tokenized: TokenizedCorpus
+    origin: str
+    kind: Kind
+    long_rows: LongRows
+
+    def histogram(self, sequence_length: int) -> LengthHistogram:
+        """Return the histogram of ``prepare_data``, which may hold documents out. Raise RequestError if nothing is learned."""
+        sides = num_sides(self.kind)
+        views = view_sequences(self.tokenized, sequence_length, sides, self.long_rows)
+        views = views.select(np.flatnonzero(_have_labels(views, Objective(kind=self.kind))))
+        if not len(views):
+            length = sequence_length * sides
+            are_dropped = self.long_rows == "drop" and bool((np.diff(self.tokenized.offsets) > length).all())
+            raise _nothing_to_learn(self.origin, self.tokenized.num_documents if are_dropped else 0, length)
+        lengths = views.lengths
+        if views.source_lengths is not None:
+            lengths = lengths - views.source_lengths + np.minimum(views.source_lengths, sequence_length)
+        return histogram_of(lengths, sequence_length * sides)
+
+
+def read_whole_documents(source: ModelSource, data_path: str, options: DataOptions) -> WholeDocuments:
+    """Return the tokens of the documents of the training split."""
     corpus = _read_corpus(source, data_path, options)
     tokenizer = _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
-    tokenized = tokenize(corpus.documents, tokenizer, loss_on=options.loss_on or "assistant")
-    return tuple(np.diff(tokenized.offsets).tolist()), long_rows_of(corpus, options)
+    return WholeDocuments(
+        tokenized=tokenize(corpus.documents, tokenizer, loss_on=options.loss_on or "assistant"),
+        origin=corpus.origin,
+        kind=_find_objective(source, tokenizer).kind,
+        long_rows=long_rows_of(corpus, options),
+    )
 
 
 def _check_loss_on(corpus: Corpus, options: DataOptions) -> None:
@@ -172,7 +222,7 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
 
 
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
-    """Return a line that says what the rows are, what is learned of them, and which columns are not used."""
+    """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
     if options.loss_on == "all":
         learned = "all tokens"
@@ -180,19 +230,23 @@ def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
         learned = "the completion"
     else:
         learned = "the assistant's turns"
-    unused = corpus.documents.unused_columns
-    columns = f"; columns that are not used: {', '.join(unused)}" if unused else ""
-    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}{columns}"
+    return f"{corpus.origin}: {DESCRIPTIONS[corpus.columns.format]}; the model learns {learned}"
 
 
 def _drop_unlabelled(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
     """Return the sequences that have a label that counts. A batch without any would have no mean loss."""
-    if sequences.labels is None:
+    has_labels = _have_labels(sequences, objective)
+    if has_labels.all():
         return sequences
-    has_labels = objective.counted_labels(sequences, np.arange(len(sequences))) > 0
-    if not has_labels.all():
-        say_once(f"{origin}: {int((~has_labels).sum())} sequences without a label to learn are left out")
+    say_once(f"{origin}: {int((~has_labels).sum())} sequences without a label to learn are left out")
     return sequences.select(np.flatnonzero(has_labels))
+
+
+def _have_labels(sequences: Sequences, objective: Objective) -> NDArray[np.bool_]:
+    """Return for each sequence whether the data has a label that counts, or has no labels at all."""
+    if sequences.labels is None:
+        return np.ones(len(sequences), bool)
+    return objective.counted_labels(sequences, np.arange(len(sequences))) > 0
 
 
 def _load_own_tokenizer(source: ModelSource, *, is_needed: bool) -> Any | None:
@@ -241,9 +295,52 @@ def save_data(data: TrainingData, folder: Path) -> None:
         data.tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def _remove_in_process(folder: Path, process: int) -> None:
+def _make_folder(num_bytes: int) -> tuple[Path, int | None]:
+    """Return a new folder for so many bytes, and the lock of a folder in the cache. Little data is in the system's folder."""
+    if num_bytes <= IN_MEMORY_BYTES:
+        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)), None
+    cache = make_cache_folder()
+    _remove_unused_folders(cache)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=cache))
+        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    except OSError as error:
+        raise cannot_write(error, cache) from None
+    with suppress(OSError):  # a network file system without locks
+        _lock(descriptor)
+    return folder, descriptor
+
+
+def _remove_unused_folders(cache: Path) -> None:
+    """Remove the folders of processes that were killed. No system tidies up the cache."""
+    for lock_file in cache.glob(f"{FOLDER_PREFIX}*.lock"):
+        with suppress(OSError), lock_file.open("r+b") as lock:
+            if time.time() - os.fstat(lock.fileno()).st_mtime > UNUSED_SECONDS:
+                _lock(lock.fileno())  # BlockingIOError: a process uses the folder
+                _remove_folder(lock_file.with_suffix(""))
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock. Raise BlockingIOError if another process holds it, and OSError on a file system without locks."""
+    import fcntl  # not on every system
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _lock_file(folder).unlink(missing_ok=True)
+
+
+def _remove_in_process(folder: Path, lock: int | None, process: int) -> None:
     if os.getpid() == process:  # a forked process ends with the same object, and must not remove the folder
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_folder(folder)
+        if lock is not None:
+            os.close(lock)
 
 
 def load_data(folder: Path) -> TrainingData:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
@@ -27,32 +28,45 @@ if TYPE_CHECKING:
 
 Row = tuple[str, dict[str, Any]]
 ChooseColumns = Callable[["pyarrow.Schema", str], list[str]]
+READ_BYTES = 2**16
 READ_CHARACTERS = 2**20
+LONGEST_MARK = 16  # characters that a JSON mark may have, such as -Infinity or \ud83d\ude00
+WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 ARROW_ROWS = 1024  # rows in memory at once
 
 
 def read_json(file: Path) -> Iterator[Row]:
     """Yield one object for each line, or the objects of one array, or objects of several lines each."""
-    with open_data(file) as handle:
-        is_first = True
-        for number, line in enumerate(handle, start=1):
-            content = line.removeprefix(BOM_UTF8).strip()
-            if not content:
-                continue
-            if is_first and (content.startswith(b"[") or _goes_on(content)):
-                break
-            is_first = False
-            place = f"{file}:{number}"
-            yield place, _check_object(_parse(file, line, place), place)
-        else:
-            return
-    is_array = content.startswith(b"[")
+    is_array = _begins_array(file)
+    if not is_array:
+        with open_data(file) as handle:
+            is_first = True
+            for number, line in enumerate(handle, start=1):
+                content = line.removeprefix(BOM_UTF8).strip()
+                if not content:
+                    continue
+                if is_first and _goes_on(content):
+                    break
+                is_first = False
+                place = f"{file}:{number}"
+                yield place, _check_object(_parse(file, line, place), place)
+            else:
+                return
     with open_data(file) as handle:
         values = _JsonValues(handle)
         with _checking_json(file, str(file), "write an array of objects, or one object per line"):
             for number, record in enumerate(values.of_array() if is_array else values.in_sequence(), start=1):
                 place = f"{file} (record {number})"
                 yield place, _check_object(record, place)
+
+
+def _begins_array(file: Path) -> bool:
+    """Return whether the first character that is not white space opens an array. The first line may be the whole file."""
+    with open_data(file) as handle:
+        block = handle.read(READ_BYTES).removeprefix(BOM_UTF8)
+        while block.isspace():
+            block = handle.read(READ_BYTES)
+    return block.lstrip().startswith(b"[")
 
 
 def _goes_on(line: bytes) -> bool:
@@ -105,13 +119,20 @@ def _checking_json(file: Path, place: str, advice: str) -> Iterator[None]:
 
 
 class _JsonValues:
-    """Read the values of a JSON text one after another. Only the part that is decoded is in memory."""
+    """Read the values of a JSON text one after another. Only the part that is decoded is in memory.
+
+    The buffer holds a part of the text. The next value begins at a position in it, because cutting the buffer after each value
+    would copy it for each.
+    """
 
     def __init__(self, handle: BinaryIO) -> None:
         self._text = io.TextIOWrapper(handle, encoding="utf-8-sig")
         self._decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
         self._buffer = ""
+        self._position = 0
         self._is_at_end = False
+        self._num_lines = 0  # line breaks before the buffer
+        self._num_columns = 0  # characters before the buffer in the line in which it begins
 
     def of_array(self) -> Iterator[Any]:
         """Yield the values of one array. Raise ValueError if it is not valid, or if more follows."""
@@ -134,38 +155,65 @@ class _JsonValues:
 
     def _peek(self) -> str:
         """Return the next characters that are not white space, at most 20, or nothing at the end."""
-        self._fill(READ_CHARACTERS)
-        return self._buffer[:20]
+        self._fill(20)
+        return self._buffer[self._position : self._position + 20]
 
     def _skip(self, mark: str) -> bool:
         """Skip the mark and return True if it comes next."""
         is_next = self._peek().startswith(mark)
         if is_next:
-            self._buffer = self._buffer[1:]
+            self._position += len(mark)
         return is_next
 
     def _fill(self, num_characters: int) -> None:
-        """Read on until the buffer begins with a character that is not white space and holds so many."""
-        self._buffer = self._buffer.lstrip(" \t\r\n")
-        while len(self._buffer) < num_characters and not self._is_at_end:
-            added = self._text.read(num_characters - len(self._buffer))
+        """Skip white space. Read on if fewer characters follow in the buffer and the text does not end."""
+        self._skip_white_space()
+        while len(self._buffer) - self._position < num_characters and not self._is_at_end:
+            self._drop_read_part()
+            added = self._text.read(max(num_characters, READ_CHARACTERS) - len(self._buffer))
             self._is_at_end = not added
-            self._buffer = (self._buffer + added).lstrip(" \t\r\n")
+            self._buffer += added
+            self._skip_white_space()
+
+    def _skip_white_space(self) -> None:
+        match = WHITE_SPACE.match(self._buffer, self._position)
+        assert match is not None  # also no character is a match
+        self._position = match.end()
+
+    def _drop_read_part(self) -> None:
+        """Remove what was read from the buffer, and count its lines for messages."""
+        num_lines = self._buffer.count("\n", 0, self._position)
+        if num_lines:
+            self._num_columns = self._position - self._buffer.rindex("\n", 0, self._position) - 1
+        else:
+            self._num_columns += self._position
+        self._num_lines += num_lines
+        self._buffer = self._buffer[self._position :]
+        self._position = 0
 
     def _decode(self) -> Any:
         """Return the next value. A value that is longer than the buffer is tried again with more text."""
-        needed = READ_CHARACTERS
+        self._fill(READ_CHARACTERS // 2)
         while True:
-            self._fill(needed)
             try:
-                value, end = self._decoder.raw_decode(self._buffer)
-            except ValueError:
-                if self._is_at_end:
-                    raise
-                needed = 2 * len(self._buffer) + READ_CHARACTERS
-                continue
-            self._buffer = self._buffer[end:]
-            return value
+                value, end = self._decoder.raw_decode(self._buffer, self._position)
+            except json.JSONDecodeError as error:
+                if self._is_at_end or not self._is_cut_off(error):
+                    raise self._placed(error) from None
+            else:
+                if end < len(self._buffer) or self._is_at_end:  # the digits of a number could go on
+                    self._position = end
+                    return value
+            self._fill(2 * (len(self._buffer) - self._position) + READ_CHARACTERS)
+
+    def _is_cut_off(self, error: json.JSONDecodeError) -> bool:
+        """Return whether an error may come from the end of the buffer. Otherwise more text does not mend it."""
+        return error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - LONGEST_MARK
+
+    def _placed(self, error: json.JSONDecodeError) -> ValueError:
+        """Return the error with the line and the column of the file."""
+        column = error.colno + (self._num_columns if error.lineno == 1 else 0)
+        return ValueError(f"{error.msg}: line {self._num_lines + error.lineno} column {column}")
 
 
 def read_csv(file: Path) -> Iterator[Row]:

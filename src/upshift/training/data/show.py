@@ -36,29 +36,46 @@ def count_tokens(data: TrainingData) -> DataCounts:
     """Return the counts of the training split."""
     sequences = data.training
     num_learned = None
-    if data.objective.kind == "causal-lm" or sequences.labels is not None:
-        num_learned = int(data.objective.counted_labels(sequences, np.arange(len(sequences))).sum())
+    if data.objective.kind != "masked-lm" or sequences.labels is not None:
+        num_learned = data.objective.num_labels(sequences, np.arange(len(sequences)), seed=0, epoch=0)  # nothing is drawn
     return DataCounts(len(sequences), int(sequences.lengths.sum()), num_learned)
 
 
 def show_sequences(data: TrainingData, num_sequences: int) -> Iterator[list[TextPart]]:
     """Yield the first sequences of the training split, each as parts of text. Without a tokenizer a part is a list of ids."""
+    for index in range(min(num_sequences, len(data.training))):
+        yield _parts(_tokens_of(data, index), data.tokenizer)
+
+
+def _tokens_of(data: TrainingData, index: int) -> list[tuple[int, bool | None]]:
+    """Return the tokens of a sequence, and whether each is learned. A token that is learned is the label, not the input."""
     sequences = data.training
-    is_causal = data.objective.kind == "causal-lm"
-    starts = sequences.starts.tolist()[:num_sequences]
-    for start, length in zip(starts, sequences.lengths.tolist(), strict=False):
-        tokens = sequences.tokens[start : start + length].tolist()
-        learned: list[bool | None] = [True if is_causal else None] * length
-        if sequences.labels is not None:
-            learned = (sequences.labels[start : start + length] != IGNORED).tolist()
-        if is_causal:
-            learned[0] = False  # nothing stands before it, from which it could be predicted
-        yield _parts(tokens, learned, data.tokenizer)
+    kind = data.objective.kind
+    start = int(sequences.starts[index])
+    length = int(sequences.lengths[index])
+    tokens = sequences.tokens[start : start + length].tolist()
+    if sequences.labels is None:
+        default = None if kind == "masked-lm" else True
+        learned: list[bool | None] = [default] * length
+        num_inputs = length // 2 if kind == "seq2seq-lm" else 0
+        learned[:num_inputs] = [False] * num_inputs
+    else:
+        labels = sequences.labels[start : start + length].tolist()
+        learned = [label != IGNORED for label in labels]
+        tokens = [token if label == IGNORED else label for token, label in zip(tokens, labels, strict=True)]
+    if kind == "causal-lm":
+        tokens[0] = int(sequences.tokens[start])
+        learned[0] = False  # nothing stands before it, from which it could be predicted
+    members = list(zip(tokens, learned, strict=True))
+    if sequences.source_lengths is None:
+        return members
+    source_length = int(sequences.source_lengths[index])  # the tokens after it are only room for the labels
+    return members[:source_length] + [member for member in members[source_length:] if member[1]]
 
 
-def _parts(tokens: list[int], learned: list[bool | None], tokenizer: Any | None) -> list[TextPart]:
+def _parts(tokens: list[tuple[int, bool | None]], tokenizer: Any | None) -> list[TextPart]:
     parts = []
-    for is_learned, members in groupby(zip(tokens, learned, strict=True), key=lambda member: member[1]):
+    for is_learned, members in groupby(tokens, key=lambda member: member[1]):
         ids = [token for token, _ in members]
         text = " ".join(map(str, ids))
         if tokenizer is not None:

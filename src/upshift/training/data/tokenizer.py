@@ -9,13 +9,10 @@ that marks the start of a text may add one more mark for each piece. Many token 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from upshift.errors import RequestError
 from upshift.training.data.chat_tokens import encode_rows
@@ -24,7 +21,7 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
 from upshift.training.data.special_tokens import ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
-from upshift.training.data.tokens import TokenFile, TokenizedCorpus, hold_out_evaluation, limit_documents
+from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -84,18 +81,16 @@ def tokenize(
     *,
     loss_on: LossOn = "assistant",
     side_length: int | None = None,
+    limit: RowLimit = NO_LIMIT,
     progress: Progress | None = None,
 ) -> TokenizedCorpus:
     """Return the token ids of documents, and the labels of those that have some. Tokenized documents stay as they are.
 
     ``loss_on`` says what is learned of chats, and of prompts with completions. Of a pair of an encoder's tokens and a decoder's
-    labels, each side is cut to ``side_length``. The user is told how many are.
+    labels, each side is cut to ``side_length``. The user is told how many are. ``limit`` holds for all other rows.
     """
-    ids = TokenFile(np.uint16)
-    labels: TokenFile | None = None
-    source_lengths = array("q")
+    writer = CorpusWriter(limit)
     num_cut = 0
-    offsets = array("q", [0])
     pieces: list[_TextPiece] = []
     batch_bytes = 0
     byte_progress = _ByteProgress(documents, progress)
@@ -106,12 +101,8 @@ def tokenize(
                 whole_length = len(document.ids)
                 document = _cut_pair(document, document.source_length, side_length or whole_length)
                 num_cut += len(document.ids) < whole_length
-                source_lengths.append(document.source_length or 0)
-            ids.add(document.ids)
-            if document.labels is not None:
-                labels = labels or TokenFile(np.int32)
-                labels.add(document.labels)
-            offsets.append(ids.length)
+            writer.add_part(document.ids, document.labels)
+            writer.end_row(document.source_length)
             byte_progress.add(document.ids.nbytes)
             continue
         if tokenizer is None:
@@ -122,21 +113,16 @@ def tokenize(
             pieces.append(piece)
             batch_bytes += len(piece.text)
             if batch_bytes >= BATCH_BYTES:
-                _encode(pieces, tokenizer, ids_around, ids, offsets)
+                _encode(pieces, tokenizer, ids_around, writer)
                 byte_progress.add(sum(_num_bytes(piece.text) for piece in pieces))
                 pieces = []
                 batch_bytes = 0
     if pieces and tokenizer is not None and ids_around is not None:
-        _encode(pieces, tokenizer, ids_around, ids, offsets)
+        _encode(pieces, tokenizer, ids_around, writer)
     byte_progress.finish()
     if num_cut:
         say_once(f"the inputs or the labels of {num_cut} rows are longer than {side_length} tokens, and are cut to that length")
-    return TokenizedCorpus(
-        tokens=ids.finish(),
-        offsets=np.array(offsets, np.int64),
-        labels=None if labels is None else labels.finish(),
-        source_lengths=np.array(source_lengths, np.int64) if source_lengths else None,
-    )
+    return writer.finish()
 
 
 def _cut_pair(row: TokenRow, source_length: int, side_length: int) -> TokenRow:
@@ -146,19 +132,17 @@ def _cut_pair(row: TokenRow, source_length: int, side_length: int) -> TokenRow:
     return make_pair(row.ids[:source_length][:side_length], row.labels[source_length:][:side_length])
 
 
-def _encode(
-    pieces: list[_TextPiece], tokenizer: Any, ids_around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
-) -> None:
+def _encode(pieces: list[_TextPiece], tokenizer: Any, ids_around: tuple[list[int], list[int]], writer: CorpusWriter) -> None:
     texts = [piece.text for piece in pieces]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     ids_before, ids_after = ids_around
     for piece, piece_ids in zip(pieces, encoded, strict=True):
         if piece.is_first:
-            ids.add(ids_before[: len(ids_before) - overlap(ids_before, piece_ids)])
-        ids.add(piece_ids)
+            writer.add_part(ids_before[: len(ids_before) - overlap(ids_before, piece_ids)])
+        writer.add_part(piece_ids)
         if piece.is_last:
-            ids.add(ids_after[overlap(piece_ids, ids_after) :])
-            offsets.append(ids.length)
+            writer.add_part(ids_after[overlap(piece_ids, ids_after) :])
+            writer.end_row()
 
 
 def long_rows_of(corpus: Corpus, options: DataOptions) -> LongRows:
@@ -182,13 +166,14 @@ def tokenize_corpus(
     options = options or DataOptions()
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
+    limit = RowLimit(sequence_length, long_rows)
 
     def tokenize_part(documents: Documents, progress: Progress | None) -> TokenizedCorpus:
-        tokenized = tokenize(documents, tokenizer, loss_on=loss_on, side_length=side_length, progress=progress)
-        limited, num_long = limit_documents(tokenized, sequence_length, long_rows)
-        if num_long and (corpus.is_chat or options.long_rows is not None):
-            say_once(f"{documents.origin}: {num_long} rows longer than {sequence_length} tokens {LONG_ROWS_OUTCOMES[long_rows]}")
-        return limited
+        tokenized = tokenize(documents, tokenizer, loss_on=loss_on, side_length=side_length, limit=limit, progress=progress)
+        if tokenized.num_long and (corpus.is_chat or options.long_rows is not None):
+            outcome = LONG_ROWS_OUTCOMES[long_rows]
+            say_once(f"{documents.origin}: {tokenized.num_long} rows longer than {sequence_length} tokens {outcome}")
+        return tokenized
 
     training = tokenize_part(corpus.documents, progress)
     if corpus.evaluation is None:

@@ -10,10 +10,13 @@ nothing is left of it when the process ends.
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from upshift.training.data.corpus import IGNORED
 from upshift.training.data.data_options import LongRows
 from upshift.units import MIB
 
+Numbers = Sequence[int] | NDArray[Any]
 EVALUATION_SHARE = 0.02
 MAX_EVALUATION_SEQUENCES = 64
 
@@ -39,6 +43,7 @@ class TokenizedCorpus:
     labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens are the labels
     # The tokens of each document that an encoder reads; the labels after them are those of the decoder. None: see Objective.
     source_lengths: NDArray[np.int64] | None = None
+    num_long: int = 0  # documents that were longer than the limit of the writer, which cut them or left them out
 
     @property
     def num_documents(self) -> int:
@@ -64,8 +69,8 @@ class TokenizedCorpus:
             )
         dtype = np.uint16 if highest < 2**16 else np.int32
         tokens = np.empty(int(offsets[-1]), dtype)
-        for array, start in zip(arrays, offsets[:-1].tolist(), strict=True):
-            tokens[start : start + len(array)] = array
+        for document, start in zip(arrays, offsets[:-1].tolist(), strict=True):
+            tokens[start : start + len(document)] = document
         return cls(tokens=tokens, offsets=offsets)
 
 
@@ -124,28 +129,31 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
     )
 
 
-def limit_documents(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows) -> tuple[TokenizedCorpus, int]:
-    """Cut or drop the documents longer than ``sequence_length``. Return the corpus and the number of longer documents.
+def view_sequences(tokenized: TokenizedCorpus, side_length: int, num_sides: int, long_rows: LongRows) -> Sequences:
+    """Return the sequences that training cuts from whole documents, without copying tokens.
 
-    ``split`` keeps them whole, and ``cut_sequences`` makes several sequences of each.
+    ``side_length`` is the sequence length of the model, or of each of its two sides. In a pair only the labels are cut.
     """
     lengths = np.diff(tokenized.offsets)
-    num_long = int(np.count_nonzero(lengths > sequence_length))
-    if long_rows == "split" or not num_long:
-        return tokenized, num_long
-    tokens = TokenFile(tokenized.tokens.dtype)
-    labels = None if tokenized.labels is None else TokenFile(np.int32)
-    for start, length in zip(tokenized.offsets[:-1].tolist(), lengths.tolist(), strict=True):
-        if length > sequence_length and long_rows == "drop":
-            continue
-        end = start + min(length, sequence_length)
-        tokens.add(tokenized.tokens[start:end])
-        if labels is not None and tokenized.labels is not None:
-            labels.add(tokenized.labels[start:end])
-    kept_lengths = np.minimum(lengths, sequence_length) if long_rows == "cut" else lengths[lengths <= sequence_length]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)]).astype(np.int64)
-    limited = TokenizedCorpus(tokens=tokens.finish(), offsets=offsets, labels=None if labels is None else labels.finish())
-    return limited, num_long
+    sequence_length = side_length * num_sides
+    source_lengths = tokenized.source_lengths
+    if source_lengths is not None:
+        lengths = source_lengths + np.minimum(lengths - source_lengths, side_length)
+    elif long_rows == "split":
+        return cut_sequences(tokenized, sequence_length)
+    elif long_rows == "cut":
+        lengths = np.minimum(lengths, sequence_length)
+    else:
+        lengths = np.where(lengths > sequence_length, 0, lengths)
+    sequences = Sequences(
+        tokens=tokenized.tokens,
+        starts=tokenized.offsets[:-1],
+        lengths=lengths,
+        sequence_length=sequence_length,
+        labels=tokenized.labels,
+        source_lengths=source_lengths,
+    )
+    return sequences.select(np.flatnonzero(lengths >= 2))
 
 
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
@@ -214,6 +222,75 @@ def _slice_corpus(tokenized: TokenizedCorpus, start: int, stop: int, offsets: ND
     return TokenizedCorpus(tokens=tokenized.tokens[start:stop], offsets=offsets, labels=labels)
 
 
+@dataclass(frozen=True)
+class RowLimit:
+    """The tokens that a row may have, and what happens to longer ones. ``split`` keeps them whole for ``cut_sequences``."""
+
+    num_tokens: int = sys.maxsize
+    long_rows: LongRows = "split"
+
+
+NO_LIMIT = RowLimit()
+
+
+class CorpusWriter:
+    """Write the tokens of rows one after another. Long rows are cut or left out before they are written."""
+
+    def __init__(self, limit: RowLimit = NO_LIMIT) -> None:
+        self._limit = limit
+        self._tokens = TokenFile(np.uint16)
+        self._labels: TokenFile | None = None
+        self._offsets = array("q", [0])
+        self._source_lengths = array("q")
+        self._row_length = 0
+        self._parts: list[tuple[Numbers, Numbers | None]] = []  # of a row that is perhaps left out
+        self._num_long = 0
+
+    def add_part(self, ids: Numbers, labels: Numbers | None = None) -> None:
+        """Add the next tokens of the row, and the label of each."""
+        if labels is not None and self._labels is None:
+            self._labels = TokenFile(np.int32)
+        room = max(self._limit.num_tokens - self._row_length, 0)
+        self._row_length += len(ids)
+        if self._limit.long_rows == "cut":
+            self._write(ids[:room], None if labels is None else labels[:room])
+        elif self._limit.long_rows == "split":
+            self._write(ids, labels)
+        elif self._row_length > self._limit.num_tokens:
+            self._parts.clear()
+        else:
+            self._parts.append((ids, labels))
+
+    def end_row(self, source_length: int | None = None) -> None:
+        """End the row. The first ``source_length`` tokens are those of an encoder."""
+        is_long = self._row_length > self._limit.num_tokens
+        self._row_length = 0
+        self._num_long += is_long
+        for ids, labels in self._parts:
+            self._write(ids, labels)
+        self._parts.clear()
+        if is_long and self._limit.long_rows == "drop":
+            return
+        self._offsets.append(self._tokens.length)
+        if source_length is not None:
+            self._source_lengths.append(source_length)
+
+    def finish(self) -> TokenizedCorpus:
+        """Return the rows. Nothing can be added afterwards."""
+        return TokenizedCorpus(
+            tokens=self._tokens.finish(),
+            offsets=np.array(self._offsets, np.int64),
+            labels=None if self._labels is None else self._labels.finish(),
+            source_lengths=np.array(self._source_lengths, np.int64) if self._source_lengths else None,
+            num_long=self._num_long,
+        )
+
+    def _write(self, ids: Numbers, labels: Numbers | None) -> None:
+        self._tokens.add(ids)
+        if labels is not None and self._labels is not None:
+            self._labels.add(labels)
+
+
 IN_MEMORY_BYTES = 8 * MIB
 CHUNK_SIZE = 2**18  # numbers written at once
 
@@ -228,7 +305,7 @@ class TokenFile:
         self._num_pending = 0
         self._file = self._new_file()
 
-    def add(self, numbers: Sequence[int] | NDArray[Any]) -> None:
+    def add(self, numbers: Numbers) -> None:
         if len(numbers):
             self._pending.append(np.asarray(numbers, np.int32))
             self._num_pending += len(numbers)
@@ -266,17 +343,28 @@ class TokenFile:
         narrow_file.close()
 
     def _new_file(self) -> Any:
-        folder = read_settings().cache_dir
-        with suppress(OSError):  # without the folder writing fails later, and only much data is written there
-            folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115
+        return tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES, dir=str(make_cache_folder()))  # noqa: SIM115
 
     def _write(self, write: Any, *arguments: Any) -> Any:
         """Call ``write``. Raise RequestError if it fails, for example because the disk is full."""
         try:
             return write(*arguments)
         except OSError as error:
-            raise RequestError(
-                f"the tokens of the data cannot be written to {read_settings().cache_dir} ({error.strerror}); free space there, "
-                "or name a folder with room in UPSHIFT_CACHE"
-            ) from None
+            raise cannot_write(error, read_settings().cache_dir) from None
+
+
+def make_cache_folder() -> Path:
+    """Return the folder of the cache, which is made if it can be. Writing fails later if it cannot: only much data is written."""
+    folder = read_settings().cache_dir
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def cannot_write(error: OSError, folder: Path) -> RequestError:
+    """Return the error about tokens that a folder does not take, for example because the disk is full."""
+    variable = "UPSHIFT_CACHE" if folder == read_settings().cache_dir else "TMPDIR"
+    return RequestError(
+        f"the tokens of the data cannot be written to {folder} ({error.strerror or error}); free space there, or name a folder "
+        f"with room in {variable}"
+    )
