@@ -52,7 +52,9 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "profile", "quantize", "serve", "tune"}
+    shown = {
+        "data", "plan", "train", "inspect", "doctor", "shard", "encode", "generate", "profile", "quantize", "serve", "tune",
+    }  # fmt: skip
     assert {line.split()[1] for line in commands()} == shown
 
 
