@@ -788,6 +788,29 @@ def test_nvml_different_gpus_are_not_merged(tmp_path: Path) -> None:
     assert (host.device, host.num_devices) == ("cuda", 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "source"), [("NVIDIA GB10", 122570 * MIB, "table"), ("NVIDIA Thor", 128 * GIB, "/proc/meminfo")]
+)
+def test_a_gpu_that_shares_the_cpus_memory_has_what_is_free_there(name: str, total: int, source: str, tmp_path: Path) -> None:
+    """For such a GPU NVML answers that the memory is not supported."""
+
+    class Shared(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+            raise self.NVMLError("Not Supported")
+
+    plant(tmp_path, {"proc/meminfo": f"MemTotal: {128 * 2**20} kB\nMemAvailable: {100 * 2**20} kB\n"})
+    host = detect(tmp_path, nvml=Shared((name, 0)))
+    assert host.gpu is not None
+    assert (host.gpu.memory_bytes, host.gpu.free_memory_bytes) == (total, 100 * GIB)
+    for field in ("gpu.memory_bytes", "gpu.free_memory_bytes"):
+        assert host.origin[field].endswith("shared with the CPU")
+    assert host.origin["gpu.memory_bytes"].startswith(source)
+    silent = detect(tmp_path, nvml=Shared((H100, 0)))  # a card with memory of its own, of which the driver says nothing
+    assert silent.gpu is not None and silent.gpu.free_memory_bytes is None
+    plain = detect(tmp_path, nvml=FakeNvml((name, 7 * GIB)))
+    assert plain.gpu is not None and plain.gpu.free_memory_bytes == 7 * GIB and "gpu.memory_bytes" not in plain.origin
+
+
 def test_nvml_mig_is_one_instance_without_peak(tmp_path: Path) -> None:
     host = detect(tmp_path, nvml=FakeNvml((H100, GIB), (H100, GIB), mig=True))
     assert host.gpu is not None
