@@ -230,17 +230,11 @@ def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> 
     assert expected in check_refusal(*words, names="")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("launch", "--slurm", "--dry-run", "--", "train", "MODEL", "--data", "d", "--allow", ""),
-        ("profile", "--", "train", "MODEL", "--data", "d", "--allow", ""),
-        ("bench", "run", "no-such-case", "--", "--x", ""),
-    ],
-)
-def test_an_empty_word_of_the_command_after_the_dashes_is_that_commands(words: tuple[str, ...]) -> None:
-    code, err = answer(*words)
-    assert code == 0 or "is empty" not in err, err
+def test_an_empty_word_of_the_command_after_the_dashes_is_that_commands() -> None:
+    train = ("train", "no-such-model", "--data", "d", "--allow", "")
+    assert answer("launch", "--slurm", "--dry-run", "--", *train) == (0, "")
+    check_refusal("profile", "--", *train, names="no-such-model")
+    check_refusal("bench", "run", "no-such-case", "--", "--x", "", names="no-such-case")
 
 
 def test_an_empty_model_is_named() -> None:

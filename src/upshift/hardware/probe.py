@@ -289,7 +289,7 @@ class _Rank(NamedTuple):
 
     def why_failed(self) -> str:
         """Return the message of the failure in the process's answer, or else its last line, or how it ended."""
-        failures = (self.answer() or {}).get("failures")
+        failures: dict[str, str] = (self.answer() or {}).get("failures") or {}
         if failures:
             return next(iter(failures.values()))
         lines = _content(self.stderr).strip().splitlines()
