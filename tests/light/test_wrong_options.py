@@ -233,7 +233,8 @@ def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> 
 def test_an_empty_word_of_the_command_after_the_dashes_is_that_commands() -> None:
     train = ("train", "no-such-model", "--data", "d", "--allow", "")
     assert answer("launch", "--slurm", "--dry-run", "--", *train) == (0, "")
-    check_refusal("profile", "--", *train, names="no-such-model")
+    code, err = answer("profile", "--", *train)
+    assert code == 2 and "'no-such-model' does not exist" in err.splitlines()[-1]
     check_refusal("bench", "run", "no-such-case", "--", "--x", "", names="no-such-case")
 
 
