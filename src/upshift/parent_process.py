@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from typing import TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.3
@@ -34,6 +35,19 @@ def restart_command() -> list[str]:
     Call it in a fork of a process that ``command`` started."""
     start = sys.orig_argv.index("upshift.parent_process") + 1
     return [sys.executable, *sys.orig_argv[1:start], str(os.getppid()), "1", *sys.orig_argv[start + 2 :]]
+
+
+def take_stdout() -> TextIO:
+    """Return this process's standard output for an answer to its parent. Drop what else is written there from now on.
+
+    C and C++ libraries print to their own standard output and flush it when the process ends, behind an answer that Python
+    printed: NCCL does so with NCCL_DEBUG=INFO, and even NCCL_DEBUG=VERSION."""
+    sys.stdout.flush()
+    answer = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return answer
 
 
 def end_with(parent: int, *, by_kernel: bool = True) -> None:

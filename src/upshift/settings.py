@@ -77,6 +77,28 @@ def read_ranks() -> Ranks | None:
     return None
 
 
+class NcclPaths(Value):
+    """Hold how a user restricts the paths of NCCL between the GPUs of a host. Empty: the variable is not set."""
+
+    p2p_disable: str  # NCCL_P2P_DISABLE
+    p2p_level: str  # NCCL_P2P_LEVEL
+    shm_disable: str  # NCCL_SHM_DISABLE
+
+    @property
+    def peers_are_off(self) -> bool:
+        """Return whether no GPU may read another one's memory (NCCL's documentation, "Environment Variables")."""
+        return self.p2p_disable not in ("", "0") or self.p2p_level.upper() in ("LOC", "0")
+
+
+def read_nccl_paths() -> NcclPaths:
+    env = os.environ
+    return NcclPaths(
+        p2p_disable=env.get("NCCL_P2P_DISABLE", ""),
+        p2p_level=env.get("NCCL_P2P_LEVEL", ""),
+        shm_disable=env.get("NCCL_SHM_DISABLE", ""),
+    )
+
+
 LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "THP_MEM_", "TORCH_")
 
 

@@ -102,6 +102,7 @@ class Result:
     held: float = 0.0  # of the model's elements, what rank 0 has of weights
     state: float = 0.0  # and of the optimizer's first moments
     halvings: int = 0
+    pinned: int = 0  # the most bytes of pinned memory that rank 0 had at once, with activations on the host
 
     def difference(self, other: Result) -> float:
         """The largest, of losses."""
@@ -174,6 +175,7 @@ def train(case: Case) -> Result:
     import torch
 
     from upshift.models.build import build_model, choose_class
+    from upshift.training import prepare
     from upshift.training import step as step_module
     from upshift.training.arguments import Arguments
     from upshift.training.batches.objective import Objective
@@ -188,6 +190,8 @@ def train(case: Case) -> Result:
     plan = a_plan(case)
     if case.device == "cuda":
         configure_process(plan)
+    if plan.activation_offload:
+        prepare.MIN_OFFLOADED_BYTES = 1  # else those of a tiny model stay
     place = init_mesh(plan)
     config = a_config(case.model)
     model_class, kind = choose_class(config, case.model)
@@ -222,7 +226,15 @@ def train(case: Case) -> Result:
         held=sum(elements_of(parameter) for parameter in model.parameters()) / elements,
         state=sum(elements_of(state["exp_avg"]) for state in stepper.optimizer.state.values() if "exp_avg" in state) / elements,
         halvings=stepper.halvings,
+        pinned=most_pinned_bytes() if plan.activation_offload else 0,
     )
+
+
+def most_pinned_bytes() -> int:
+    """Of the pretended GPU, which alone is offered activations on the host here."""
+    import pretended_cuda
+
+    return int(pretended_cuda.pinned_bytes_and_peak()[1])
 
 
 def adapted(model: Any) -> Any:

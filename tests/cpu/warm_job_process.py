@@ -47,6 +47,7 @@ def fork_job(worker: ModuleType, folder: Path, descriptors: list[int]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        is_interrupted = False
         try:
             os.setsid()
             end_with(server)
@@ -57,16 +58,32 @@ def fork_job(worker: ModuleType, folder: Path, descriptors: list[int]) -> int:
             os.close(write_end)
             worker.run_folder(folder)
             code = 0
+        except SystemExit as ended:
+            code = exit_code(ended)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            traceback.print_exc()
         except BaseException:  # a fork never returns into the server's code
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            if is_interrupted:  # as Python itself ends then
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
             os._exit(code)
     os.close(write_end)
     os.read(read_end, 1)  # ends when the child has its session: its group can be killed from then on
     os.close(read_end)
     return child
+
+
+def exit_code(ended: SystemExit) -> int:
+    """Return the exit code that Python gives a process that ends so. It prints a text, and ends with 1."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

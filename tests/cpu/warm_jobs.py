@@ -64,7 +64,8 @@ class Job:
 
     def wait(self) -> int:
         if self.returncode is None:
-            self.returncode = int(self._connection.recv(MESSAGE_BYTES))
+            code = self._connection.recv(MESSAGE_BYTES)
+            self.returncode = int(code) if code else -signal.SIGKILL  # no message: the server was killed, and its job with it
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:

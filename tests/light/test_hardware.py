@@ -35,6 +35,7 @@ from upshift.hardware import (
 from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, key_by_nvml
+from upshift.hardware.catalog.row import GpuFacts
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.nvml import find_gpus, usable_handles
 from upshift.planning import planner
@@ -165,6 +166,33 @@ def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
 )  # fmt: skip
 def test_a_spelling_that_fits_several_products_names_them(text: str, candidates: tuple[str, ...]) -> None:
     with pytest.raises(RequestError, match=f"use one of {', '.join(candidates)}$"):
+        describe(f"2x{text}")
+
+
+@pytest.mark.parametrize("key", [key for key, facts in GPUS.items() if facts.gpu.memory_bytes])
+def test_a_whole_name_with_another_memory_names_no_other_product(key: str) -> None:
+    """Cards exist that the catalog does not have, such as the RTX 3060 with 8 GB, beside an RTX 3060 Ti with 8 GB."""
+    for gigabytes in (8, 12, 16, 24, 32, 80, 192):
+        for text in (f"{key} {gigabytes}gb", f"{key.replace('-', '')}-{gigabytes}G"):
+            try:
+                facts = find_product(text)
+            except RequestError as error:
+                assert len(str(error).splitlines()) == 1
+            else:
+                assert isinstance(facts, GpuFacts) and facts == GPUS.get(f"{key}-{gigabytes}gb", GPUS[key]), text
+                assert gigabytes == pytest.approx((facts.gpu.memory_bytes or 0) / GIB, rel=0.1), text
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [("rtx 3060 8gb", "rtx-3060 has 12 GiB here, not 8"), ("rtx 4080 12gb", "rtx-4080 has 16 GiB here, not 12"),
+     ("3080 16gb", "rtx-3080 has 10 GiB here, not 16"), ("4060-16g", "rtx-4060 has 8 GiB here, not 16"),
+     ("4070 16gb", "rtx-4070 has 12 GiB here, not 16"), ("5060 16gb", "rtx-5060 has 8 GiB here, not 16"),
+     ("rtx 4000", "use rtx-4000-ada if you mean that one"), ("4500", "use rtx-4500-ada"), ("rtx 5000", "use rtx-5000-ada"),
+     ("rtx 6000", "use one of rtx-6000-ada, rtx-pro-6000, rtx-pro-6000-max-q, rtx-pro-6000-server")]
+)  # fmt: skip
+def test_a_name_of_a_card_that_is_not_listed_is_refused(text: str, refusal: str) -> None:
+    with pytest.raises(RequestError, match=refusal):
         describe(f"2x{text}")
 
 
@@ -759,6 +787,29 @@ def test_nvml_different_gpus_are_not_merged(tmp_path: Path) -> None:
     assert host.gpu is None
     assert [gpu.table_key for gpu in host.mixed_gpus] == ["h100-sxm", "l4"]
     assert (host.device, host.num_devices) == ("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "source"), [("NVIDIA GB10", 122570 * MIB, "table"), ("NVIDIA Thor", 128 * GIB, "/proc/meminfo")]
+)
+def test_a_gpu_that_shares_the_cpus_memory_has_what_is_free_there(name: str, total: int, source: str, tmp_path: Path) -> None:
+    """For such a GPU NVML answers that the memory is not supported."""
+
+    class Shared(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+            raise self.NVMLError("Not Supported")
+
+    plant(tmp_path, {"proc/meminfo": f"MemTotal: {128 * 2**20} kB\nMemAvailable: {100 * 2**20} kB\n"})
+    host = detect(tmp_path, nvml=Shared((name, 0)))
+    assert host.gpu is not None
+    assert (host.gpu.memory_bytes, host.gpu.free_memory_bytes) == (total, 100 * GIB)
+    for field in ("gpu.memory_bytes", "gpu.free_memory_bytes"):
+        assert host.origin[field].endswith("shared with the CPU")
+    assert host.origin["gpu.memory_bytes"].startswith(source)
+    silent = detect(tmp_path, nvml=Shared((H100, 0)))  # a card with memory of its own, of which the driver says nothing
+    assert silent.gpu is not None and silent.gpu.free_memory_bytes is None
+    plain = detect(tmp_path, nvml=FakeNvml((name, 7 * GIB)))
+    assert plain.gpu is not None and plain.gpu.free_memory_bytes == 7 * GIB and "gpu.memory_bytes" not in plain.origin
 
 
 def test_nvml_mig_is_one_instance_without_peak(tmp_path: Path) -> None:

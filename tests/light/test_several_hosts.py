@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from upshift.errors import RequestError
 from upshift.hardware import describe
-from upshift.hardware.cluster import join_hosts, with_gpus_of_all_ranks
-from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
+from upshift.hardware.cluster import VisibleGpus, check_equal_gpus, join_hosts, machine_id, with_gpus_of_all_ranks
+from upshift.hardware.spec import Cpu, Gpu, Host, Link, Measured, Rates
 
 LINK = Link(name="network", bytes_per_second=1e8, latency_seconds=1e-4, measured=True)
+H100 = describe("h100").gpu or Gpu(name="unknown", memory_bytes=None)
 
 
 def machine(*, cores: int, free: int, fp32: float, name: str = "A", exchange: float = 1e9) -> Host:
@@ -53,13 +57,50 @@ def test_hosts_of_different_devices_are_refused() -> None:
     assert joined.num_devices == 16 and joined.ranks_per_node(16) == 8
 
 
+def see(machine: str, *numbers: int, gpu: Gpu = H100) -> VisibleGpus:
+    return VisibleGpus(machine=machine, gpus={f"GPU-{number}": gpu for number in numbers})
+
+
 def test_gpus_that_a_launcher_shows_one_to_each_rank_are_counted_by_their_uuids() -> None:
     """Slurm's ``--gpus-per-task=1``: each rank sees one GPU of the host's four, and all ranks together see all."""
     one = describe("h100")
-    here = platform.node()
-    seen = [(here, [f"GPU-{number}"]) for number in range(4)] + [("another host", ["GPU-9"])]
+    here = machine_id()
+    seen = [see(here, number) for number in range(4)] + [see("another host", 9)]
     host = with_gpus_of_all_ranks(one, seen)
     assert host.gpus_per_node == 4 and host.intra_node == describe("4xh100").intra_node
     assert host.intra_node is not None
-    assert with_gpus_of_all_ranks(describe("4xh100"), [(here, ["GPU-0", "GPU-1", "GPU-2", "GPU-3"])] * 4) == describe("4xh100")
-    assert with_gpus_of_all_ranks(describe("epyc-9654"), [(here, [])]) == describe("epyc-9654")
+    assert with_gpus_of_all_ranks(describe("4xh100"), [see(here, 0, 1, 2, 3)] * 4) == describe("4xh100")
+    assert with_gpus_of_all_ranks(describe("epyc-9654"), [see(here)]) == describe("epyc-9654")
+
+
+@pytest.mark.parametrize("changed", ["boot", "namespace"])
+def test_two_machines_of_one_name_are_two(changed: str, tmp_path: Path) -> None:
+    """Also two containers of one machine, which share its boot id."""
+
+    def root(name: str, boot: str, namespace: str) -> Path:
+        folder = tmp_path / name
+        (folder / "proc/sys/kernel/random").mkdir(parents=True)
+        (folder / "proc/sys/kernel/random/boot_id").write_text(f"{boot}\n")
+        (folder / "proc/self/ns").mkdir(parents=True)
+        (folder / "proc/self/ns/pid").symlink_to(f"pid:[{namespace}]")
+        return folder
+
+    first = root("first", "boot", "namespace")
+    assert machine_id(first) == machine_id(root("same", "boot", "namespace"))
+    assert machine_id(first) != machine_id(root("other", **{"boot": "boot", "namespace": "namespace", changed: "other"}))
+    assert machine_id(tmp_path / "nothing").split() == [platform.node()]
+
+
+def test_the_id_of_a_machine_is_that_of_its_processes() -> None:
+    code = "from upshift.hardware.cluster import machine_id; print(machine_id())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == machine_id()
+
+
+def test_ranks_that_see_different_gpus_of_a_machine_are_refused() -> None:
+    l40s = describe("l40s").gpu
+    assert l40s is not None
+    check_equal_gpus([see("a", 0), see("a", 1, gpu=H100.changed(free_memory_bytes=1)), see("b", 2, gpu=l40s), see("c")])
+    with pytest.raises(RequestError, match=r"the ranks on a see GPUs of different kinds \(name: NVIDIA H100.* and NVIDIA L40S\)"):
+        check_equal_gpus([see("a 1 2", 0), see("b 1 2", 2), see("a 1 2", 1, gpu=l40s)])
+    with pytest.raises(RequestError, match=r"pcie_width: 16 and 8\); start ranks on GPUs of one kind"):
+        check_equal_gpus([see("a", 0), see("a", 1, gpu=H100.changed(pcie_width=8))])

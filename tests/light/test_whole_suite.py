@@ -1,4 +1,4 @@
-"""A test that fails beside others and passes alone does not fail `make test`; one that fails twice does."""
+"""A test that fails beside others and passes alone does not fail `make test`; one that fails twice does, and a broken file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def test_fails(case):
 
 def run(folder: Path, failures: int) -> subprocess.CompletedProcess[str]:
     (folder / "test_made.py").write_text(TESTS.replace("{failures}", str(failures)))
-    command = [sys.executable, str(SCRIPT), "-p", "no:cacheprovider", "-q", "test_made.py"]
+    return start(folder, "test_made.py")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "-p", "no:cacheprovider", "-q", *arguments]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of the time of each process
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -55,3 +59,41 @@ def test_few_failures_are_run_again(failures: int, status: int, twice: int, tmp_
     assert [line for line in lines if line.startswith("failed twice: ")] == ["failed twice: test_made.py::test_fails[0]"] * twice
     first_summary = next(line for line in lines if " passed" in line)
     assert first_summary.startswith(f"{failures + 2} failed, 1 passed")
+
+
+ENDINGS = """
+import os
+import pathlib
+import pytest
+
+SEEN = pathlib.Path(__file__).with_name("seen")
+
+
+def test_other():
+    pass
+
+
+def test_ends():
+    if not SEEN.exists():
+        SEEN.write_text("")
+        assert False
+    {ending}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("pass", 0), ("pytest.skip('no GPU')", 1), ("os._exit(0)", 1), ("pytest.xfail('later')", 1), ("assert False", 1)],
+)
+def test_only_a_test_that_passes_alone_counts_as_passed(ending: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(ENDINGS.replace("{ending}", ending))
+    assert start(tmp_path, "test_made.py").returncode == status
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["one process", "several processes"])
+def test_a_file_that_cannot_be_collected_fails_the_run(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Also beside a test that fails once."""
+    (tmp_path / "test_made.py").write_text(ENDINGS.replace("{ending}", "pass"))
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    ended = start(tmp_path, *options, "test_made.py", "test_broken.py")
+    assert ended.returncode != 0 and "not collected: test_broken.py" in ended.stdout.splitlines(), ended.stdout + ended.stderr

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from upshift.cli import main as command_line
-from upshift.cli.usage.commands import MAY_BE_EMPTY
+from upshift.cli.usage.commands import MAY_BE_EMPTY, _has_help_all
 from upshift.cli.usage.help_page import is_option, long_name
 from upshift.cli.usage.messages import annotation_of, number_type
 
@@ -228,3 +228,32 @@ def test_an_unknown_option_and_a_missing_argument(path: tuple[str, ...]) -> None
 )
 def test_a_mistake_gets_the_next_step(words: tuple[str, ...], expected: str) -> None:
     assert expected in check_refusal(*words, names="")
+
+
+def test_an_empty_word_of_the_command_after_the_dashes_is_that_commands() -> None:
+    train = ("train", "no-such-model", "--data", "d", "--allow", "")
+    assert answer("launch", "--slurm", "--dry-run", "--", *train) == (0, "")
+    code, err = answer("profile", "--", *train)
+    assert code == 2 and "'no-such-model' does not exist" in err.splitlines()[-1]
+    check_refusal("bench", "run", "no-such-case", "--", "--x", "", names="no-such-case")
+
+
+def test_an_empty_model_is_named() -> None:
+    assert "is empty" in check_refusal("serve", "", names="MODEL")
+
+
+@pytest.mark.parametrize(("path", "option"), TEXTS, ids=named(TEXTS))
+def test_the_name_of_an_option_may_be_a_value(path: tuple[str, ...], option: Any) -> None:
+    """Only where it stands as an option it prints the page with all options."""
+    assert not _has_help_all(COMMANDS[path], [long_name(option), "--help-all"])
+    assert _has_help_all(COMMANDS[path], [long_name(option), "--help-all", "--help-all"])
+    assert _has_help_all(COMMANDS[path], [long_name(option), "text", "--help-all"])
+    assert not _has_help_all(COMMANDS[path], ["--", "--help-all"])
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_completion_prints_no_page(path: tuple[str, ...]) -> None:
+    """A shell completes ``upshift train --help-all --da``: it parses the words before the last one, and must get no page."""
+    with redirect_stdout(io.StringIO()) as out:
+        COMMANDS[path].make_context(path[-1], ["--help-all"], resilient_parsing=True)
+    assert out.getvalue() == ""

@@ -3,11 +3,13 @@
 The rates are those of the product's data sheet, so that plans are ranked as on the real GPU.
 """
 
+import os
 from importlib.metadata import version
 
 from upshift.hardware import detect, probe_cache
 from upshift.hardware.probe import with_measured
 from upshift.hardware.spec import Host, Measured, Rates
+from upshift.settings import read_settings
 
 
 def measured(host: Host, *, budget_seconds: float) -> Host:
@@ -23,4 +25,8 @@ def measured(host: Host, *, budget_seconds: float) -> Host:
 
 probe_cache.probe = measured
 host = probe_cache.measure(detect())
+# It has no exchanges, so it would be valid for ten minutes only: a file of tomorrow is valid for a day more.
+(path,) = (read_settings().cache_dir / "probe").iterdir()
+tomorrow = path.stat().st_mtime + 86400
+os.utime(path, (tomorrow, tomorrow))
 print(host.device, host.num_devices, host.gpu.name if host.gpu else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pretended_gpus
 import pytest
-from parallel_runs import Case, Result, assert_as_one_process, with_references
+from parallel_runs import Case, Result, assert_as_one_process, reference_name, with_references
 
 SCRIPT = Path(__file__).with_name("gpu_ranks.py")
 WORLD_SECONDS = 400.0
@@ -30,7 +30,7 @@ CASES = {
     "zero2, recomputed": Case(world=2, layout=ZERO2, plan={"activation_checkpointing": 2}),
     "zero3": Case(world=2, layout=ZERO3),
     "zero3 bf16": Case(world=2, layout=ZERO3, plan=BF16),
-    "zero3, activations on the host": Case(world=2, layout=ZERO3, plan={"activation_offload": True}),
+    "zero3, activations on the host": Case(world=2, layout=ZERO3, plan={"activation_offload": True}, lengths="equal"),
     "zero3 of t5": Case("t5", world=2, layout=ZERO3),
     "tensor": Case(world=2, layout=TENSOR),
     "tensor bf16": Case(world=2, layout=TENSOR, plan=BF16, options=SLOWER),
@@ -66,3 +66,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_of_gpus_trains_as_one_gpu(name: str, results: dict[str, Result]) -> None:
     assert_as_one_process(name, CASES[name], results)
+
+
+def test_all_activations_and_no_weights_go_to_the_host(results: dict[str, Result]) -> None:
+    """A rank of two has micro-batches as large as one GPU's, and gathers each layer's weights into memory that others had."""
+    name = "zero3, activations on the host"
+    alone = results[reference_name(CASES[name])]
+    assert results[name].pinned == alone.pinned > 0

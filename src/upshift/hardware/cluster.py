@@ -5,16 +5,20 @@ Machines are planned as equal ones. Each step waits for the slowest machine, so 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from upshift.errors import RequestError
 from upshift.hardware.catalog.interconnect import gpu_link
-from upshift.hardware.spec import Cpu, Host, Isa, Link, Measured
+from upshift.hardware.cgroup import read_text
+from upshift.hardware.spec import Cpu, Gpu, Host, Isa, Link, Measured
 from upshift.units import MIB
+from upshift.value import Value
 
 Number = TypeVar("Number", int, float)
 LINK_BYTES = 4 * MIB
@@ -47,18 +51,53 @@ def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
     )
 
 
-def with_gpus_of_all_ranks(host: Host, gpus_of_ranks: list[tuple[str, list[str]]]) -> Host:
+class VisibleGpus(Value):
+    """Hold the GPUs that one rank sees, and the machine or the container that it runs in."""
+
+    machine: str
+    gpus: dict[str, Gpu]  # by UUID
+
+
+def machine_id(root: Path = Path("/")) -> str:
+    """Return a text that is the same in all ranks of a machine or a container, and differs between two of them.
+
+    Two machines may have one name, and containers have the boot id of their machine. The namespace of processes tells containers
+    apart. Programs that start a container for each rank on a cluster (Apptainer, Enroot) leave ranks in the machine's one."""
+    boot = read_text(root / "proc/sys/kernel/random/boot_id")
+    try:
+        namespace = os.readlink(root / "proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return " ".join((platform.node() or "localhost", boot, namespace))
+
+
+def with_gpus_of_all_ranks(host: Host, gpus_of_ranks: Sequence[VisibleGpus]) -> Host:
     """Return this host with all GPUs that its ranks see. A launcher may show each rank one GPU only (``--gpus-per-task=1``).
 
     Args:
-        gpus_of_ranks: the host's name and the UUIDs of the visible GPUs, of every rank of the job.
+        gpus_of_ranks: of every rank of the job.
     """
-    uuids = {uuid for name, seen in gpus_of_ranks if name == platform.node() for uuid in seen}
+    here = machine_id()
+    uuids = {uuid for visible in gpus_of_ranks if visible.machine == here for uuid in visible.gpus}
     if host.gpu is None or len(uuids) <= host.gpus_per_node:
         return host
     link = gpu_link(host.gpu)
     origin = host.origin | {"gpus_per_node": "NVML, over all ranks", "intra_node": "NVML and the link's specification"}
     return host.changed(gpus_per_node=len(uuids), intra_node=link, origin=origin)
+
+
+def check_equal_gpus(gpus_of_ranks: Sequence[VisibleGpus]) -> None:
+    """Raise RequestError if the ranks of a machine see GPUs of different products."""
+    gpus_of_machines: dict[str, list[Gpu]] = {}
+    for visible in gpus_of_ranks:
+        gpus_of_machines.setdefault(visible.machine, []).extend(visible.gpus.values())
+    for machine, gpus in gpus_of_machines.items():
+        identities = [gpu.identity() for gpu in gpus]
+        different = next((name for name in Gpu.model_fields if len({str(fields.get(name)) for fields in identities}) > 1), None)
+        if different is not None:
+            values = " and ".join(sorted({str(fields[different]) for fields in identities}))
+            problem = f"the ranks on {machine.split()[0]} see GPUs of different kinds ({different}: {values})"
+            raise RequestError(f"{problem}; start ranks on GPUs of one kind")
 
 
 def measure_link(group: Any = None) -> Link | None:

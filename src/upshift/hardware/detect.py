@@ -58,6 +58,8 @@ def detect(
     gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
     if not gpus:
         gpu_origin = _unused_amd(root) or gpu_origin
+    shares_memory = any(_shares_memory(gpu) for gpu in gpus)
+    gpus = tuple(_with_shared_memory(gpu, cpu) if _shares_memory(gpu) else gpu for gpu in gpus)
     is_uniform = len({str(gpu.identity()) for gpu in gpus}) == 1
     gpu = _with_least_free_memory(gpus) if is_uniform else None
     link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
@@ -71,6 +73,11 @@ def detect(
         else:
             source = f"unknown: {unknown}"
         origin |= {"gpu.peak": source, "host_to_device": "NVML and PCI Express base specification"}
+        if shares_memory:
+            origin |= {
+                "gpu.memory_bytes": f"{'table' if gpu.table_key else cpu_origin['cpu.memory_bytes']}: shared with the CPU",
+                "gpu.free_memory_bytes": f"{cpu_origin['cpu.free_memory_bytes']}: shared with the CPU",
+            }
     return Host(
         name="this machine",
         cpu=cpu,
@@ -98,6 +105,17 @@ def find_nvml() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
+
+
+def _shares_memory(gpu: Gpu) -> bool:
+    """Return whether a GPU uses the CPU's memory (NVIDIA GB10, Jetson). NVML reports none for it, and it has no PCI Express."""
+    listed = NVIDIA_GPUS[gpu.table_key].gpu if gpu.table_key else None
+    return gpu.memory_bytes is None and (listed is None or listed.pcie_generation is None)
+
+
+def _with_shared_memory(gpu: Gpu, cpu: Cpu) -> Gpu:
+    listed = NVIDIA_GPUS[gpu.table_key].gpu.memory_bytes if gpu.table_key else None
+    return gpu.changed(memory_bytes=listed or cpu.memory_bytes, free_memory_bytes=cpu.free_memory_bytes)
 
 
 def _with_least_free_memory(gpus: tuple[Gpu, ...]) -> Gpu:

@@ -1,13 +1,14 @@
 """Measure this machine's GPUs. The probe runs this module in processes of its own, so that its own process never uses CUDA.
 
 A process that has used CUDA keeps memory of the GPU, and its forks cannot use one. ``rates`` measures the first GPU, and
-``exchanges`` how fast all GPUs exchange tensors by NCCL; each of its ranks is a process. The first rank prints one JSON line.
+``exchanges`` how fast all GPUs exchange tensors by NCCL; each of its ranks is a process. A process prints one JSON line: what it
+measured, and under ``failures`` the message of each measurement that failed, by its name.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
 from upshift.hardware.probe import dispatch_seconds, matrix_rate, median_seconds, triad_rate
 from upshift.hardware.spec import TRITON_CAPABILITY
+from upshift.parent_process import take_stdout
+from upshift.settings import read_nccl_paths
 from upshift.units import MIB
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 SIDES = (8192, 4096, 2048, 1024, 512)  # of the square matrices; the largest that fits the memory and the time
 BYTES_PER_ELEMENT = 20  # three matrices in fp32, and two before they are converted
@@ -44,20 +45,22 @@ def measure_rates(limit_seconds: float, unsupported: list[str]) -> dict[str, Any
     import torch
 
     seconds_each = limit_seconds / NUM_MEASUREMENTS
+    failures: dict[str, str] = {}
     rates: dict[str, float | None] = {}
     for name, dtype in PRODUCTS:
         torch.set_float32_matmul_precision("medium" if name == "fp32_medium" else "highest")
         if name in unsupported:
             rates[name] = None
         else:
-            rates[name] = _try(name, partial(_product_rate, getattr(torch, dtype), seconds_each))
-    rates["memory_bytes_per_second"] = _try("memory", lambda: _stream_rate(seconds_each))
+            rates[name] = _try(failures, name, partial(_product_rate, getattr(torch, dtype), seconds_each))
+    rates["memory_bytes_per_second"] = _try(failures, "memory", lambda: _stream_rate(seconds_each))
     torch.cuda.empty_cache()
     return {
         "gpu": rates,
         "gpu_compiler": triton_compiles(torch.cuda.get_device_capability()),
-        "gpu_dispatch_seconds": _try("dispatch", lambda: dispatch_seconds("cuda")),
-        "host_to_device_bytes_per_second": _try("copies from the host", lambda: _copy_rate(seconds_each)),
+        "gpu_dispatch_seconds": _try(failures, "dispatch", lambda: dispatch_seconds("cuda")),
+        "host_to_device_bytes_per_second": _try(failures, "copies from the host", lambda: _copy_rate(seconds_each)),
+        "failures": failures,
     }
 
 
@@ -68,12 +71,17 @@ def triton_compiles(capability: tuple[int, int]) -> bool:
     return find_spec("triton") is not None and capability >= TRITON_CAPABILITY and has_compiler and has_header
 
 
-def _try(name: str, measure: Callable[[], float]) -> float | None:
+def _try(failures: dict[str, str], name: str, measure: Callable[[], float]) -> float | None:
+    """Return what ``measure`` returns. If it fails, add its message to ``failures`` and return None."""
     try:
         return measure()
     except RuntimeError as error:  # torch raises this type for all errors of a GPU, out of memory included
-        logger.warning("the GPU's rate (%s) is not measured: %s", name, str(error).splitlines()[0])
+        failures[name] = _first_line(error)
         return None
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _product_rate(dtype: torch.dtype, limit_seconds: float) -> float:
@@ -125,6 +133,14 @@ def measure_exchanges(rank: int, ranks: int, port: int) -> dict[str, tuple[float
     return links_of(small, large, EXCHANGED_BYTES)
 
 
+def exchange_path(ranks: int) -> str:
+    """Return in words how NCCL moves bytes between the GPUs: peer to peer, or through the host's memory."""
+    nccl = read_nccl_paths()
+    if nccl.peers_are_off or not are_peers(ranks):
+        return "through the host"
+    return f"at NCCL_P2P_LEVEL={nccl.p2p_level}" if nccl.p2p_level else "peer to peer"
+
+
 def are_peers(ranks: int) -> bool:
     """Return whether every GPU can read the memory of every other one. If not, NCCL copies through the host's memory."""
     import torch
@@ -133,16 +149,28 @@ def are_peers(ranks: int) -> bool:
     return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
+def measure_rank(rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """Return the exchanges and their path on the first rank. The other ranks only take part."""
+    try:
+        exchanges = measure_exchanges(rank, ranks, port)
+        return {"exchanges": exchanges, "path": exchange_path(ranks), "failures": {}} if rank == 0 else {"failures": {}}
+    except RuntimeError as error:  # errors of NCCL and of the store are of this type, too
+        return {"failures": {"exchanges": _first_line(error)}}
+
+
 def main(arguments: list[str]) -> None:
-    if arguments[0] == "rates":
-        answer = measure_rates(float(arguments[1]), arguments[2:])
-    else:
+    """Write one JSON line to standard output. End with 1 if a rank of the exchanges failed."""
+    stdout = take_stdout()
+    is_rank = arguments[0] == "exchanges"
+    if is_rank:
         rank, ranks, port = map(int, arguments[1:])
-        answer = {"exchanges": measure_exchanges(rank, ranks, port)}
-        if rank > 0:
-            return
-        answer["peers"] = are_peers(ranks)
-    sys.stdout.write(json.dumps(answer) + "\n")
+        answer = measure_rank(rank, ranks, port)
+    else:
+        answer = measure_rates(float(arguments[1]), arguments[2:])
+    stdout.write(json.dumps(answer) + "\n")
+    stdout.flush()
+    if is_rank and answer["failures"]:
+        os._exit(1)  # the interpreter's end would wait for NCCL, and so for the ranks that wait for this one
 
 
 if __name__ == "__main__":

@@ -37,18 +37,19 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
         nvml.nvmlShutdown()
 
 
-def visible_uuids(nvml: Any, visible_devices: str | None) -> list[str]:
-    """Return the UUIDs of the GPUs that this process may use; none if NVML does not work. They are the same in all processes."""
+def visible_gpus(nvml: Any, visible_devices: str | None) -> dict[str, Gpu]:
+    """Return the GPUs that this process may use, by their UUIDs, which are the same in all processes. None if NVML fails."""
     if nvml is None:
-        return []
+        return {}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return []
+        return {}
     try:
-        return [_uuid(nvml, handle) for handle in usable_handles(nvml, visible_devices)]
+        handles = usable_handles(nvml, visible_devices)
+        return {_uuid(nvml, handle): _gpu(nvml, handle) for handle in handles}
     except nvml.NVMLError:
-        return []
+        return {}
     finally:
         nvml.nvmlShutdown()
 

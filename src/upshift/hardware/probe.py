@@ -12,11 +12,12 @@ import logging
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from upshift import parent_process
 from upshift.errors import JobFailed, RequestError
@@ -39,6 +40,8 @@ MIN_STREAM_BYTES = 64 * MIB  # of one array, if the last-level cache is small or
 MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
+POLL_SECONDS = 0.05
+UNKNOWN_BASE: dict[str, Any] = {"resident_bytes": None, "compiler": None, "exchanges": {}}
 
 
 def memory_rate(host: Host) -> float:
@@ -103,12 +106,24 @@ def _run_base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, 
         process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:
         logger.warning("no imports of torch, transformers in %.0f s: nothing is compiled, memory is underrated", timeout_seconds)
-        return {"resident_bytes": None, "compiler": None, "exchanges": {}}
+        return UNKNOWN_BASE
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise JobFailed(f"a process that imports torch and transformers fails here: {last_line}") from None
-    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    answer = _read_answer(process.stdout)
+    if answer is None:
+        logger.warning("a process that imports torch and transformers gave no answer: nothing is compiled, memory is underrated")
+        return UNKNOWN_BASE
     return answer
+
+
+def _read_answer(stdout: str) -> dict[str, Any] | None:
+    """Return the JSON object in the last line of a process's standard output, or None if there is none."""
+    try:
+        answer = json.loads("".join(stdout.splitlines()[-1:]))
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 @contextmanager
@@ -250,44 +265,80 @@ def _gpu_numbers(host: Host, limit_seconds: float) -> dict[str, Any]:
     numbers = _run_gpu_probe([["rates", str(limit_seconds), *unsupported]])
     if numbers is None:
         return {}
+    for name, message in numbers.pop("failures").items():
+        logger.warning("the GPU's rate (%s) is not measured: %s", name, message)
     ranks = host.gpus_per_node if host.gpu is not None else 1
     if ranks > 1:
         port = str(free_port())
         answer = _run_gpu_probe([["exchanges", str(rank), str(ranks), port] for rank in range(ranks)])
         if answer is not None:
-            path = "peer to peer" if answer["peers"] else "through the host"
-            numbers["gpu_exchanges"] = _links(f"nccl {path},", answer["exchanges"])
+            numbers["gpu_exchanges"] = _links(f"nccl {answer['path']},", answer["exchanges"])
             numbers["gpu_exchange_ranks"] = ranks
     return numbers
 
 
+class _Rank(NamedTuple):
+    """Hold a process of the GPU probe, and the files that its output goes to: a full pipe would block it."""
+
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def answer(self) -> dict[str, Any] | None:
+        return _read_answer(_content(self.stdout))
+
+    def why_failed(self) -> str:
+        """Return the message of the failure in the process's answer, or else its last line, or how it ended."""
+        failures: dict[str, str] = (self.answer() or {}).get("failures") or {}
+        if failures:
+            return next(iter(failures.values()))
+        lines = _content(self.stderr).strip().splitlines()
+        return lines[-1] if lines else f"it ended with {self.process.returncode}"
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
 def _run_gpu_probe(arguments_of_ranks: list[list[str]]) -> dict[str, Any] | None:
-    """Run one process for each list of arguments. Return what the first one printed, or None if one of them fails."""
-    module = "upshift.hardware.gpu_probe"
-    processes = [
-        subprocess.Popen(
-            parent_process.command(module, *arguments, options=("-P",)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for arguments in arguments_of_ranks
-    ]
-    outputs: list[str] = []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=IMPORT_PATIENCE_SECONDS)
-            outputs.append(output)
-            if process.returncode != 0:
-                last_line = (errors.strip().splitlines() or ["no message"])[-1]
-                logger.warning("GPUs are not measured (%s): %s", arguments_of_ranks[0][0], last_line)
+    """Run one process for each list of arguments. Return the answer of the first one.
+
+    Return None if a process fails. Its message is shown, and the others, which would wait for it, are killed."""
+    kind = arguments_of_ranks[0][0]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(_running_rank(arguments)) for arguments in arguments_of_ranks]
+        end = time.monotonic() + IMPORT_PATIENCE_SECONDS
+        while True:
+            codes = [rank.process.poll() for rank in ranks]
+            failed = next((number for number, code in enumerate(codes) if code not in (None, 0)), None)
+            if failed is not None:
+                prefix = f"rank {failed} of {len(ranks)}: " if len(ranks) > 1 else ""
+                logger.warning("GPUs are not measured (%s): %s%s", kind, prefix, ranks[failed].why_failed())
                 return None
-    except subprocess.TimeoutExpired:
-        logger.warning("GPUs are not measured (%s): no answer in %.0f s", arguments_of_ranks[0][0], IMPORT_PATIENCE_SECONDS)
-        return None
-    finally:
-        for process in processes:
+            if None not in codes:
+                break
+            if time.monotonic() > end:
+                logger.warning("GPUs are not measured (%s): no answer in %.0f s", kind, IMPORT_PATIENCE_SECONDS)
+                return None
+            time.sleep(POLL_SECONDS)
+        answer = ranks[0].answer()
+    if answer is None:
+        logger.warning("GPUs are not measured (%s): the process that measures them gave no answer", kind)
+    return answer
+
+
+@contextmanager
+def _running_rank(arguments: list[str]) -> Iterator[_Rank]:
+    """Run a process of the GPU probe while open, and kill it then."""
+    command = parent_process.command("upshift.hardware.gpu_probe", *arguments, options=("-P",))
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+        try:
+            yield _Rank(process, stdout, stderr)
+        finally:
             process.kill()
             process.wait()
-    answer: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
-    return answer
 
 
 def _links(name: str, exchanges: dict[str, tuple[float, float]]) -> dict[str, Link]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from upshift.errors import MissingInternal
 from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
-from upshift.parent_process import end_with
+from upshift.parent_process import end_with, take_stdout
 
 LARGE_BYTES = 2**23
 PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
@@ -108,10 +108,12 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
+    stdout = take_stdout()
     port = free_port()
     child = fork_exchange_partner(port)
     alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
     together = {"exchanges": {} if child is None else measure_exchanges(0, port)}
     if child is not None:
         os.waitpid(child, 0)
-    sys.stdout.write(json.dumps(alone | together) + "\n")
+    stdout.write(json.dumps(alone | together) + "\n")
+    stdout.flush()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -87,31 +88,47 @@ class _WeightStorages:
     """Recognize tensors that share memory with a weight, or with a weight's copy that autocast made.
 
     Weights are looked up by their numbers of elements when a tensor is saved, because FSDP replaces the weights of a layer while
-    it computes.
+    it computes. It also frees them then, and activations get their addresses: only the present address of a weight counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, list[tuple[nn.Module, str]]] = {}
-        self._addresses: set[int] = set()
+        self._copies: set[int] = set()  # addresses of the copies that autocast keeps until it ends
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                self._names.setdefault(parameter.numel(), []).append((module, name))
+                for elements in _storage_elements(parameter):
+                    self._names.setdefault(elements, []).append((module, name))
 
     def contain(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address in self._addresses:
+        if address in self._copies:
             return True
         for module, name in self._names.get(storage.nbytes() // tensor.element_size(), ()):
             parameter = getattr(module, name)
             if isinstance(parameter, DTensor):  # a shard of it is never saved whole
                 continue
-            self._addresses.add(parameter.untyped_storage().data_ptr())
-            if parameter.dtype != tensor.dtype and parameter.requires_grad:
-                self._addresses.add(autocast_copy(parameter).untyped_storage().data_ptr())
-            if address in self._addresses:
+            if address == parameter.untyped_storage().data_ptr():
                 return True
+            if parameter.dtype != tensor.dtype and parameter.requires_grad and torch.is_autocast_enabled("cuda"):
+                copy = autocast_copy(parameter).untyped_storage().data_ptr()
+                self._copies.add(copy)
+                if address == copy:
+                    return True
         return False
+
+
+def _storage_elements(parameter: nn.Parameter) -> set[int]:
+    """Return how many elements the memory of a weight may have: those of the whole weight, and with the padding of its gathers.
+
+    FSDP gathers shards of one size, so it pads a weight whose first dimension the ranks do not divide."""
+    whole = parameter.numel()
+    if not isinstance(parameter, DTensor):
+        return {whole, parameter.untyped_storage().nbytes() // parameter.element_size()}
+    rows = parameter.shape[0] if parameter.dim() else 1
+    mesh = parameter.device_mesh
+    shards = prod(mesh.size(number) for number, placement in enumerate(parameter.placements) if placement.is_shard())
+    return {whole, -(-rows // shards) * shards * (whole // max(rows, 1))}
 
 
 def offload_activations(model: nn.Module) -> AbstractContextManager[object]:

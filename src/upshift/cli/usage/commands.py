@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from upshift.cli.usage.help_page import first_page, help_page
+from upshift.cli.usage.help_page import first_page, help_page, is_option
 from upshift.cli.usage.messages import MissingValue, check_extra, check_numbers, check_words, describe_error
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
@@ -69,12 +69,23 @@ class HelpGroup(TyperGroup):
 
 
 def _print_all_help(command: Any, ctx: Any, args: list[str]) -> None:
-    """Print the page with all options and exit, if the user asks for it before ``--``."""
-    words = args[: args.index("--")] if "--" in args else args
-    if HELP_ALL in words:
+    """Print the page with all options and exit, if the user asks for it. A shell that completes a command line does not ask."""
+    if not ctx.resilient_parsing and _has_help_all(command, args):
         width = ctx.make_formatter().width
         typer.echo(help_page(command, ctx.command_path, width=width, detailed=True, styled=_is_styled()), nl=False)
         ctx.exit(0)
+
+
+def _has_help_all(command: Any, args: list[str]) -> bool:
+    """Return whether --help-all is among the options before ``--``. It may also be the value of an option, such as a prompt."""
+    valued = {name for parameter in command.params if is_option(parameter) and not parameter.is_flag for name in parameter.opts}
+    words = iter(args)
+    for word in words:
+        if word in (HELP_ALL, "--"):
+            return word == HELP_ALL
+        if word in valued:
+            next(words, None)
+    return False
 
 
 def _is_styled() -> bool:

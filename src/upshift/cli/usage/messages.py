@@ -63,6 +63,8 @@ def check_extra(command: Any, path: str, extra: Sequence[str]) -> None:
 def check_words(path: str, values: Mapping[str, Any], order: Sequence[Any], may_be_empty: Iterable[str]) -> None:
     """Raise WrongValue for an option with an empty value, and for one that is given twice.
 
+    The words of another command, after ``--``, are left to that command.
+
     Args:
         path: the words that start the command.
         values: the words of each parameter, by its name.
@@ -72,12 +74,18 @@ def check_words(path: str, values: Mapping[str, Any], order: Sequence[Any], may_
     for parameter in order:
         words = values.get(parameter.name)
         texts = [words] if isinstance(words, str) else words if isinstance(words, list | tuple) else []
-        if parameter.name not in may_be_empty and any(isinstance(text, str) and not text.strip() for text in texts):
+        is_checked = parameter.name not in may_be_empty and not _is_other_command(parameter)
+        if is_checked and any(isinstance(text, str) and not text.strip() for text in texts):
             raise WrongValue(f"{long_name(parameter)} is empty; write {_example(parameter)}, or see {path} --help")
     counts = Counter(id(parameter) for parameter in order if is_option(parameter))
     for parameter in order:
         if counts[id(parameter)] > 1 and not parameter.multiple and not parameter.is_flag:
             raise WrongValue(f"{long_name(parameter)} is given {counts[id(parameter)]} times; give it once")
+
+
+def _is_other_command(parameter: Any) -> bool:
+    """Return whether an argument takes the words of another command, as in ``upshift launch -- train MODEL``."""
+    return not is_option(parameter) and "-- " in str(parameter.metavar)
 
 
 def check_numbers(command: Any, path: str, values: Mapping[str, Any], order: Iterable[Any]) -> None:

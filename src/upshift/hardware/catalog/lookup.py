@@ -2,7 +2,7 @@
 
 Words of a name may be joined in any way: rtx-4090, RTX 4090, rtx_4090, rtx4090 and 4090 are the same product. A text must have
 all words of a product's key, and may have words of its full name and its memory. A text with only some words of a key means that
-product if no other product matches.
+product if no other product matches. A product's whole name with the memory of another one is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +31,19 @@ GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | vendors.chips() | TPUS | APPLE_GPUS
 # Cards are called by their numbers: 4090 is the desktop's card, and not the laptop's.
 RTX_NUMBERS = {key.removeprefix("rtx-"): key for key in NVIDIA_GPUS if re.match(r"rtx-[0-9]{4}", key)}
 ALIASES = {"h100": "h100-sxm"} | RTX_NUMBERS
+# NVIDIA sold cards of this name as Quadro RTX, and sells others as RTX PRO.
+WORKSTATION_FAMILIES = {
+    key.removesuffix("-ada"): tuple(other for other in NVIDIA_GPUS if key.removesuffix("-ada")[3:] in other)
+    for key in NVIDIA_GPUS
+    if re.fullmatch(r"rtx-[0-9]000-ada|rtx-[0-9]500-ada", key)
+}
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "a100": ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
     "v100": ("v100-16gb", "v100-32gb", "v100-pcie-16gb", "v100-pcie-32gb"),
     "gh200": ("gh200-96gb", "gh200-144gb"),
     **RTX_FAMILIES,
+    **WORKSTATION_FAMILIES,
+    **{family.removeprefix("rtx-"): keys for family, keys in WORKSTATION_FAMILIES.items()},
     **vendors.families(),
     "tpu": tuple(TPUS),
     "tpu-v5": ("tpu-v5e", "tpu-v5p"),
@@ -256,13 +264,13 @@ def _find_key(name: str) -> str:
     if not keys:
         families = [AMBIGUOUS[match] for match in exact if match in AMBIGUOUS]
         if families:
-            choices = ", ".join(dict.fromkeys(key for family in families for key in family))
-            raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {choices}")
+            raise RequestError(_describe_choices(name, [key for family in families for key in family]))
         keys = _keys_of(partial)
+        _check_memory(name, keys)
     if len(keys) == 1:
         return keys[0]
     if keys:
-        raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {', '.join(keys)}")
+        raise RequestError(_describe_choices(name, keys))
     names = [*GPUS, *(alias for alias in ALIASES if alias not in RTX_NUMBERS), *CPUS]
     similar = difflib.get_close_matches(name[:MAX_SHOWN], names)
     hint = f"close are {', '.join(similar)}; " if similar else ""
@@ -270,6 +278,39 @@ def _find_key(name: str) -> str:
     mac = f"a Mac's chip ({', '.join(APPLE_CHOICES)}) with its memory, such as m2-max-64gb"
     problem = f"unknown product {name[:MAX_SHOWN]!r}"
     raise RequestError(f"{problem}; {hint}use one of {listed}, {mac}, or the path of a Host JSON file")
+
+
+def _describe_choices(name: str, keys: Iterable[str]) -> str:
+    choices = list(dict.fromkeys(keys))
+    wanted = f"one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]} if you mean that one"
+    return f"{name[:MAX_SHOWN]!r} does not name one device; use {wanted}"
+
+
+def _check_memory(name: str, partly_named: list[str]) -> None:
+    """Raise RequestError if the name is that of a product, with a memory that this product does not have.
+
+    Another product with this memory, whose name has more words, is not meant: the RTX 3060 was sold with 8 GB, too, and is no
+    RTX 3060 Ti. The name of a family (h100) with a memory means the member that has it."""
+    for gigabytes, rest in _without_memory(name):
+        exact, _ = match_products(rest, _named_products())
+        keys = _keys_of(tuple(match for match in exact if match in RTX_NUMBERS or match not in ALIASES))
+        for key in keys:
+            memory_bytes = GPUS[key].gpu.memory_bytes if key in GPUS else None
+            if memory_bytes is None:
+                continue
+            has = f"{key} has {memory_bytes / GIB:.0f} GiB here, not {gigabytes}"
+            others = f", or another product with {gigabytes} GiB: {', '.join(partly_named)}" if partly_named else ""
+            raise RequestError(f"{name[:MAX_SHOWN]!r} is not listed: {has}; use {key}{others}")
+
+
+def _without_memory(name: str) -> Iterator[tuple[int, str]]:
+    """Yield (gigabytes, the other words) for each way to read a part of the name, which may be joined to a word, as a memory."""
+    for memory in re.finditer(r"([0-9]+)[^a-z0-9]?(?:gib|gb|g)(?![a-z0-9])", name[:MAX_NAME_LENGTH].lower()):
+        digits = memory[1]
+        for length in range(min(len(digits), 4), 0, -1):
+            start = memory.end(1) - length
+            if name[start] != "0":
+                yield int(digits[-length:]), f"{name[:start]} {name[memory.end() :]}"
 
 
 def _keys_of(matches: tuple[str, ...]) -> list[str]:
@@ -322,7 +363,7 @@ def _used_word_sets(joined: str, words: tuple[str, ...], product: Product) -> It
             if joined.startswith(spelling):
                 remaining = words[:index] + words[index + 1 :]
                 yield from (used | {word} for used in _used_word_sets(joined[len(spelling) :], remaining, product))
-    memory = re.match(r"([0-9]{1,4})(?:gib|gb|g)", joined)
+    memory = re.match(r"([1-9][0-9]{0,3})(?:gib|gb|g)", joined)
     if memory and _memory_matches(product, int(memory[1]), words):
         memory_used = product._replace(memory_gib=None)
         yield from _used_word_sets(joined[memory.end() :], words, memory_used)

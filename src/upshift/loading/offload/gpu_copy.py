@@ -43,17 +43,19 @@ class CopyStream(Protocol):
         """Block the processor until the event."""
 
 
-def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
+def pinned_memory(nbytes: int, device: torch.device, *, advice: str) -> Tensor:
     """Return pinned host memory of exactly this size, for as long as the tensor that is returned lives.
 
-    torch would round the size up to a power of two.
+    torch would round the size up to a power of two. Raise JobFailed with ``advice`` if the system does not pin so much.
     """
     content = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes == 0:  # CUDA refuses to pin nothing
+        return content
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
         error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
     if int(error):
-        raise JobFailed(f"{format_bytes(nbytes)} of memory could not be pinned ({error}); leave more to the GPU or the disk")
+        raise JobFailed(f"{format_bytes(nbytes)} of memory could not be pinned ({error}); {advice}")
     weakref.finalize(content, runtime.cudaHostUnregister, content.data_ptr())
     return content
 
@@ -66,7 +68,7 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, nbytes: int) -> Tensor:
-        return pinned_memory(nbytes, self.device)
+        return pinned_memory(nbytes, self.device, advice="leave more to the GPU or the disk")
 
     def empty(self, nbytes: int) -> Tensor:
         with torch.cuda.stream(self._stream):

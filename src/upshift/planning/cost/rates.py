@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from upshift.hardware import gemm_efficiency, memory_efficiency
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Gpu, Host
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.hardware.spec import Rates as MatrixRates
 from upshift.models.profile import ModelProfile
@@ -128,22 +128,15 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     if gpu is None:
         return None
     dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
-    probed = host.measured_gpu
-    if probed is not None:
-        matrix = probed.matrix(precision)
-        memory = probed.memory_bytes_per_second
-        outside = probed.matrix(outside_precision)
-    elif gpu.peak is not None:
-        key = gpu.table_key or ""
-        bandwidth = gpu.peak.memory_bytes_per_second
-        share = product_efficiency(key, profile, plan)
-        peak_matrix = gpu.peak.matrix(precision)
-        peak_outside = gpu.peak.matrix(outside_precision)
-        matrix = peak_matrix * share if peak_matrix else None
-        outside = peak_outside * share if peak_outside else None
-        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
-    else:
-        return None
+    probed = host.measured_gpu or MatrixRates()
+    matrix = probed.matrix(precision)
+    outside = probed.matrix(outside_precision)
+    memory = probed.memory_bytes_per_second
+    if matrix is None or outside is None or memory is None:
+        listed = _datasheet_rates(gpu, profile, plan)
+        matrix = matrix or listed.matrix(precision)
+        outside = outside or listed.matrix(outside_precision)
+        memory = memory or listed.memory_bytes_per_second
     if matrix is None or outside is None or memory is None:
         return None
     sustained = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
@@ -156,6 +149,18 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
         dispatch=dispatch,
         first_touch=0.0,
     )
+
+
+def _datasheet_rates(gpu: Gpu, profile: ModelProfile, plan: Plan) -> MatrixRates:
+    """Return the datasheet's rates times the share that the model's products reach, and that its memory traffic reaches."""
+    if gpu.peak is None:
+        return MatrixRates()
+    key = gpu.table_key or ""
+    share = product_efficiency(key, profile, plan)
+    bandwidth_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
+    reached = {name: rate and rate * share for name, rate in gpu.peak.model_dump().items()}
+    bandwidth = gpu.peak.memory_bytes_per_second
+    return MatrixRates(**reached | {"memory_bytes_per_second": bandwidth and bandwidth * bandwidth_share})
 
 
 def host_link(host: Host) -> float | None:

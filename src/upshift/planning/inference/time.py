@@ -117,20 +117,23 @@ def _gpu_rates(
     if gpu is None or (gpu.peak is None and measured is None):
         return None
     key = gpu.table_key or ""
-    rates = measured or gpu.peak
+    shares = _efficiencies_by_class(key)
+    rates = gpu.peak
+    memory_share = memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY
+    if measured is None:
+        shares = shares or (DEFAULT_GEMM_EFFICIENCY,) * len(GEMM_CLASSES)
+    else:
+        best_share = max(shares, default=DEFAULT_GEMM_EFFICIENCY)
+        rates, memory_share = _measured_or_listed(measured, gpu.peak, best_share, memory_share)
+        # Large products were measured, so only the loss of smaller ones counts.
+        shares = tuple(min(share / max(shares), 1.0) for share in shares)
     assert rates is not None
     matrix = rates.matrix(computes)
     outside = rates.matrix(outside_precision)
     bandwidth = rates.memory_bytes_per_second
     if matrix is None or outside is None or bandwidth is None:
         return None
-    shares = _efficiencies_by_class(key)
-    if measured is not None:  # large products were measured, so only the loss of smaller ones counts
-        shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
-        memory = bandwidth
-    else:
-        shares = shares or (DEFAULT_GEMM_EFFICIENCY,) * len(GEMM_CLASSES)
-        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY)
+    memory = bandwidth * memory_share
     return DeviceRates(
         matrix=matrix,
         outside=outside,
@@ -141,6 +144,19 @@ def _gpu_rates(
         layer_seconds=LAYER_SECONDS[execution],
         efficiencies=shares,
     )
+
+
+def _measured_or_listed(measured: Rates, listed: Rates | None, matrix_share: float, memory_share: float) -> tuple[Rates, float]:
+    """Return the measured rates, and the datasheet's with the share that products reach where no rate was measured.
+
+    Return also the share of their bandwidth that a program reaches: all of it if it was measured."""
+    probed = {name: rate for name, rate in measured.model_dump().items() if rate is not None}
+    estimated: dict[str, float] = {}
+    if listed is not None:
+        estimated = {name: rate * matrix_share for name, rate in listed.model_dump().items() if rate is not None}
+        estimated |= {"memory_bytes_per_second": listed.memory_bytes_per_second} if listed.memory_bytes_per_second else {}
+    is_measured = measured.memory_bytes_per_second is not None
+    return Rates(**estimated | probed), 1.0 if is_measured else memory_share
 
 
 def _efficiencies_by_class(key: str) -> tuple[float, ...]:

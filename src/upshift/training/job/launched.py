@@ -9,7 +9,6 @@ next start.
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +21,10 @@ from torch.distributed import PrefixStore, Store
 
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
-from upshift.hardware.cluster import join_hosts, measure_link, with_gpus_of_all_ranks
+from upshift.hardware.cluster import VisibleGpus, check_equal_gpus, join_hosts, machine_id, measure_link, with_gpus_of_all_ranks
 from upshift.hardware.cpu_affinity import bind_process
 from upshift.hardware.detect import find_nvml
-from upshift.hardware.nvml import visible_uuids
+from upshift.hardware.nvml import visible_gpus
 from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
@@ -105,12 +104,12 @@ def _receive_job(store: Store) -> Job:
 def _describe_host(store: Store, ranks: Ranks) -> Host | None:
     """Return the host, with its measured link to the others, on the first rank of each host. Return None on other ranks."""
     store.set(f"local/{ranks.rank}", str(ranks.local_rank))
-    uuids = visible_uuids(find_nvml(), read_settings().cuda_visible_devices)
-    store.set(f"gpus/{ranks.rank}", json.dumps([platform.node(), uuids]))
+    gpus = visible_gpus(find_nvml(), read_settings().cuda_visible_devices)
+    store.set(f"gpus/{ranks.rank}", VisibleGpus(machine=machine_id(), gpus=gpus).to_json())
     first_ranks = _first_ranks(store, ranks)
     if ranks.rank not in first_ranks:
         return None
-    host = with_gpus_of_all_ranks(find_host(None), [json.loads(store.get(f"gpus/{rank}")) for rank in range(ranks.size)])
+    host = with_gpus_of_all_ranks(find_host(None), _gpus_of_ranks(store, ranks))
     if len(first_ranks) > 1:
         dist.init_process_group(
             "gloo", store=PrefixStore("hosts", store), rank=first_ranks.index(ranks.rank), world_size=len(first_ranks)
@@ -121,6 +120,10 @@ def _describe_host(store: Store, ranks: Ranks) -> Host | None:
     return host
 
 
+def _gpus_of_ranks(store: Store, ranks: Ranks) -> list[VisibleGpus]:
+    return [VisibleGpus.from_json(store.get(f"gpus/{rank}"), origin=f"rank {rank}") for rank in range(ranks.size)]
+
+
 def _first_ranks(store: Store, ranks: Ranks) -> list[int]:
     """Return the first rank of each host."""
     return [rank for rank in range(ranks.size) if store.get(f"local/{rank}") == b"0"]
@@ -128,6 +131,7 @@ def _first_ranks(store: Store, ranks: Ranks) -> list[int]:
 
 def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
     """Return the hosts of all ranks as one Host, and the number of processes that the job may have."""
+    check_equal_gpus(_gpus_of_ranks(store, ranks))
     hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _first_ranks(store, ranks)]
     joined_hosts = join_hosts(hosts, hosts[0].inter_node)
     if joined_hosts.gpus_per_node:

@@ -50,7 +50,8 @@ class HostOptimizer(torch.optim.Optimizer):
         if not on_gpu:
             return []
         num_bytes = sum(_aligned_bytes(parameter) for parameter in on_gpu)
-        return [pinned_memory(num_bytes, on_gpu[0].device) for _ in range(2)]
+        advice = "use optim_offload=False, or leave more memory free on the host"
+        return [pinned_memory(num_bytes, on_gpu[0].device, advice=advice) for _ in range(2)]
 
     def _copy(self, parameter: Tensor) -> Tensor:
         if parameter.device.type == "cuda":
