@@ -7,8 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from upshift.errors import RequestError
+from upshift.training.data.corpus import read_corpus
+from upshift.training.data.tokenizer import tokenize
 
 WORDS = [
     "the",
@@ -135,3 +140,22 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+Rows = list[tuple[list[int], list[int]]]  # ids and labels
+
+
+def rows_of(path: Path, tokenizer: Any, **options: Any) -> Rows:
+    """The ids and the labels of each document."""
+    loss_on = options.pop("loss_on", "assistant")
+    tokenized = tokenize(read_corpus(path, **options).documents, tokenizer, loss_on=loss_on)
+    labels = tokenized.tokens if tokenized.labels is None else tokenized.labels
+    borders = zip(tokenized.offsets[:-1].tolist(), tokenized.offsets[1:].tolist(), strict=True)
+    return [(tokenized.tokens[start:end].tolist(), labels[start:end].tolist()) for start, end in borders]
+
+
+def refusal(path: Path, tokenizer: Any, **options: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        rows_of(path, tokenizer, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

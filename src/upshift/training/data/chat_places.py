@@ -8,15 +8,12 @@ of a last turn.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat
-from upshift.training.data.chat_template import Span, TemplateWriter
-
-# They differ in their first and in their last letter, so what two texts share ends at them.
-STAND_INS = ("Xylographer", "quintessence")
+from upshift.training.data.chat_rows import Chat
+from upshift.training.data.chat_template import STAND_INS, Span, TemplateWriter, learned_turns, text_of, with_content
 
 
 @dataclass(frozen=True)
@@ -27,18 +24,31 @@ class _Content:
     end: int
 
 
-def find_turns(writer: TemplateWriter, chat: Chat) -> tuple[str, list[Span]] | None:
-    """Return the text of a chat, and where the turns that are learned stand in it. Return None if a turn cannot be placed."""
-    text = writer.write(chat)
+def find_turns(writer: TemplateWriter, chat: Chat, text: str) -> list[Span] | None:
+    """Return where the turns that are learned stand in the text of a chat. Return None if a turn cannot be placed."""
     spans = []
-    for index, message in enumerate(chat.messages):
-        if message["role"] != ASSISTANT or message.get(WEIGHT, 1) == 0:
-            continue
+    for index in learned_turns(chat):
         span = _find_turn(writer, chat, index, text)
         if span is None:
             return None
         spans.append(span)
-    return text, spans
+    return spans
+
+
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many characters, or tokens, at the beginning of both are the same.
+
+    Parts are compared, and not one character after another, because two texts may share a million.
+    """
+    num_equal = 0
+    limit = min(len(first), len(second))
+    while num_equal < limit:
+        middle = (num_equal + limit + 1) // 2
+        if first[num_equal:middle] == second[num_equal:middle]:
+            num_equal = middle
+        else:
+            limit = middle - 1
+    return num_equal
 
 
 def _find_turn(writer: TemplateWriter, chat: Chat, index: int, text: str) -> Span | None:
@@ -49,12 +59,11 @@ def _find_turn(writer: TemplateWriter, chat: Chat, index: int, text: str) -> Spa
     if content is None or content_as_last is None or not text.startswith(before) or content.start < len(before):
         return None
     opening = writer.write(chat, index, adds_prompt=True).removeprefix(before)
-    shared_opening = os.path.commonprefix([opening, text[len(before) : content.start]])
+    num_opening = num_shared(opening, text[len(before) : content.start])
     closing = writer.write(chat, index + 1)[content_as_last.end :]
-    shared_closing = os.path.commonprefix([closing, text[content.end :]])
-    if opening and not shared_opening:
+    if opening and not num_opening:
         return None
-    return len(before) + len(shared_opening), content.end + len(shared_closing)
+    return len(before) + num_opening, content.end + num_shared(closing, text[content.end :])
 
 
 def _find_content(writer: TemplateWriter, chat: Chat, index: int, num_messages: int) -> _Content | None:
@@ -63,23 +72,11 @@ def _find_content(writer: TemplateWriter, chat: Chat, index: int, num_messages: 
     if not content:
         return None
     text = writer.write(chat, num_messages)
-    first, second = (writer.write(_with_content(chat, index, word), num_messages) for word in STAND_INS)
-    start = len(os.path.commonprefix([first, second]))
-    num_after = len(os.path.commonprefix([first[::-1], second[::-1]]))
+    first, second = (writer.write(with_content(chat, index, word), num_messages) for word in STAND_INS)
+    start = num_shared(first, second)
+    num_after = num_shared(first[::-1], second[::-1])
     end = len(text) - num_after
     has_same_frame = text[:start] == first[:start] and text[end:] == first[len(first) - num_after :]
-    if not has_same_frame or start > end or text[start:end].strip() not in _text_of(content):
+    if not has_same_frame or start > end or text[start:end].strip() not in text_of(content):
         return None
     return _Content(start, end)
-
-
-def _with_content(chat: Chat, index: int, word: str) -> Chat:
-    """Return the chat with a word as the content of one message, in the form that the content has."""
-    messages = list(chat.messages)
-    has_parts = not isinstance(messages[index]["content"], str)
-    messages[index] = {**messages[index], "content": [{"type": "text", "text": word}] if has_parts else word}
-    return replace(chat, messages=messages)
-
-
-def _text_of(content: str | Sequence[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

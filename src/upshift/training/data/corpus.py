@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.text import find_lone_surrogate
+from upshift.text import check_text
 from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
@@ -94,9 +94,7 @@ def _check_text(text: str | None, place: str) -> str | None:
     """Return the text, or None if it is empty. Raise RequestError if it cannot be encoded."""
     if not text or text.isspace():
         return None
-    surrogate = find_lone_surrogate(text)
-    if surrogate is not None:
-        raise RequestError(f"{place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again")
+    check_text(text, place)
     return text
 
 
