@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from upshift.errors import RequestError
-
 MIN_LIKENESS = 0.65  # of a suggested name, as difflib measures it
 LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
@@ -19,13 +17,6 @@ def find_lone_surrogate(text: str) -> str | None:
     r"""Return the first lone surrogate of a text, as JSON writes it: ``\ud800``. Return None if there is none."""
     match = LONE_SURROGATES.search(text)
     return None if match is None else f"\\u{ord(match.group()):04x}"
-
-
-def check_text(text: str, place: str) -> None:
-    """Raise RequestError, with the place of the text, if it holds a lone surrogate."""
-    surrogate = find_lone_surrogate(text)
-    if surrogate is not None:
-        raise RequestError(f"{place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again")
 
 
 def describe_other_part(parts: Sequence[Any]) -> str | None:

@@ -89,7 +89,7 @@ def sentence_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<|im_start|>", 0.0), ("<|im_end|>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     pieces += [(f"\u2581{word}", -5.0) for word in dict.fromkeys(WORDS)] + [("\u2581", -6.0)]
-    pieces += [(character, -9.0) for character in "abcdefghijklmnopqrstuvwxyz[]/INST.?"]
+    pieces += [(character, -9.0) for character in "abcdefghijklmnopqrstuvwxyz[]/INST.?<>"]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -242,12 +242,25 @@ def python_tokenizer(template: str) -> Any:
 
 
 ENDS_WITH_SPACE = CHATML.replace("'<|im_end|>\\n'", "'<|im_end|> '")
+EOS_ELSE = CHATML + "{%- if not add_generation_prompt %}{{- eos_token }}{%- endif %}"  # as Phi-3.5 writes it
+NEXT_LIKE_EOS = EOS_ELSE.replace("<|im_start|>", "</1")  # the next turn begins as EOS does
 EOS_AT_THE_END = CHATML + "{%- if messages[-1].role == 'assistant' and not add_generation_prompt %}{{- eos_token }}{%- endif %}"
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, ENDS_WITH_SPACE, EOS_AT_THE_END], ids=["chatml", "llama2", "space", "eos"])
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama2": LLAMA2,
+    "space": ENDS_WITH_SPACE,
+    "eos": EOS_AT_THE_END,
+    "eos else": EOS_ELSE,
+    "like eos": NEXT_LIKE_EOS,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "trimming", "python"])
-def test_labels_are_those_of_tokenized_prefixes(kind, template, tmp_path):
+def test_labels_are_those_of_tokenized_prefixes(kind, name, tmp_path):
+    template = TEMPLATES[name]
     make = {**TOKENIZERS, "trimming": trimming_tokenizer, "python": python_tokenizer}[kind]
     tokenizer = make(template.replace("bos_token", "(bos_token or '')"))
     rows = make_chats(15, seed=3, system=template != LLAMA2)

@@ -16,6 +16,7 @@ import pytest
 from chat_models import (
     CHATML,
     DROPS_THOUGHTS,
+    HEADER,
     LLAMA2,
     MARKED,
     TOKENIZERS,
@@ -159,6 +160,8 @@ def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_p
     rows = make_chats(10)
     found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(takes_parts))
     assert found == [reference(row, byte_level_tokenizer()) for row in rows]
+    needs_one = takes_parts.replace(HEADER, HEADER + "{%- if message.content[0].type == 'image' %}{{- ':' }}{%- endif %}")
+    assert needs_one != takes_parts and rows_of(tmp_path / "a.jsonl", byte_level_tokenizer(needs_one)) == found
     silent = CHATML.replace("(message.content or '')", "''")
     assert "does not write the content" in refusal(tmp_path / "a.jsonl", byte_level_tokenizer(silent))
 

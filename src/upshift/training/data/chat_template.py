@@ -19,10 +19,10 @@ from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import RENDER_CHAT
-from upshift.text import check_text
 from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message
 from upshift.training.data.data_files import say_once
 from upshift.training.data.row_formats import TEMPLATE_ARGUMENTS, TOOLS
+from upshift.training.data.text_files import check_text
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 TEMPLATE_ERRORS = (  # a template is foreign code, and raises any of them for messages that it does not take
@@ -200,25 +200,32 @@ class TemplateWriter:
 
     def _find_content_form(self, chat: Chat) -> bool:
         """Return whether the template takes parts alone. Raise RequestError if it writes the same text without the contents."""
-        uses_texts = self._uses_content(chat)
-        if uses_texts or self._uses_content(_as_parts(chat)):
-            return not uses_texts
-        if uses_texts is None:  # the template rejects the chat for another reason, which the next step says
+        num_as_texts = self._count_written(chat)
+        num_as_parts = self._count_written(_as_parts(chat))
+        if num_as_texts or num_as_parts:
+            return (num_as_parts or 0) > (num_as_texts or 0)
+        if num_as_texts is None:  # the template rejects the chat for another reason, which the next step says
             return False
         raise RequestError(
             f"{chat.place}: the model's chat template does not write the content of messages; use another template"
         )
 
-    def _uses_content(self, chat: Chat) -> bool | None:
-        """Return whether the contents change the text, or None if the template rejects the chat."""
+    def _count_written(self, chat: Chat) -> int | None:
+        """Return how many contents the template writes, or None if it rejects the chat."""
         try:
-            text = self.write(chat)
+            self.write(chat)
         except RequestError:
             return None
+        indices = (index for index, message in enumerate(chat.messages) if message.get("content"))
+        return sum(self._writes_content(chat, index) for index in indices)
+
+    def _writes_content(self, chat: Chat, index: int) -> bool:
+        """Return whether another content of a message changes the text."""
         try:
-            return self.write(_without_part(chat, "content")) != text
-        except RequestError:  # the template needs them
+            first, second = (self.write(with_content(chat, index, word)) for word in STAND_INS)
+        except RequestError:  # the template reads it
             return True
+        return first != second
 
     def _check_used(self, chat: Chat, names: set[str]) -> None:
         """Find which parts change the text. Raise RequestError if the template ignores tools or tool calls."""
@@ -285,7 +292,11 @@ class TemplateWriter:
                 position = max(start, position)
                 if role != ASSISTANT and (start < 0 or self._checked_messages[role] < NUM_CHECKED):
                     self._checked_messages[role] += 1
-                    self._check_written(chat, index, text)
+                    if not self._writes_content(chat, index):
+                        raise RequestError(
+                            f"{chat.place}: the chat template does not write message {index + 1}, of role {role!r}; give it a "
+                            "role that the template writes, or leave it out"
+                        )
                 if start < 0:
                     shortened.add((role, name))
         for key in shortened:
@@ -299,18 +310,6 @@ class TemplateWriter:
         texts = {name: message.get(name) or "" for name in names}
         texts["content"] = text_of(texts["content"])
         return [(name, text) for name, text in texts.items() if isinstance(text, str) and text.strip()]
-
-    def _check_written(self, chat: Chat, index: int, text: str) -> None:
-        """Raise RequestError if the template writes the same text with another content of a message."""
-        try:
-            is_written = self.write(with_content(chat, index, STAND_INS[0])) != text
-        except RequestError:  # the template reads it
-            is_written = True
-        if not is_written:
-            raise RequestError(
-                f"{chat.place}: the chat template does not write message {index + 1}, of role {chat.messages[index]['role']!r}; "
-                "give it a role that the template writes, or leave it out"
-            )
 
 
 def learned_turns(chat: Chat) -> list[int]:

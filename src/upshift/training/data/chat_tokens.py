@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.text import check_text
 from upshift.training.data.chat_places import find_turns, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
@@ -29,6 +28,7 @@ from upshift.training.data.corpus import IGNORED, Document, TokenRow
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
 from upshift.training.data.special_tokens import ids_around_document, with_special_tokens
+from upshift.training.data.text_files import check_text
 
 Characters = NDArray[np.int64]  # two columns, a row for each token
 
@@ -79,6 +79,7 @@ class ChatEncoder:
         self._placed = RowCount()  # chats whose turns are written in another way when others follow
         self._without_prompt = RowCount()  # chats that begin with a turn of the assistant
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special_tokens = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
         self._has_checked_end = False
 
     def encode(self, batch: Sequence[Chat | PromptCompletion]) -> Iterator[TokenRow]:
@@ -176,7 +177,7 @@ class ChatEncoder:
         self._count_first_turn(chat)
         spans = []
         for index in learned_turns(chat):
-            span = self._find_span(chat, index, text, characters)
+            span = self._find_span(chat, index, text)
             if span is None:
                 spans = self._find_places(chat, index, text)
                 break
@@ -191,22 +192,34 @@ class ChatEncoder:
         self._placed.add(chat.place)
         return spans
 
-    def _find_span(self, chat: Chat, index: int, text: str, characters: Characters) -> Span | None:
+    def _find_span(self, chat: Chat, index: int, text: str) -> Span | None:
         """Return the characters of a turn, or None if its two parts are not the beginning of the chat."""
         prompt = self._writer.write(chat, index, adds_prompt=True)
         start = num_shared(prompt, text)
-        up_to_end = self._writer.write(chat, index + 1)
-        end = num_shared(up_to_end, text)
-        if end < start or self._ids_behind(prompt, start, characters):
+        if start < len(prompt) and not self._is_closing(prompt[start:], frozenset()):
             return None
-        closes_chat = self._special_ids.issuperset(self._ids_behind(up_to_end, end, characters))
-        return (start, end) if closes_chat else None  # some templates write EOS after the last turn
+        up_to_end = self._writer.write(chat, index + 1)
+        end = self._find_end(up_to_end, num_shared(up_to_end, text))
+        return None if end is None or end < start else (start, end)
 
-    def _ids_behind(self, part: str, num_equal: int, characters: Characters) -> list[int]:
-        """Return the tokens of a part behind those that it shares with the whole chat."""
-        if num_equal == len(part):
-            return []
-        return self._tokenize([part[_token_border(characters, num_equal) :]])[0]
+    def _find_end(self, part: str, num_equal: int) -> int | None:
+        """Return where a turn ends whose chat ends with it, or None if it is another one in the whole chat.
+
+        The first ``num_equal`` characters are those of the whole chat. Special tokens alone may follow: some templates write EOS
+        after the last turn. It may begin with characters of the next turn.
+        """
+        end = len(part)
+        while end > num_equal:
+            ends_with = (token for token in self._special_tokens if part.endswith(token, 0, end))
+            token = next(ends_with, part[end - 1] if part[end - 1].isspace() else "")
+            if not token:
+                return None
+            end -= len(token)
+        return min(end, num_equal) if self._is_closing(part[end:], self._special_ids) or end == len(part) else None
+
+    def _is_closing(self, rest: str, allowed_ids: frozenset[int]) -> bool:
+        """Return whether the end of a text has no other tokens than those that are allowed."""
+        return allowed_ids.issuperset(self._tokenize([rest])[0])
 
     def _encode_by_prefixes(self, chat: Chat) -> TokenRow:
         """Return the row of a chat. One text after another is tokenized, because together they may be long."""

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.text import check_text
 from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
@@ -53,7 +52,7 @@ from upshift.training.data.row_formats import (
     list_columns,
     possible_formats,
 )
-from upshift.training.data.text_files import TextFile, checking_compression, read_texts
+from upshift.training.data.text_files import TextFile, check_text, checking_compression, read_texts
 from upshift.value import Value
 
 LABELS = "labels"
