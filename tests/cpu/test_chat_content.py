@@ -254,6 +254,7 @@ TEMPLATES = {
     "eos": EOS_AT_THE_END,
     "eos else": EOS_ELSE,
     "like eos": NEXT_LIKE_EOS,
+    "one token across turns": CHATML.replace("<|im_end|>\\n", "<|im_end|> nor").replace("'<|im_start|>", "'th<|im_start|>"),
 }
 
 
