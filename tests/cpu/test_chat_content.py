@@ -76,6 +76,18 @@ def test_thoughts_that_the_template_leaves_out_are_named_with_their_rows(form, l
     assert f"{path}:2 and 1 other rows: the chat template leaves out or changes a part of 'content'" in caplog.text
 
 
+def test_thoughts_within_the_contents_of_several_turns_are_learned_where_the_template_writes_them(tmp_path):
+    """As Qwen3 does, the last turn has its thoughts, and earlier ones do not."""
+    thoughts = "{%- if message.role == 'user' %}{%- elif loop.last and '</think>' in message.content %}"
+    thoughts += "{{- message.content.split('</think>')[0] + '</think>' }}"
+    thoughts += "{%- elif loop.last %}{{- '<think></think>' }}{%- endif %}"
+    template = WITHOUT_THOUGHTS.replace("{{- (message.content", thoughts + "{{- (message.content")
+    other = {"role": "assistant", "content": "<think>every river</think>a road"}
+    tokenizer = byte_level_tokenizer(template)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ANSWER, USER, other]}])
+    assert learned(tokenizer, rows_of(path, tokenizer)[0]) == f"the north<|im_end|>\n{other['content']}<|im_end|>\n"
+
+
 def test_a_field_of_thoughts_that_is_written_for_the_last_turn_alone_is_named(tmp_path, caplog):
     turns = [USER, {"role": "assistant", "content": "the north", "reason": "every tree"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": turns}, {"messages": turns + [USER, turns[1] | {"reason": "roads"}]}])

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.data.chat_places import find_turns, num_shared
+from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
@@ -176,21 +176,18 @@ class ChatEncoder:
         """Return the characters of the turns that are learned, up to the end of a token."""
         self._count_first_turn(chat)
         spans = []
+        is_placed = False
         for index in learned_turns(chat):
             span = self._find_span(chat, index, text)
             if span is None:
-                spans = self._find_places(chat, index, text)
-                break
+                is_placed = True
+                span = find_turn(self._writer, chat, index, text)
+            if span is None:
+                raise RequestError(_not_a_prefix(chat, index + 1))
             spans.append(span)
+        if is_placed:
+            self._placed.add(chat.place)
         return [(start, _token_border(characters, end)) for start, end in spans]
-
-    def _find_places(self, chat: Chat, index: int, text: str) -> list[Span]:
-        """Return the characters of all turns of a chat whose message ``index`` is written in another way when others follow."""
-        spans = find_turns(self._writer, chat, text)
-        if spans is None:
-            raise RequestError(_not_a_prefix(chat, index + 1))
-        self._placed.add(chat.place)
-        return spans
 
     def _find_span(self, chat: Chat, index: int, text: str) -> Span | None:
         """Return the characters of a turn, or None if its two parts are not the beginning of the chat."""
