@@ -7,8 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from upshift.errors import RequestError
+from upshift.training.data.corpus import read_corpus
+from upshift.training.data.tokenizer import tokenize
 
 WORDS = [
     "the",
@@ -84,7 +89,7 @@ def sentence_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<|im_start|>", 0.0), ("<|im_end|>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     pieces += [(f"\u2581{word}", -5.0) for word in dict.fromkeys(WORDS)] + [("\u2581", -6.0)]
-    pieces += [(character, -9.0) for character in "abcdefghijklmnopqrstuvwxyz[]/INST.?"]
+    pieces += [(character, -9.0) for character in "abcdefghijklmnopqrstuvwxyz[]/INST.?<>"]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -135,3 +140,22 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+Rows = list[tuple[list[int], list[int]]]  # ids and labels
+
+
+def rows_of(path: Path, tokenizer: Any, **options: Any) -> Rows:
+    """The ids and the labels of each document."""
+    loss_on = options.pop("loss_on", "assistant")
+    tokenized = tokenize(read_corpus(path, **options).documents, tokenizer, loss_on=loss_on)
+    labels = tokenized.tokens if tokenized.labels is None else tokenized.labels
+    borders = zip(tokenized.offsets[:-1].tolist(), tokenized.offsets[1:].tolist(), strict=True)
+    return [(tokenized.tokens[start:end].tolist(), labels[start:end].tolist()) for start, end in borders]
+
+
+def refusal(path: Path, tokenizer: Any, **options: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        rows_of(path, tokenizer, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

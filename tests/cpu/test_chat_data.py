@@ -16,11 +16,15 @@ import pytest
 from chat_models import (
     CHATML,
     DROPS_THOUGHTS,
+    HEADER,
     LLAMA2,
     MARKED,
     TOKENIZERS,
+    Rows,
     byte_level_tokenizer,
     make_chats,
+    refusal,
+    rows_of,
     save_model,
     words,
     write_jsonl,
@@ -33,10 +37,9 @@ from upshift.models.source import find_model
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.sampler import BatchSource
 from upshift.training.data import chat_tokens
-from upshift.training.data.corpus import IGNORED, read_corpus
+from upshift.training.data.corpus import IGNORED
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import load_data, prepare_data, read_whole_documents, save_data
-from upshift.training.data.tokenizer import tokenize
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"count": 2, "road": "north"}}}
 TOOL = {
@@ -52,25 +55,6 @@ WITH_TOOLS = {
         {"role": "assistant", "content": "the road to the north"},
     ],
 }
-
-
-Rows = list[tuple[list[int], list[int]]]  # ids and labels
-
-
-def rows_of(path: Path, tokenizer: Any, **options: Any) -> Rows:
-    """The ids and the labels of each document."""
-    loss_on = options.pop("loss_on", "assistant")
-    tokenized = tokenize(read_corpus(path, **options).documents, tokenizer, loss_on=loss_on)
-    labels = tokenized.tokens if tokenized.labels is None else tokenized.labels
-    borders = zip(tokenized.offsets[:-1].tolist(), tokenized.offsets[1:].tolist(), strict=True)
-    return [(tokenized.tokens[start:end].tolist(), labels[start:end].tolist()) for start, end in borders]
-
-
-def refusal(path: Path, tokenizer: Any, **options: Any) -> str:
-    with pytest.raises(RequestError) as caught:
-        rows_of(path, tokenizer, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def reference(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -156,7 +140,7 @@ def test_places_and_prefixes_say_the_same(kind, template, tmp_path, monkeypatch)
     path = write_jsonl(tmp_path / "a.jsonl", make_chats(20, system=template == CHATML))
     tokenizer = TOKENIZERS[kind](template)
     by_prefixes = rows_of(path, tokenizer)
-    monkeypatch.setattr(chat_tokens.ChatEncoder, "_prefix_span", lambda *arguments: None)
+    monkeypatch.setattr(chat_tokens.ChatEncoder, "_find_span", lambda *arguments: None)
     assert rows_of(path, tokenizer) == by_prefixes
 
 
@@ -176,6 +160,8 @@ def test_contents_are_given_as_parts_to_a_template_that_takes_nothing_else(tmp_p
     rows = make_chats(10)
     found = rows_of(write_jsonl(tmp_path / "a.jsonl", rows), byte_level_tokenizer(takes_parts))
     assert found == [reference(row, byte_level_tokenizer()) for row in rows]
+    needs_one = takes_parts.replace(HEADER, HEADER + "{%- if message.content[0].type == 'image' %}{{- ':' }}{%- endif %}")
+    assert needs_one != takes_parts and rows_of(tmp_path / "a.jsonl", byte_level_tokenizer(needs_one)) == found
     silent = CHATML.replace("(message.content or '')", "''")
     assert "does not write the content" in refusal(tmp_path / "a.jsonl", byte_level_tokenizer(silent))
 
@@ -217,7 +203,7 @@ def single(number: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".saved", ".hub"])
-@pytest.mark.parametrize("form", ["messages", "conversations", "tools", "parts", "alpaca", "system"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "tools", "parts", "alpaca", "system", "prompts"])
 def test_every_form_in_every_file_gives_the_same_tokens(form, suffix, tmp_path):
     tokenizer = byte_level_tokenizer()
     rows = make_chats(12, seed=2)
@@ -241,6 +227,9 @@ def test_every_form_in_every_file_gives_the_same_tokens(form, suffix, tmp_path):
         written = [alpaca(row) for row in single(12)]
         texts = [("\n".join(filter(None, (row["instruction"], row["input"]))), row["output"]) for row in written]
         rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts]
+    elif form == "prompts":
+        rows = [{"messages": row["messages"][-2:]} for row in rows]
+        written = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
     else:
         written = rows
     path = write(tmp_path / f"a{suffix}", [row | {"id": "7"} for row in written])
@@ -308,7 +297,9 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"messages": [1, 2]}, "role"),
     "missing": ({"text": "a"}, "no column 'messages'"),
     "surrogate": ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "surrogate"),
-    "begins": ({"messages": [ANSWER, USER]}, "begins with a turn of the assistant"),
+    "no value": ({"messages": [USER, {"from": "gpt", "value": None}]}, "no 'value'"),
+    "no speaker": ({"messages": [USER, {"value": "b"}]}, "no 'from'"),
+    "speakers": ({"messages": [{"from": ["human"], "value": "a"}, ANSWER]}, "human"),
     "tools": ({"messages": [USER, ANSWER], "tools": "none"}, "tools"),
     "tool names": ({"messages": [USER, ANSWER], "tools": ["f"]}, "JSON schemas"),
     "calls": ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": 1}]}]}, "tool_calls"),
@@ -316,16 +307,18 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "half weight": ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "t"}, "system"),
     "system": ({"messages": [USER, ANSWER], "system": 5}, "must be text"),
-    "arguments": ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tokenize": False}}, "tokenize"),
 }
+for argument in ("tokenize", "chat_template", "continue_final_message", "truncation", "max_length", "return_tensors", "messages"):
+    BAD_ROWS[argument] = ({"messages": [USER, ANSWER], "chat_template_kwargs": {argument: "x"}}, argument)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_is_refused_with_its_place(name, suffix, tmp_path):
+def test_a_bad_row_is_refused_with_its_place(name, suffix, template, tmp_path):
     row, reason = BAD_ROWS[name]
     path = write(tmp_path / f"a{suffix}", [{"messages": [USER, ANSWER]}, row])
-    message = refusal(path, byte_level_tokenizer())
+    message = refusal(path, byte_level_tokenizer(template))
     assert reason in message and (f"{path}:2" in message or f"{path} (record 2)" in message)
 
 
@@ -365,8 +358,7 @@ BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "chosen chats": ({"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "add --data-format messages"),
     "good or bad": ({"prompt": "a", "completion": "b", "label": False}, "completion and label"),
     "mixed": ({"prompt": "a", "completion": [ANSWER]}, "two lists of messages"),
-    "null": ({"prompt": "a", "completion": None}, "two lists of messages"),
-    "no answer": ({"instruction": "a", "output": None}, "'output' is null"),
+    "mixed, as JSON": ({"prompt": json.dumps([USER]), "completion": "b"}, "two lists of messages"),
     "texts with tools": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "'tools'"),
 }
 

@@ -22,10 +22,10 @@ WEIGHT = "weight"  # of an assistant's message, as OpenAI's API takes it: 0 if i
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 SPEAKERS = {  # ``from`` of a ShareGPT turn -> role
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system", "tool": "tool",
-    "observation": "tool", "function_call": ASSISTANT,
+    "observation": "tool", "function_call": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
 }  # fmt: skip
 FUNCTION_CALL = "function_call"
-RESERVED = ("conversation", "messages", "tools", "add_generation_prompt", "tokenize", "return_dict")  # of apply_chat_template
+TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,13 @@ class Chat:
     tools: list[Any] | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     num_prompt_messages: int | None = None
+    has_answer: bool = True  # False: the column of the answer is empty, so there is nothing to learn
 
     @property
     def num_characters(self) -> int:
-        """Return the characters of the contents, about."""
-        return sum(len(str(message.get("content") or "")) for message in self.messages)
+        """Return the characters of the messages and the tools, about."""
+        num_in_messages = sum(len(str(value)) for message in self.messages for value in message.values())
+        return num_in_messages + len(str(self.tools or ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class PromptCompletion:
     place: str
     prompt: str
     completion: str
+
+    @property
+    def has_answer(self) -> bool:
+        return not _is_blank(self.completion)
 
     @property
     def num_characters(self) -> int:
@@ -69,19 +75,26 @@ def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat |
         raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
     if columns.format == "prompt-completion":
         return _read_prompt_completion(record, place)
+    has_answer = True
     if columns.format == "alpaca":
         messages = _read_alpaca(record, place)
+        has_answer = not _is_blank(record["output"])
     else:
         messages = _read_messages(record[columns.name], columns.name, place)
-    return Chat(place=place, messages=_with_system(messages, record.get(SYSTEM), place), **_template_inputs(record, place))
+    messages = _with_system(messages, record.get(SYSTEM), place)
+    return Chat(place=place, messages=messages, has_answer=has_answer, **_template_inputs(record, place))
 
 
 def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | PromptCompletion:
-    prompt = record["prompt"]
-    completion = record["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
+    prompt = _decode_messages(record["prompt"])
+    completion = _decode_messages(record["completion"])
+    if isinstance(prompt, list) and _is_blank(completion):
+        messages = _read_messages(prompt, "prompt", place)
+        inputs = _template_inputs(record, place)
+        return Chat(place=place, messages=messages, num_prompt_messages=len(messages), has_answer=False, **inputs)
+    if isinstance(prompt, str | None) and isinstance(completion, str | None):  # a table of text (CSV) has no null, but ""
         _refuse_template_inputs(record, place)
-        return PromptCompletion(place=place, prompt=prompt, completion=completion)
+        return PromptCompletion(place=place, prompt=prompt or "", completion=completion or "")
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise RequestError(
             f"{place}: prompt holds {_shorten(prompt)} and completion holds {_shorten(completion)}; "
@@ -109,15 +122,13 @@ def _read_alpaca(record: Mapping[str, Any], place: str) -> list[Message]:
     """Return the turns of an Alpaca row: the instruction and the input are one message of the user, a line each."""
     for name in ("instruction", "input", "output"):
         _check_text_or_null(record.get(name), name, place)
-    if record["output"] is None:
-        raise RequestError(f"{place}: column 'output' is null; give the answer, or leave the row out")
     messages = []
     for turn in _json_list([] if _is_empty(record.get("history")) else record["history"], "history", place):
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise RequestError(f"{place}: column 'history' holds {_shorten(turn)}; it must hold pairs [question, answer]")
         messages += _pair(turn[0], turn[1])
     question = "\n".join(text for text in (record["instruction"], record.get("input")) if text)
-    return messages + _pair(question, record["output"])
+    return messages + _pair(question, record["output"] or "")
 
 
 def _pair(question: str, answer: str) -> list[Message]:
@@ -148,9 +159,6 @@ def _template_inputs(record: Mapping[str, Any], place: str) -> dict[str, Any]:
     arguments = {} if _is_empty(arguments) else _decode(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} holds {_shorten(arguments)}; it must be an object")
-    reserved = next((name for name in arguments if name in RESERVED), None)
-    if reserved is not None:
-        raise RequestError(f"{place}: column {TEMPLATE_ARGUMENTS!r} sets {reserved!r}, which Upshift sets; leave it out")
     return {"tools": tools, "template_arguments": arguments}
 
 
@@ -166,14 +174,17 @@ def _read_message(entry: Any, name: str) -> Message:
     """Return a message with a role, and a content of one text, from OpenAI's or ShareGPT's form."""
     if not isinstance(entry, dict):
         raise RequestError(f'{name} is {_shorten(entry)}; write {{"role": "user", "content": ".."}}')
-    message: Message = {key: value for key, value in entry.items() if value is not None}
-    if "from" in message and "value" in message and "role" not in message:
+    message: Message = _without_nulls(entry)
+    if "role" not in message and ("from" in message or "value" in message):
         message = _read_turn(message, name)
-    role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{name} has role {_shorten(role)}; use {', '.join(ROLES)}")
+    if "role" not in message:
+        raise RequestError(f"{name} has no role; its fields are {', '.join(message) or 'none'}; give a role: {', '.join(ROLES)}")
+    if message["role"] not in ROLES:
+        raise RequestError(f"{name} has role {_shorten(message['role'])}; use {', '.join(ROLES)}")
+    message = {key: value for key, value in message.items() if key == "content" or not _is_empty_list(value)}
     content = message.get("content")
     if isinstance(content, list):
+        content = [_without_nulls(part) if isinstance(part, dict) else part for part in content]
         other_part = describe_other_part(content)
         if other_part is not None:
             raise RequestError(
@@ -181,47 +192,57 @@ def _read_message(entry: Any, name: str) -> Message:
                 'or write parts as {"type": "text", "text": ".."}'
             )
         message["content"] = "".join(part["text"] for part in content)
-    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    elif not isinstance(content, str) and not (content is None and message.get(TOOL_CALLS)):
         raise RequestError(f"{name} has content {_shorten(content)}; it must be text")
     _check_weight(message, name)
-    _check_tool_calls(message, name)
+    if TOOL_CALLS in message:
+        message[TOOL_CALLS] = _read_tool_calls(message[TOOL_CALLS], name)
     return message
 
 
 def _read_turn(turn: Message, name: str) -> Message:
     """Return a ShareGPT turn as a message. A turn ``function_call`` holds a call, or a list of calls, as JSON."""
+    missing = next((key for key in ("from", "value") if key not in turn), None)
+    if missing is not None:
+        raise RequestError(f'{name} has no {missing!r}; write {{"from": "human", "value": ".."}}, or leave the row out')
     speaker = turn["from"]
-    if speaker not in SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise RequestError(f"{name} is from {_shorten(speaker)}; use {', '.join(SPEAKERS)}")
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker != FUNCTION_CALL:
         return {"role": SPEAKERS[speaker], "content": turn["value"], **others}
     calls = _decode(turn["value"])
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": call} for call in calls], **others}
+    return {"role": ASSISTANT, TOOL_CALLS: [{"type": "function", "function": call} for call in calls], **others}
 
 
 def _check_weight(message: Message, name: str) -> None:
     weight = message.get(WEIGHT)
-    if weight is None:
+    is_assistant = message["role"] == ASSISTANT
+    if weight is None or weight == 0 or (is_assistant and weight == 1):
         return
-    if message["role"] != ASSISTANT or weight not in (0, 1):
-        raise RequestError(
-            f"{name} has weight {_shorten(weight)}; an assistant's message may have 0 (not learned) or 1, and others none"
-        )
+    raise RequestError(
+        f"{name} has weight {_shorten(weight)}; an assistant's message may have 0 (not learned) or 1, and others only 0"
+    )
 
 
-def _check_tool_calls(message: Message, name: str) -> None:
-    calls = message.get("tool_calls")
-    if calls is None:
-        return
-    is_valid = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    functions = [call.get("function", call) for call in calls] if is_valid else []
-    if not is_valid or not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise RequestError(
-            f'{name} has tool_calls {_shorten(calls)}; write [{{"type": "function", "function": {{"name": "..", '
-            '"arguments": {{..}}}}}}]'
-        )
+def _read_tool_calls(calls: Any, name: str) -> list[Any]:
+    """Return the tool calls without their null fields, such as an ``id`` that a log leaves open. Arguments may hold nulls."""
+    cleaned = []
+    for call in calls if isinstance(calls, list) else [None]:
+        fields = _without_nulls(call) if isinstance(call, dict) else {}
+        function = fields.get("function", fields)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'{name} has tool_calls {_shorten(calls)}; write [{{"type": "function", "function": {{"name": "..", '
+                '"arguments": {..}}}]'
+            )
+        cleaned.append({**fields, "function": _without_nulls(function)} if "function" in fields else fields)
+    return cleaned
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _check_text_or_null(value: Any, column: str, place: str) -> None:
@@ -238,6 +259,25 @@ def _json_list(value: Any, column: str, place: str) -> list[Any]:
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _is_empty_list(value: Any) -> bool:
+    """Return whether a field holds an empty list or object, as logs and Arrow write ``tool_calls`` that are none."""
+    return isinstance(value, list | dict) and not value
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether an answer is missing: null, an empty list, or white space alone."""
+    return _is_empty(value) or (isinstance(value, str) and value.isspace())
+
+
+def _decode_messages(value: Any) -> Any:
+    """Return the messages that a text is the JSON of, or else the value itself. A table of text (CSV) holds messages so."""
+    entries = _decode(value)
+    if not isinstance(entries, list) or not entries:
+        return value
+    is_chat = all(isinstance(entry, dict) and ("role" in entry or {"from", "value"} <= entry.keys()) for entry in entries)
+    return entries if is_chat else value
 
 
 def _decode(value: Any) -> Any:

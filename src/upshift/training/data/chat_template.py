@@ -1,30 +1,55 @@
 """Write chats as texts with the chat template of a tokenizer, and find the assistant's turns in them.
 
-Everything that a row has is used: a row is rejected if the template writes the same text without its tools or its tool calls.
+Everything that a row has is used. A row is rejected if the template writes the same text without its tools, its tool calls, or
+a message that is not the assistant's. If the template leaves out a part of a content, or does not use a field or an argument,
+the user is told, with the number of rows.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import RENDER_CHAT
-from upshift.text import find_lone_surrogate
-from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, Message
+from upshift.training.data.chat_rows import ASSISTANT, TOOL_CALLS, WEIGHT, Chat, Message
 from upshift.training.data.data_files import say_once
+from upshift.training.data.row_formats import TEMPLATE_ARGUMENTS, TOOLS
+from upshift.training.data.text_files import check_text
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)  # that a template raises for messages that it does not take
-TOOL_CALLS = "tool_calls"
+TEMPLATE_ERRORS = (  # a template is foreign code, and raises any of them for messages that it does not take
+    TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+DOCUMENTS = "documents"  # the only parameter of apply_chat_template that a row may set, because templates read it
+RENDERED = ("messages", "conversations")  # transformers gives these to the template
+NUM_CHECKED = 100  # rows, or messages of a role, that are written once more to see whether the template uses a part of them
+# They stand for a content. They differ in their first and in their last letter, so what two texts share ends at them.
+STAND_INS = ("Xylographer", "quintessence")
 
 Span = tuple[int, int]  # first character and end
+
+
+@dataclass
+class RowCount:
+    """Counts rows, and holds the place of the first one."""
+
+    first: str = ""
+    number: int = 0
+
+    def add(self, place: str) -> None:
+        self.first = self.first or place
+        self.number += 1
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.number - 1} other rows" if self.number > 1 else self.first
 
 
 class TemplateWriter:
@@ -32,8 +57,15 @@ class TemplateWriter:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+        named = (parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD)
+        self._reserved = {*named, *RENDERED} - {DOCUMENTS}
         self._used_fields: set[str] = set()
         self._unused_fields: Counter[str] = Counter()  # rows, by field
+        self._used_arguments: set[str] = set()
+        self._unused_arguments: Counter[str] = Counter()  # rows, by argument of the template
+        self._checked_messages: Counter[str] = Counter()  # messages that were written without their content, by role
+        self._shortened: defaultdict[tuple[str, str], RowCount] = defaultdict(RowCount)  # by role and field
         self._takes_parts: bool | None = None  # contents as lists of parts, and not as texts; None: no chat had one yet
         self._has_text_arguments: bool | None = None  # the form in which the template takes the arguments of tool calls
 
@@ -44,14 +76,29 @@ class TemplateWriter:
                 f"{chat.place} is a chat, and the model's tokenizer has no chat template; use the tokenizer of a chat model, "
                 "or give prompt and completion as plain texts"
             )
+        reserved = next((name for name in chat.template_arguments if name in self._reserved), None)
+        if reserved is not None:
+            raise RequestError(
+                f"{chat.place}: column {TEMPLATE_ARGUMENTS!r} sets {reserved!r}, an argument of apply_chat_template and not of a "
+                "template; leave it out"
+            )
         chat = self._with_arguments(self._with_content(chat))
         fields = {name for message in chat.messages for name in message} - {"role", "content", WEIGHT}
         unknown = fields - self._used_fields
-        if chat.tools and "tools" not in self._used_fields:
-            unknown.add("tools")
+        if chat.tools and TOOLS not in self._used_fields:
+            unknown.add(TOOLS)
         if unknown:
             self._check_used(chat, unknown)
+        unknown_arguments = chat.template_arguments.keys() - self._used_arguments
+        if unknown_arguments:
+            self._check_arguments(chat, unknown_arguments)
         return chat
+
+    def write_whole(self, chat: Chat) -> str:
+        """Return the text of a chat. Raise RequestError if a message is missing in it. Count contents that are cut short."""
+        text = self.write(chat)
+        self._check_contents(chat, text)
+        return text
 
     def write(self, chat: Chat, num_messages: int | None = None, *, adds_prompt: bool = False) -> str:
         """Return the text of a chat, or of its first messages. ``adds_prompt`` adds the beginning of the assistant's turn."""
@@ -65,11 +112,8 @@ class TemplateWriter:
             tokenize=False,
             **chat.template_arguments,
         )
-        surrogate = find_lone_surrogate(text)
-        if surrogate is not None:
-            raise RequestError(
-                f"{chat.place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again"
-            )
+        if num_messages is None:
+            check_text(text, chat.place)
         return text
 
     def has_marks(self, chat: Chat) -> bool:
@@ -90,13 +134,24 @@ class TemplateWriter:
             return_assistant_tokens_mask=True,
             **inputs,
         )
+        check_text(texts[0], chat.place)
+        self._check_contents(chat, texts[0])
         return texts[0], self._weighted(chat, spans[0])
 
     def report(self) -> None:
-        """Tell the user about the fields of messages that the template does not use."""
+        """Tell the user about what the template does not use, and about contents that it does not write as they are."""
         for name, num_rows in self._unused_fields.items():
             if name not in self._used_fields:
                 say_once(f"the chat template does not use {name!r} of the messages ({num_rows} rows)")
+        for name, num_rows in self._unused_arguments.items():
+            if name not in self._used_arguments:
+                say_once(f"the chat template does not use {name!r} of {TEMPLATE_ARGUMENTS} ({num_rows} rows)")
+        for (role, name), rows in self._shortened.items():
+            example = ", for example thoughts" if role == ASSISTANT else ""
+            say_once(
+                f"{rows}: the chat template leaves out or changes a part of {name!r} of the {role}'s messages{example}; the "
+                "model reads and learns what the template writes"
+            )
 
     def _weighted(self, chat: Chat, spans: list[Span]) -> list[Span]:
         """Return the spans of turns whose weight is not 0. Raise RequestError if it is not clear which span is which turn."""
@@ -110,7 +165,7 @@ class TemplateWriter:
             )
         return [span for span, weight in zip(spans, weights, strict=True) if weight]
 
-    def _call(self, chat: Chat, function: Any, *positional: Any, **named: Any) -> Any:
+    def _call(self, chat: Chat, function: Any, /, *positional: Any, **named: Any) -> Any:
         """Call a function of the template. Raise RequestError, with the place of the chat, if the template rejects the chat."""
         try:
             return function(*positional, **named)
@@ -145,43 +200,146 @@ class TemplateWriter:
 
     def _find_content_form(self, chat: Chat) -> bool:
         """Return whether the template takes parts alone. Raise RequestError if it writes the same text without the contents."""
-        uses_texts = self._uses_content(chat)
-        if uses_texts or self._uses_content(_as_parts(chat)):
-            return not uses_texts
-        if uses_texts is None:  # the template rejects the chat for another reason, which the next step says
+        num_as_texts = self._count_written(chat)
+        num_as_parts = self._count_written(_as_parts(chat))
+        if num_as_texts or num_as_parts:
+            return (num_as_parts or 0) > (num_as_texts or 0)
+        if num_as_texts is None:  # the template rejects the chat for another reason, which the next step says
             return False
         raise RequestError(
             f"{chat.place}: the model's chat template does not write the content of messages; use another template"
         )
 
-    def _uses_content(self, chat: Chat) -> bool | None:
-        """Return whether the contents change the text, or None if the template rejects the chat."""
+    def _count_written(self, chat: Chat) -> int | None:
+        """Return how many contents the template writes, or None if it rejects the chat."""
         try:
-            text = self.write(chat)
+            self.write(chat)
         except RequestError:
             return None
+        indices = (index for index, message in enumerate(chat.messages) if message.get("content"))
+        return sum(self._writes_content(chat, index) for index in indices)
+
+    def _writes_content(self, chat: Chat, index: int) -> bool:
+        """Return whether another content of a message changes the text."""
         try:
-            return self.write(_without_part(chat, "content")) != text
-        except RequestError:  # the template needs them
+            first, second = (self.write(with_content(chat, index, word)) for word in STAND_INS)
+        except RequestError:  # the template reads it
             return True
+        return first != second
 
     def _check_used(self, chat: Chat, names: set[str]) -> None:
         """Find which parts change the text. Raise RequestError if the template ignores tools or tool calls."""
-        text = self.write(chat)
-        for name in sorted(names):
+        unchecked = [name for name in sorted(names) if self._unused_fields[name] < NUM_CHECKED]
+        self._unused_fields.update(names.difference(unchecked))
+        text = self.write(chat) if unchecked else ""
+        for name in unchecked:
             try:
                 is_used = self.write(_without_part(chat, name)) != text
             except RequestError:  # the template needs it
                 is_used = True
             if is_used:
                 self._used_fields.add(name)
-            elif name in ("tools", TOOL_CALLS):
+            elif name in (TOOLS, TOOL_CALLS):
                 raise RequestError(
                     f"{chat.place} has {name!r}, which the model's chat template does not use; leave it out, or use a model "
                     "whose chat template takes tools"
                 )
             else:
                 self._unused_fields[name] += 1
+
+    def _check_arguments(self, chat: Chat, names: set[str]) -> None:
+        """Find which arguments of the template change the text of the chat, or of a prompt in it."""
+        unchecked = [name for name in sorted(names) if self._unused_arguments[name] < NUM_CHECKED]
+        self._unused_arguments.update(names.difference(unchecked))
+        texts = self._try_texts(chat) if unchecked else []
+        for name in unchecked:
+            if self._uses_argument(chat, name, texts):
+                self._used_arguments.add(name)
+            else:
+                self._unused_arguments[name] += 1
+
+    def _uses_argument(self, chat: Chat, name: str, texts: list[str | None]) -> bool:
+        """Return whether a text differs without the argument, or with another value: the row may give the default."""
+        others = {key: value for key, value in chat.template_arguments.items() if key != name}
+        values = () if name == DOCUMENTS else (True, False, STAND_INS[0])
+        variants = [others, *({**others, name: value} for value in values)]
+        return any(self._try_texts(replace(chat, template_arguments=variant)) != texts for variant in variants)
+
+    def _try_texts(self, chat: Chat) -> list[str | None]:
+        """Return the texts of the chat and of the prompt of its last answer. None: the template rejects it."""
+        turns = [index for index, message in enumerate(chat.messages) if message["role"] == ASSISTANT and index > 0]
+        texts: list[str | None] = []
+        for num_messages, adds_prompt in ((None, False), (turns[-1] if turns else None, True)):
+            try:
+                texts.append(self.write(chat, num_messages, adds_prompt=adds_prompt))
+            except RequestError:
+                texts.append(None)
+        return texts
+
+    def _check_contents(self, chat: Chat, text: str) -> None:
+        """Raise RequestError for a message of another role than the assistant's that is not in the text of the chat.
+
+        Count the rows in which a part of a content, or of the assistant's thoughts, is missing. White space does not count,
+        because templates change it. Some templates write a content as JSON.
+        """
+        letters = "".join(text.split())
+        position = 0  # behind the last content, because the template writes most of them in their order
+        shortened = set()
+        for index, message in enumerate(chat.messages):
+            role = message["role"]
+            for name, content in self._texts_of(message):
+                start = _find_letters(letters, content, position)
+                position = max(start, position)
+                if role != ASSISTANT and (start < 0 or self._checked_messages[role] < NUM_CHECKED):
+                    self._checked_messages[role] += 1
+                    if not self._writes_content(chat, index):
+                        raise RequestError(
+                            f"{chat.place}: the chat template does not write message {index + 1}, of role {role!r}; give it a "
+                            "role that the template writes, or leave it out"
+                        )
+                if start < 0:
+                    shortened.add((role, name))
+        for key in shortened:
+            self._shortened[key].add(chat.place)
+
+    def _texts_of(self, message: Message) -> list[tuple[str, str]]:
+        """Return the content of a message and, of the assistant's, other fields of text that the template uses, with names."""
+        names = ["content"]
+        if message["role"] == ASSISTANT:
+            names += sorted(self._used_fields & message.keys())
+        texts = {name: message.get(name) or "" for name in names}
+        texts["content"] = text_of(texts["content"])
+        return [(name, text) for name, text in texts.items() if isinstance(text, str) and text.strip()]
+
+
+def learned_turns(chat: Chat) -> list[int]:
+    """Return the numbers, from 0, of the assistant's turns that are learned and that stand after another message."""
+    turns = enumerate(chat.messages)
+    return [index for index, turn in turns if index > 0 and turn["role"] == ASSISTANT and turn.get(WEIGHT, 1) != 0]
+
+
+def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
+    """Return the text of a content that is a text or a list of parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def with_content(chat: Chat, index: int, word: str) -> Chat:
+    """Return the chat with a word as the content of one message, in the form that the content has."""
+    messages = list(chat.messages)
+    has_parts = not isinstance(messages[index]["content"], str)
+    messages[index] = {**messages[index], "content": [{"type": "text", "text": word}] if has_parts else word}
+    return replace(chat, messages=messages)
+
+
+def _find_letters(letters: str, content: str, position: int) -> int:
+    """Return where a content stands in a text without white space, if possible behind a position. Return -1 if it does not."""
+    for form in (content, json.dumps(content, ensure_ascii=False)[1:-1]):
+        form_letters = "".join(form.split())
+        start = letters.find(form_letters, position)
+        start = start if start >= 0 else letters.find(form_letters)
+        if start >= 0:
+            return start
+    return -1
 
 
 def _without_weights(messages: Sequence[Message]) -> list[Message]:
@@ -199,7 +357,7 @@ def _as_parts(chat: Chat) -> Chat:
 
 def _without_part(chat: Chat, name: str) -> Chat:
     """Return the chat without its tools, or without a field of its messages."""
-    if name == "tools":
+    if name == TOOLS:
         return replace(chat, tools=None)
     messages = [{field: value for field, value in message.items() if field != name} for message in chat.messages]
     return replace(chat, messages=messages)

@@ -2,10 +2,11 @@
 
 A chat is written by the tokenizer's chat template, which writes BOS and the end of each turn. The turns of the assistant are
 learned. They are those that the template marks with ``{% generation %}``. A template without marks writes two parts for each
-turn: up to the turn (the prompt from which the model is to write it), and up to its end. If the tokens of both parts are the
-beginning of the tokens of the whole chat, they say where the turn is. Only special tokens at the end of the second part may
-differ: some templates write EOS after the last turn alone. In other chats the place of the content says it (``chat_places``), or
-else the row is rejected.
+turn: up to the turn (the prompt from which the model is to write it), and up to its end. If both parts are the beginning of the
+whole chat, their ends say where the turn is. Only special tokens at the end of the second part may differ: some templates write
+EOS after the last turn alone. In other chats the place of the content says it (``chat_places``), or else the row is rejected.
+The whole chat alone is tokenized. A tokenizer in Python does not say to which characters a token belongs, so it tokenizes the
+parts, too.
 
 Of a prompt with a completion everything is learned from the first token that the prompt alone does not have, as in TRL
 (trl/trainer/sft_trainer.py, completion_only_loss).
@@ -14,33 +15,41 @@ Of a prompt with a completion everything is learned from the first token that th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.text import find_lone_surrogate
-from upshift.training.data.chat_places import find_turns
+from upshift.training.data.chat_places import find_turn, num_shared
 from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PromptCompletion
-from upshift.training.data.chat_template import Span, TemplateWriter
+from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
 from upshift.training.data.special_tokens import ids_around_document, with_special_tokens
+from upshift.training.data.text_files import check_text
+
+Characters = NDArray[np.int64]  # two columns, a row for each token
 
 BATCH_CHARACTERS = 2**20  # of rows that are tokenized at once
 
 
 def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
-    """Yield the documents, with chats, and prompts with completions, as token rows. Other documents stay as they are."""
+    """Yield the documents, with chats, and prompts with completions, as token rows. Other documents stay as they are.
+
+    Rows without an answer are left out, and the user is told how many.
+    """
     encoder: ChatEncoder | None = None
+    unanswered = RowCount()
     batch: list[Chat | PromptCompletion] = []
     num_characters = 0
     for document in documents:
         if not isinstance(document, Chat | PromptCompletion):
             yield document
+            continue
+        if not document.has_answer:
+            unanswered.add(document.place)
             continue
         encoder = encoder or ChatEncoder(tokenizer, loss_on)
         batch.append(document)
@@ -52,15 +61,8 @@ def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn) 
     if encoder is not None:
         yield from encoder.encode(batch)
         encoder.report()
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A turn of the assistant: the text before it, and the text up to its end."""
-
-    number: int  # of the message, from 1
-    prompt: str
-    up_to_end: str
+    if unanswered.number:
+        say_once(f"{unanswered.number} rows without an answer are left out; the first is {unanswered.first}")
 
 
 class ChatEncoder:
@@ -73,9 +75,11 @@ class ChatEncoder:
         self._loss_on = loss_on
         self._writer = TemplateWriter(tokenizer)
         self._around = ids_around_document(tokenizer)
-        self._diverging: list[str] = []  # places of prompts that end with other tokens than the same text in the whole row
-        self._placed: list[str] = []  # places of chats whose turns are written in another way when others follow
+        self._diverging = RowCount()  # prompts that end with other tokens than the same text in the whole row
+        self._placed = RowCount()  # chats whose turns are written in another way when others follow
+        self._without_prompt = RowCount()  # chats that begin with a turn of the assistant
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special_tokens = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
         self._has_checked_end = False
 
     def encode(self, batch: Sequence[Chat | PromptCompletion]) -> Iterator[TokenRow]:
@@ -86,7 +90,7 @@ class ChatEncoder:
             yield from self._encode_pairs(pairs)
         elif self._loss_on == "all":
             _refuse_weights(chats)
-            yield from (TokenRow(np.array(ids)) for ids in self._tokenize([self._writer.write(chat) for chat in chats]))
+            yield from (TokenRow(np.array(ids)) for ids in self._tokenize([self._writer.write_whole(chat) for chat in chats]))
         elif chats and chats[0].num_prompt_messages is not None:
             yield from self._encode_prompted(chats)
         else:
@@ -95,26 +99,25 @@ class ChatEncoder:
     def report(self) -> None:
         """Tell the user about prompts that do not end at a token, and about fields that the chat template does not use."""
         self._writer.report()
-        if self._placed:
-            others = f" and {len(self._placed) - 1} other rows" if len(self._placed) > 1 else ""
+        if self._placed.number:
             say_once(
-                f"{self._placed[0]}{others}: the chat template writes earlier turns in another way than the last one, for "
-                "example without thoughts; the model learns each turn as it stands in the whole chat"
+                f"{self._placed}: the chat template writes earlier turns in another way than the last one, for example without "
+                "thoughts; the model learns each turn as it stands in the whole chat"
             )
-        if self._diverging:
-            others = f" and {len(self._diverging) - 1} other rows" if len(self._diverging) > 1 else ""
+        if self._without_prompt.number:
             say_once(
-                f"{self._diverging[0]}{others}: the tokens at the end of the prompt are others when the completion follows; "
-                "what is learned begins at the first token that differs"
+                f"{self._without_prompt}: the chat begins with a turn of the assistant, which has no prompt; the model reads it, "
+                "and does not learn it"
+            )
+        if self._diverging.number:
+            say_once(
+                f"{self._diverging}: the tokens at the end of the prompt are others when the completion follows; what is learned "
+                "begins at the first token that differs"
             )
 
     def _encode_pairs(self, pairs: Sequence[PromptCompletion]) -> Iterator[TokenRow]:
         for pair in pairs:
-            surrogate = find_lone_surrogate(pair.prompt + pair.completion)
-            if surrogate is not None:
-                raise RequestError(
-                    f"{pair.place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again"
-                )
+            check_text(pair.prompt + pair.completion, pair.place)
         before, after = self._around
         wholes = self._tokenize([pair.prompt + pair.completion for pair in pairs])
         wholes = [with_special_tokens(ids, before, after) for ids in wholes]
@@ -128,7 +131,7 @@ class ChatEncoder:
 
     def _encode_prompted(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
         """Yield the rows of chats whose messages after the prompt are learned."""
-        wholes = self._tokenize([self._writer.write(chat) for chat in chats])
+        wholes = self._tokenize([self._writer.write_whole(chat) for chat in chats])
         prompts = self._tokenize([self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) for chat in chats])
         for chat, ids, prompt_ids in zip(chats, wholes, prompts, strict=True):
             row = self._completion_row(ids, prompt_ids, chat.place)
@@ -136,86 +139,103 @@ class ChatEncoder:
             yield row
 
     def _completion_row(self, ids: list[int], prompt_ids: list[int], place: str) -> TokenRow:
-        start = _common_prefix(ids, prompt_ids)
+        start = num_shared(ids, prompt_ids)
         if start < len(prompt_ids):
-            self._diverging.append(place)
+            self._diverging.add(place)
         return _labelled(ids, [(start, len(ids))])
 
     def _encode_chats(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
         """Yield the rows of chats whose assistant's turns are learned."""
-        is_marked = [self._tokenizer.is_fast and self._writer.has_marks(chat) for chat in chats]
-        marked = iter(self._encode_marked([chat for chat, has_marks in zip(chats, is_marked, strict=True) if has_marks]))
-        others = iter(self._encode_by_prefixes([chat for chat, has_marks in zip(chats, is_marked, strict=True) if not has_marks]))
-        for chat, has_marks in zip(chats, is_marked, strict=True):
-            row = next(marked if has_marks else others)
+        rows = self._encode_by_characters(chats) if self._tokenizer.is_fast else map(self._encode_by_prefixes, chats)
+        for chat, row in zip(chats, rows, strict=True):
             self._check_end(row, chat.place)
             yield row
 
-    def _encode_marked(self, chats: Sequence[Chat]) -> list[TokenRow]:
-        written = [self._writer.write_marked(chat) for chat in chats]
-        if not written:
-            return []
+    def _encode_by_characters(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
+        """Yield the rows of chats. The tokenizer says which characters each token is made from."""
+        if not chats:
+            return
+        texts = []
+        marked_spans: list[list[Span] | None] = []
+        for chat in chats:
+            has_marks = self._writer.has_marks(chat)
+            text, spans = self._writer.write_marked(chat) if has_marks else (self._writer.write_whole(chat), None)
+            texts.append(text)
+            marked_spans.append(spans)
         encoded = self._tokenizer(
-            [text for text, _ in written],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
+            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
         )
-        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], written, strict=True)
-        return [_labelled_by_characters(ids, offsets, spans) for ids, offsets, (_, spans) in tokens]
+        encodings = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        for chat, text, spans, (ids, offsets) in zip(chats, texts, marked_spans, encodings, strict=True):
+            characters = _characters_of(offsets, text)
+            if spans is None:
+                spans = self._find_spans(chat, text, characters)
+            yield _labelled_by_characters(ids, characters, spans)
 
-    def _encode_by_prefixes(self, chats: Sequence[Chat]) -> list[TokenRow]:
-        turns = [self._turns(chat) for chat in chats]
-        wholes = self._tokenize([self._writer.write(chat) for chat in chats])
-        prompts = iter(self._tokenize([turn.prompt for chat_turns in turns for turn in chat_turns]))
-        ends = iter(self._tokenize([turn.up_to_end for chat_turns in turns for turn in chat_turns]))
-        rows = []
-        for chat, ids, chat_turns in zip(chats, wholes, turns, strict=True):
-            spans = [self._prefix_span(ids, next(prompts), next(ends)) for _ in chat_turns]
-            known_spans = [span for span in spans if span is not None]
-            if len(known_spans) == len(spans):
-                rows.append(_labelled(ids, known_spans))
-            else:
-                rows.append(self._encode_by_places(chat, chat_turns[spans.index(None)].number))
-        return rows
+    def _find_spans(self, chat: Chat, text: str, characters: Characters) -> list[Span]:
+        """Return the characters of the turns that are learned, up to the end of a token."""
+        self._count_first_turn(chat)
+        spans = []
+        is_placed = False
+        for index in learned_turns(chat):
+            span = self._find_span(chat, index, text)
+            if span is None:
+                is_placed = True
+                span = find_turn(self._writer, chat, index, text)
+            if span is None:
+                raise RequestError(_not_a_prefix(chat, index + 1))
+            spans.append(span)
+        if is_placed:
+            self._placed.add(chat.place)
+        return [(start, _token_border(characters, end)) for start, end in spans]
 
-    def _prefix_span(self, ids: list[int], prompt_ids: list[int], end_ids: list[int]) -> Span | None:
-        """Return the tokens of a turn in those of the whole chat, or None if its two parts are not the beginning of the chat."""
-        end = _common_prefix(ids, end_ids)
-        closes_chat = self._special_ids.issuperset(end_ids[end:])  # some templates write EOS after the last turn
-        if ids[: len(prompt_ids)] != prompt_ids or end < len(prompt_ids) or not closes_chat:
+    def _find_span(self, chat: Chat, index: int, text: str) -> Span | None:
+        """Return the characters of a turn, or None if its two parts are not the beginning of the chat."""
+        prompt = self._writer.write(chat, index, adds_prompt=True)
+        start = num_shared(prompt, text)
+        if start < len(prompt) and not self._is_closing(prompt[start:], frozenset()):
             return None
-        return len(prompt_ids), end
+        up_to_end = self._writer.write(chat, index + 1)
+        end = self._find_end(up_to_end, num_shared(up_to_end, text))
+        return None if end is None or end < start else (start, end)
 
-    def _encode_by_places(self, chat: Chat, number: int) -> TokenRow:
-        """Return the row of a chat whose message ``number`` is written in another way when others follow."""
-        found = find_turns(self._writer, chat) if self._tokenizer.is_fast else None
-        if found is None:
-            raise RequestError(_not_a_prefix(chat, number))
-        text, spans = found
-        self._placed.append(chat.place)
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
-        )
-        offsets = encoded["offset_mapping"]
-        whole_tokens = [(start, max((end for _, end in offsets if end <= last), default=start)) for start, last in spans]
-        return _labelled_by_characters(encoded["input_ids"], offsets, whole_tokens)
+    def _find_end(self, part: str, num_equal: int) -> int | None:
+        """Return where a turn ends whose chat ends with it, or None if it is another one in the whole chat.
 
-    def _turns(self, chat: Chat) -> list[_Turn]:
-        """Return the assistant's turns of a chat. Raise RequestError if the chat begins with one, which has no prompt."""
-        turns = []
-        for index, message in enumerate(chat.messages):
-            if message["role"] != ASSISTANT or message.get(WEIGHT, 1) == 0:
-                continue
-            if index == 0:
-                raise RequestError(
-                    f"{chat.place} begins with a turn of the assistant, which has no prompt; put a message of the user before "
-                    'it, give the turn "weight": 0, or learn all tokens with --loss-on all'
-                )
-            prompt = self._writer.write(chat, index, adds_prompt=True)
-            turns.append(_Turn(index + 1, prompt, self._writer.write(chat, index + 1)))
-        return turns
+        The first ``num_equal`` characters are those of the whole chat. Special tokens alone may follow: some templates write EOS
+        after the last turn. It may begin with characters of the next turn.
+        """
+        end = len(part)
+        while end > num_equal:
+            ends_with = (token for token in self._special_tokens if part.endswith(token, 0, end))
+            token = next(ends_with, part[end - 1] if part[end - 1].isspace() else "")
+            if not token:
+                return None
+            end -= len(token)
+        return min(end, num_equal) if self._is_closing(part[end:], self._special_ids) or end == len(part) else None
+
+    def _is_closing(self, rest: str, allowed_ids: frozenset[int]) -> bool:
+        """Return whether the end of a text has no other tokens than those that are allowed."""
+        return allowed_ids.issuperset(self._tokenize([rest])[0])
+
+    def _encode_by_prefixes(self, chat: Chat) -> TokenRow:
+        """Return the row of a chat. One text after another is tokenized, because together they may be long."""
+        self._count_first_turn(chat)
+        ids = self._tokenize([self._writer.write_whole(chat)])[0]
+        spans = []
+        for index in learned_turns(chat):
+            prompt_ids = self._tokenize([self._writer.write(chat, index, adds_prompt=True)])[0]
+            end_ids = self._tokenize([self._writer.write(chat, index + 1)])[0]
+            end = num_shared(ids, end_ids)
+            closes_chat = self._special_ids.issuperset(end_ids[end:])
+            if ids[: len(prompt_ids)] != prompt_ids or end < len(prompt_ids) or not closes_chat:
+                raise RequestError(_not_a_prefix(chat, index + 1))
+            spans.append((len(prompt_ids), end))
+        return _labelled(ids, spans)
+
+    def _count_first_turn(self, chat: Chat) -> None:
+        if chat.messages[0]["role"] == ASSISTANT and chat.messages[0].get(WEIGHT, 1) != 0:
+            self._without_prompt.add(chat.place)
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts, without the special tokens that the tokenizer adds."""
@@ -252,14 +272,6 @@ def _refuse_weights(chats: Sequence[Chat]) -> None:
             )
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens at the beginning of two lists are the same."""
-    for index, (token, other) in enumerate(zip(first, second, strict=False)):
-        if token != other:
-            return index
-    return min(len(first), len(second))
-
-
 def _labelled(ids: Sequence[int], spans: Sequence[Span]) -> TokenRow:
     """Return a row whose tokens in the spans are learned."""
     tokens = np.array(ids, np.int64)
@@ -269,10 +281,28 @@ def _labelled(ids: Sequence[int], spans: Sequence[Span]) -> TokenRow:
     return TokenRow(tokens, labels)
 
 
-def _labelled_by_characters(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> TokenRow:
+def _characters_of(offsets: Sequence[Span], text: str) -> Characters:
+    """Return the first character of each token, and the one behind its last.
+
+    Some tokenizers (``trim_offsets``) leave the space out that a token begins with. A token that is a space alone then has no
+    characters, and gets the space before it back.
+    """
+    characters: Characters = np.array(offsets, np.int64).reshape(len(offsets), 2)
+    for index in np.flatnonzero((characters[:, 0] == characters[:, 1]) & (characters[:, 0] > 0)):
+        if text[characters[index, 0] - 1].isspace():
+            characters[index, 0] -= 1
+    return characters
+
+
+def _token_border(characters: Characters, end: int) -> int:
+    """Return the end of the last token that ends at a character or before it."""
+    ends = characters[:, 1]
+    return int(ends[ends <= end].max(initial=0))
+
+
+def _labelled_by_characters(ids: Sequence[int], characters: Characters, spans: Sequence[Span]) -> TokenRow:
     """Return a row whose tokens are learned if they have a character of a span."""
     tokens = np.array(ids, np.int64)
-    characters: NDArray[np.int64] = np.array(offsets, np.int64).reshape(len(tokens), 2)
     is_learned = np.zeros(len(tokens), bool)
     for start, end in spans:
         is_learned |= (characters[:, 1] > start) & (characters[:, 0] < end)

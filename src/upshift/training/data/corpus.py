@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.text import find_lone_surrogate
 from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
@@ -53,7 +52,7 @@ from upshift.training.data.row_formats import (
     list_columns,
     possible_formats,
 )
-from upshift.training.data.text_files import TextFile, checking_compression, read_texts
+from upshift.training.data.text_files import TextFile, check_text, checking_compression, read_texts
 from upshift.value import Value
 
 LABELS = "labels"
@@ -95,9 +94,7 @@ def _check_text(text: str | None, place: str) -> str | None:
     """Return the text, or None if it is empty. Raise RequestError if it cannot be encoded."""
     if not text or text.isspace():
         return None
-    surrogate = find_lone_surrogate(text)
-    if surrogate is not None:
-        raise RequestError(f"{place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again")
+    check_text(text, place)
     return text
 
 

@@ -1,4 +1,7 @@
-"""Read texts: each file is one document. A long one is read in pieces, and is never in memory as a whole."""
+"""Read texts: each file is one document. A long one is read in pieces, and is never in memory as a whole.
+
+Half of a surrogate pair, which JSON can hold, is no text.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upshift.errors import RequestError
+from upshift.text import find_lone_surrogate
 from upshift.training.data.data_files import COMPRESSED, open_data
 from upshift.training.data.file_content import FIRST_BYTES, describe_no_compression, describe_no_text, refuse_json_lines
 
@@ -83,3 +87,10 @@ def _read_text(file: Path, *, is_alone: bool) -> str | TextFile | None:
 
 def _open_text(file: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_data(file), encoding="utf-8-sig", newline="")
+
+
+def check_text(text: str, place: str) -> None:
+    """Raise RequestError, with the place of the text, if it holds a lone surrogate."""
+    surrogate = find_lone_surrogate(text)
+    if surrogate is not None:
+        raise RequestError(f"{place} holds {surrogate}, half of a surrogate pair, which is no text; write the file again")
