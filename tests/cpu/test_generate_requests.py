@@ -355,7 +355,9 @@ def test_keys_that_a_longer_row_would_change_are_not_computed(tmp_path: Path) ->
     expected = reference.generate(torch.tensor([ids]), max_new_tokens=18, do_sample=False, pad_token_id=0)[0, len(ids) :]
     assert generator.generate(["a text"], max_new_tokens=18)[0].tokens == expected.tolist()
     assert len(generator.generate(["a text"], max_new_tokens=19)[0].tokens) == 19, "the last token is not computed"
-    with pytest.raises(RequestError, match="prompt 2 has 6 tokens, with max_new_tokens=20 it crosses the 24 positions"):
+    with pytest.raises(
+        RequestError, match="prompt 2 has 6 tokens, and with max_new_tokens=20 it crosses a border: above 24 tokens"
+    ):
         generator.generate(["text", "a text"], max_new_tokens=20)
 
 

@@ -161,12 +161,17 @@ def test_a_max_length_counts_the_prompt(model: tuple[Path, Any], generator: upsh
     folder, kind = model
     write(folder, {"max_length": 8, "max_new_tokens": None, "eos_token_id": None})
     if kind is AutoModelForCausalLM:
-        with pytest.raises(RequestError, match="a prompt has 19 tokens, and max_length=8 counts them and the answer"):
+        with pytest.raises(RequestError, match="prompt 1 has 19 tokens, and max_length=8 counts them and the answer"):
             generator.generate(list(TEXTS))
     texts = [answer.tokens for answer in generator.generate([TEXTS[1]])]
     assert texts == by_transformers_of_one(folder, kind) and len(texts[0]) == 7
     assert len(generator.generate([TEXTS[1]], max_length=5)[0].tokens) == 4
     assert len(generator.generate([TEXTS[1]], max_new_tokens=5)[0].tokens) == 5
+    for name in ("max_new_tokens", "max_length"):  # above all positions
+        with pytest.raises(RequestError, match=f"prompt 1 has 1 tokens, with {name}=900 more than the (128|256) positions"):
+            generator.generate([TEXTS[1]], **{name: 900})
+    write(folder, {"max_length": 900, "max_new_tokens": None, "eos_token_id": None})
+    assert len(generator.generate([TEXTS[1]])[0].tokens) == (255 if kind is AutoModelForCausalLM else 127)
     with pytest.raises(RequestError, match="max_new_tokens=5 and max_length=9 both limit the length of a text; give one of them"):
         generator.options(max_new_tokens=5, max_length=9)
 
