@@ -32,6 +32,7 @@ from upshift.inference.weights import check_requested_engine, computing_host, en
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
+from upshift.models.sequence_length import check_border
 
 SAMPLE_PROMPTS = 8  # of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
@@ -302,17 +303,13 @@ class Generator:
         self._check_limit(prompt, new_tokens, shown, length)
         if self._border is None or self.start is not None:
             return
-        border = f"{self._border:,} tokens {self.source.reference!r} rotates positions by other factors (longrope)"
+        reference = self.source.reference
         if self._is_beyond(prompt) and serves:
             raise RequestError(
-                f"{shown}. Above {border}, and the server runs all requests together, so it takes at most {self._border:,}; "
-                "shorten it, or use upshift generate"
+                f"{shown}. Above {self._border:,} tokens {reference!r} rotates positions by other factors (longrope), and the "
+                f"server runs all requests together, so it takes at most {self._border:,}; shorten it, or use upshift generate"
             )
-        if not self._is_beyond(prompt) and len(prompt) + new_tokens - 1 > self._border:
-            raise RequestError(
-                f"{shown}, and with {length} it crosses a border: above {border}; ask for at most "
-                f"{self._border + 1 - len(prompt):,} tokens, or give a prompt of more than {self._border:,}"
-            )
+        check_border(len(prompt), new_tokens, self._border, shown=shown, length=length, reference=reference)
 
     def _check_limit(self, prompt: list[int], new_tokens: int, shown: str, length: str) -> None:
         """Raise RequestError if the model has too few positions for a prompt, or for a prompt with an answer of ``new_tokens``.

@@ -19,6 +19,7 @@ class XlaGeneration(Value):
     """Hold the options of generation. Sampled texts depend on ``seed`` and the prompt's index, not on the grouping of prompts."""
 
     max_new_tokens: int = Field(128, gt=0)
+    max_length: int | None = Field(None, gt=0)  # replaces max_new_tokens; see ``for_prompt``
     min_new_tokens: int = Field(0, ge=0)
     do_sample: bool = False
     temperature: float = Field(1.0, gt=0)
@@ -33,6 +34,14 @@ class XlaGeneration(Value):
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
 
+    def for_prompt(self, length: int, *, has_encoder: bool) -> XlaGeneration:
+        """Return the options for a prompt of ``length`` tokens, without ``max_length``.
+
+        ``max_length`` counts the prompt and the answer, or with an encoder the decoder's start token and the answer."""
+        if self.max_length is None:
+            return self
+        return self.changed(max_new_tokens=max(self.max_length - (1 if has_encoder else length), 1), max_length=None)
+
     def program(self) -> XlaGeneration:
         """Return these options with the inputs of the program at their defaults: equal for all options of one program."""
         plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in INPUTS}
@@ -43,6 +52,7 @@ class XlaGenerationOptions(TypedDict, total=False):
     """Hold the fields of XlaGeneration as a user may give them. None stands for the model's own value."""
 
     max_new_tokens: int | None
+    max_length: int | None
     min_new_tokens: int | None
     do_sample: bool | None
     temperature: float | None
