@@ -32,6 +32,7 @@ from upshift.inference.encoding.run import Encoding
 from upshift.inference.registry import EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines, UnfinishedOutput
 from upshift.models.config import padding_of
+from upshift.models.isolation.check import _first_length, measure_isolation
 from upshift.models.source import find_model
 from upshift.serving.engine.embedding import _expected_texts
 from upshift.serving.messages import EngineRequest
@@ -120,6 +121,28 @@ def test_a_text_that_is_too_short_for_its_model_is_refused(tmp_path: Path, upshi
     assert not list(tmp_path.glob("rows*")), "before anything is computed"
     made_up = _expected_texts(EngineRequest(model=str(tmp_path), prompt_length=1), encoder.tokenizer.shortest)
     assert len(encoder.tokenizer.tokenize(made_up)) == len(made_up)
+
+
+@pytest.mark.parametrize("block_sizes", [[1, 1], [2, 2, 2, 2], [1, 1, 1, 1, 1]])
+def test_the_shortest_text_is_that_of_all_layers(block_sizes: list[int]) -> None:
+    """A copy with fewer layers pools less often."""
+    sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48}
+    config = transformers.FunnelConfig(vocab_size=260, block_sizes=block_sizes, **sizes)
+    model = transformers.FunnelModel(config).eval()
+    refused = []
+    for length in range(1, 33):
+        try:
+            model(torch.ones(1, length, dtype=torch.long))
+        except RuntimeError:
+            refused.append(length)
+    assert measure_isolation(config, transformers.FunnelModel, None).shortest == max(refused, default=0) + 1
+
+
+def test_an_error_that_is_not_of_the_length_makes_no_text_too_short() -> None:
+    def fail(length: int) -> None:
+        raise RuntimeError("out of luck")
+
+    assert _first_length(fail) is None
 
 
 def test_padding_of_a_config_without_a_vocabulary() -> None:

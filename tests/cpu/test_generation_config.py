@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import upshift
 from upshift.errors import RequestError
+from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT
 from upshift.models.source import find_model
 from upshift.xla.generation.options import read_options as read_xla_options
 
@@ -183,16 +184,46 @@ def by_transformers_of_one(folder: Path, kind: Any) -> list[list[int]]:
     return [row[1:] if reference.config.is_encoder_decoder else row[len(ids) :]]
 
 
-@pytest.mark.parametrize("name", sorted(VALUES))
-def test_a_compiled_generator_does_a_field_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
-    """Its options are those of its programs. A field that none of them has, and that would change the text, is refused."""
+@pytest.fixture(scope="module")
+def compiled(model: tuple[Path, Any]) -> Any:
+    """A generator of XLA, which compiles a program for all fields that leave its options equal."""
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    write(model[0], {})
+    return compiled_generator(model[0])
+
+
+def compiled_generator(folder: Path) -> Any:
+    from upshift.xla.generation.generator import XlaGenerator
+    from upshift.xla.model import build
+
+    return XlaGenerator(build(str(folder)))
+
+
+@pytest.mark.parametrize("name", sorted(set(VALUES) - set(SAMPLING) - {"do_sample"}))
+def test_a_compiled_generator_writes_the_texts_of_transformers_or_refuses_a_field(
+    name: str, model: tuple[Path, Any], compiled: Any
+) -> None:
     folder, kind = model
-    context = {"do_sample": True} if name in SAMPLING else {"num_beams": 3} if name.endswith("_groups") else {}
+    changed = {name: VALUES[name]}
     if name == "max_length":
-        context["max_new_tokens"] = None
-    write(folder, {name: VALUES[name], **context})
+        changed["max_new_tokens"] = None
+    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
+    write(folder, base | changed)
+    ours = compiled_generator(folder) if name == "decoder_start_token_id" else compiled  # read once, when a model is read
+    try:
+        ours.options()
+    except RequestError as error:
+        assert f"says {name}=" in str(error)
+        return
+    assert ours.generate(ids_of(list(TEXTS), str(folder))) == by_transformers(folder, kind)
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, "do_sample"])
+def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
+    """Which probabilities it draws from stands in test_xla_generation.py."""
+    folder, kind = model
     has_encoder = kind is AutoModelForSeq2SeqLM
-    plain = {**BASE, **context}
+    plain = {} if name == "do_sample" else {"do_sample": True}
     write(folder, plain)
     before = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
     write(folder, {**plain, name: VALUES[name]})
@@ -201,15 +232,8 @@ def test_a_compiled_generator_does_a_field_or_refuses_it(name: str, model: tuple
     except RequestError as error:
         assert f"says {name}=" in str(error)
         return
-    assert after != before or name in WITHOUT_EFFECT_IN_PROGRAMS or (name in ENCODER_ONLY and not has_encoder)
+    assert getattr(after, name) == VALUES[name] != getattr(before, name)
 
 
-ENCODER_ONLY = {"forced_bos_token_id"}
-WITHOUT_EFFECT_IN_PROGRAMS = {
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states",
-    "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
-    "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "disable_compile",
-    "continuous_batching_config", "low_memory", "prefill_chunk_size",
-    "diversity_penalty",
-}  # fmt: skip
+def test_the_first_token_of_a_decoder_is_read_and_not_without_effect() -> None:
+    assert set(START_TOKENS) == READ_ELSEWHERE and not READ_ELSEWHERE & WITHOUT_EFFECT

@@ -187,7 +187,8 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):
         first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        generator.prepare(generator.read(first_block, options), options, total=total)
+        ids = generator.read(first_block, options)
+        generator.prepare([*ids, *generator.read_beyond(read_prompts(prompts), options)], options, total=total)
     setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
     identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     num_tokens = 0

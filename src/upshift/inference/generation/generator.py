@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,23 +16,26 @@ from upshift.inference.generation.model import (
     check_weights,
     generation_task,
     is_too_large,
+    pass_bytes,
     plan_offload,
 )
 from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
-from upshift.inference.generation.prompts import Prompt, Prompts
+from upshift.inference.generation.prompts import BLOCK_PROMPTS, Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, GeneratedSequence
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import build_engine
+from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
 from upshift.models.sequence_length import check_border
+from upshift.units import format_bytes
 
 SAMPLE_PROMPTS = 8  # of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
@@ -188,7 +191,7 @@ class Generator:
                 )
             return self._offload(ids, options)
         sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
-        sample = pick_evenly(ids, max(sample_size, 1))
+        sample = pick_evenly(self._larger_side(ids), max(sample_size, 1))
         positions_left = [left for prompt in ids if (left := self.positions_left(prompt)) is not None]
         task = GenerationTask.from_options(options, min(positions_left, default=None))
         contest = Contest(
@@ -261,6 +264,26 @@ class Generator:
         """Return whether longrope rotates all tokens of a decoder's prompt by its factors for long texts."""
         return self._border is not None and self.start is None and len(prompt) > self._border
 
+    def _larger_side(self, ids: list[list[int]]) -> list[list[int]]:
+        """Return the prompts on the side of longrope's border that has more of them. Both are never in one batch."""
+        beyond = [prompt for prompt in ids if self._is_beyond(prompt)]
+        others = [prompt for prompt in ids if not self._is_beyond(prompt)]
+        return max(others, beyond, key=len)
+
+    def read_beyond(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
+        """Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt.
+
+        Only one engine computes such a prompt, so the race must know of it. Without a border no prompt is read. Raise
+        RequestError for a prompt that ``read`` refuses."""
+        if self._border is None or self.start is not None:
+            return []
+        first = 0
+        longest: list[int] = []
+        for block in read_blocks(iter(prompts), size=BLOCK_PROMPTS):
+            longest = max(longest, *self.read(block, options, first=first), key=len)
+            first += len(block)
+        return [longest] if self._is_beyond(longest) else []
+
     def cache_tokens(self) -> int | None:
         """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
         free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
@@ -272,6 +295,11 @@ class Generator:
     def _token_bytes(self) -> int | None:
         """Return the bytes of a token in the cache, or None if they are unknown."""
         return cache_bytes(self.source)
+
+    @cached_property
+    def _pass_bytes(self) -> int:
+        """Return the fewest bytes that a token takes in one pass."""
+        return pass_bytes(self.source)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -310,6 +338,18 @@ class Generator:
                 f"server runs all requests together, so it takes at most {self._border:,}; shorten it, or use upshift generate"
             )
         check_border(len(prompt), new_tokens, self._border, shown=shown, length=length, reference=reference)
+        if self._is_beyond(prompt):
+            self._check_one_pass(prompt, shown)
+
+    def _check_one_pass(self, prompt: list[int], shown: str) -> None:
+        """Raise RequestError if a prompt beyond longrope's border, which is one pass, takes more than the free memory."""
+        free_bytes = available_memory(self.host, self._max_memory)
+        needed_bytes = len(prompt) * (self._pass_bytes + (self._token_bytes or 0))
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise RequestError(
+                f"{shown}. Above {self._border:,} tokens {self.source.reference!r} computes a prompt in one pass (longrope). "
+                f"It takes at least {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} is free; shorten it, or free memory"
+            )
 
     def _check_limit(self, prompt: list[int], new_tokens: int, shown: str, length: str) -> None:
         """Raise RequestError if the model has too few positions for a prompt, or for a prompt with an answer of ``new_tokens``.
