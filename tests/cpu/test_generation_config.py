@@ -221,14 +221,13 @@ def test_a_compiled_generator_writes_the_texts_of_transformers_or_refuses_a_fiel
 @pytest.mark.parametrize("name", [*SAMPLING, "do_sample"])
 def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
     """Which probabilities it draws from stands in test_xla_generation.py."""
-    folder, kind = model
-    has_encoder = kind is AutoModelForSeq2SeqLM
+    folder, _ = model
     plain = {} if name == "do_sample" else {"do_sample": True}
     write(folder, plain)
-    before = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
+    before = read_xla_options(find_model(str(folder)), {})
     write(folder, {**plain, name: VALUES[name]})
     try:
-        after = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
+        after = read_xla_options(find_model(str(folder)), {})
     except RequestError as error:
         assert f"says {name}=" in str(error)
         return

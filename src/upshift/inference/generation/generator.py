@@ -348,7 +348,7 @@ class Generator:
         if free_bytes is not None and needed_bytes > free_bytes:
             raise RequestError(
                 f"{shown}. Above {self._border:,} tokens {self.source.reference!r} computes a prompt in one pass (longrope). "
-                f"It takes at least {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} is free; shorten it, or free memory"
+                f"It takes at least {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} is free; shorten it"
             )
 
     def _check_limit(self, prompt: list[int], new_tokens: int, shown: str, length: str) -> None:

@@ -96,7 +96,7 @@ class XlaGenerator:
 
     def options(self, **options: Unpack[XlaGenerationOptions]) -> XlaGeneration:
         """Return the options, completed by the model's generation_config.json. Raise RequestError for a wrong option."""
-        return read_options(self.model.source, options, has_encoder=not self._passes.pads_left)
+        return read_options(self.model.source, options)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]) -> list[list[int]]:
         """Return the new token ids of each prompt of token ids, up to the end of its text."""
@@ -113,7 +113,7 @@ class XlaGenerator:
         self._check(prompts, options, first)
         rows = min(len(prompts), MAX_ROWS)
         for indices in self._separate([len(prompt) for prompt in prompts], options):
-            group_options = self._options_for(prompts[indices[0]], options)
+            group_options = self._options_for(len(prompts[indices[0]]), options)
             for group in group_prompts([len(prompts[index]) for index in indices], rows=rows, multiple=self._multiple):
                 members = [indices[index] for index in group.indices]
                 # A group is filled up with its last prompt, which adds no steps.
@@ -127,15 +127,15 @@ class XlaGenerator:
         """Return the indices of prompts by what they may share a program's run with.
 
         The longest row decides by which factors longrope rotates all rows, so its two sides are apart. With ``max_length``, the
-        length of an answer follows from that of its prompt."""
-        apart: dict[tuple[bool, int], list[int]] = {}
+        options depend on the length of the prompt."""
+        apart: dict[tuple[bool, XlaGeneration], list[int]] = {}
         for index, length in enumerate(lengths):
-            answer_length = options.for_prompt(length, has_encoder=not self._passes.pads_left).max_new_tokens
-            apart.setdefault((self._is_beyond(length), answer_length), []).append(index)
+            apart.setdefault((self._is_beyond(length), self._options_for(length, options)), []).append(index)
         return list(apart.values())
 
-    def _options_for(self, prompt: Sequence[int], options: XlaGeneration) -> XlaGeneration:
-        return options.for_prompt(len(prompt), has_encoder=not self._passes.pads_left)
+    def _options_for(self, length: int, options: XlaGeneration) -> XlaGeneration:
+        """Return the options for a prompt of ``length`` tokens."""
+        return options.for_prompt(length, has_encoder=not self._passes.pads_left)
 
     def _is_beyond(self, length: int) -> bool:
         """Return whether longrope rotates all tokens of a prompt by its factors for long texts."""
@@ -143,7 +143,7 @@ class XlaGenerator:
 
     def warm_up(self, *, width: int, rows: int = 1, **options: Unpack[XlaGenerationOptions]) -> CompiledShape:
         """Compile the program for prompts of up to ``width`` tokens, before it is needed."""
-        request = self._options_for([0] * width, self.options(**options))
+        request = self._options_for(width, self.options(**options))
         (group,) = group_prompts([width], rows=1, multiple=self._multiple)
         num_compiled = len(self.compiled)
         self._run([[0]] * rows, list(range(rows)), group.width, request)
@@ -191,7 +191,7 @@ class XlaGenerator:
                     f"prompt {number} has {len(prompt):,} tokens, and max_length={max_length} has no room for an answer; give "
                     "--max-new-tokens 128 (max_new_tokens=128 in Python), or a greater max_length"
                 )
-            max_new_tokens = self._options_for(prompt, options).max_new_tokens
+            max_new_tokens = self._options_for(len(prompt), options).max_new_tokens
             needed = max(len(prompt), max_new_tokens + 1)  # the encoder and the decoder count positions separately
             if self._passes.pads_left:
                 needed = len(prompt) + max_new_tokens
