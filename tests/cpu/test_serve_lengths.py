@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from running_server import serving
 from test_generate import CONFIGS, SEQ2SEQ, SMALL, save
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, Phi3Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, BertConfig, BertModel, Phi3Config
 
 from upshift.cli.serve import NOT_OF_A_SERVER
 from upshift.errors import RequestError
+from upshift.inference.weights import find_weights
 from upshift.serving.engine.generation import DEFAULT_ANSWER_TOKENS, GenerationWorker
+from upshift.serving.engine.main import _select_engine
 from upshift.serving.messages import EngineRequest, Generate
+from upshift.serving.openai_requests import CompletionRequest
 
 POSITIONS = 64
 SHORT, LONG = [5] * 4, [5] * 40
@@ -116,3 +119,17 @@ def test_what_a_server_would_not_use_is_refused(name: str, upshift: Any) -> None
 def test_two_values_for_one_option_are_refused(upshift: Any) -> None:
     refused = upshift("serve", "model", "--set", "top_k=3", "--set", "top_k=4")
     assert refused.code == 2 and "--set top_k=3 and --set top_k=4 say two things" in refused.err
+
+
+def test_a_request_without_stop_strings_leaves_those_of_the_model(tmp_path: Path) -> None:
+    worker = worker_of(tmp_path, GPT2, stop_strings=["q"])
+    for stop, expected in ((None, ("q",)), ("b", ("b",)), (["b", "c"], ("b", "c"))):
+        request = CompletionRequest.model_validate({"model": "m", "prompt": "x", "stop": stop}).engine_request(SHORT, seed=1)
+        assert worker._make_sequence(request).options.stop_strings == expected
+
+
+def test_an_encoder_takes_no_option_of_generation(tmp_path: Path) -> None:
+    BertModel(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
+    request = EngineRequest(model=str(tmp_path), options={"top_k": 3})
+    with pytest.raises(RequestError, match="--set gives top_k to models that generate, and .* encodes texts; leave it out"):
+        _select_engine(find_weights(request.model), request)
