@@ -25,14 +25,17 @@ from transformers import PreTrainedTokenizerFast
 import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.inference import registry
-from upshift.inference.encoding.encoder import TextTokenizer
+from upshift.inference.encoding.encoder import Encoder, TextTokenizer
 from upshift.inference.encoding.files import Rows, check_files, read_texts
 from upshift.inference.encoding.model_config import read_encoding_config
 from upshift.inference.encoding.run import Encoding
 from upshift.inference.registry import EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines, UnfinishedOutput
 from upshift.models.config import padding_of
+from upshift.models.isolation.check import _first_length, measure_isolation
 from upshift.models.source import find_model
+from upshift.serving.engine.embedding import _expected_texts
+from upshift.serving.messages import EngineRequest
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXTS = ["one", "two words", "", "three of them", "x"]
@@ -98,7 +101,7 @@ def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_race")
-def test_a_text_that_is_too_short_for_its_model_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_for_its_model_is_refused(tmp_path: Path, upshift: Command) -> None:
     """Funnel halves the number of tokens between its blocks."""
     sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48}
     config = transformers.FunnelConfig(vocab_size=260, block_sizes=[1, 1, 1], **sizes)
@@ -106,12 +109,40 @@ def test_a_text_that_is_too_short_for_its_model_is_refused(tmp_path: Path) -> No
     model = transformers.FunnelModel(config).eval()
     with pytest.raises(RuntimeError):
         model(torch.tensor([[5, 6]]))
-    encoder = upshift.Encoder(save(tmp_path, model, pad_token="<pad>"))
-    with pytest.raises(RequestError, match=r"the text .ab. has 2 tokens, and .* computes texts of \d or more; make it"):
+    encoder = Encoder(save(tmp_path, model, pad_token="<pad>"))
+    with pytest.raises(RequestError, match=r"text 2, .ab., has 2 tokens, and .* computes texts of \d or more; make it"):
         encoder.encode(["a longer text", "ab"])
     with torch.inference_mode():
         expected = model(torch.tensor(encoder.tokenizer.tokenize(["a longer text"]))).last_hidden_state.mean(1)
     assert np.abs(encoder.encode(["a longer text"]) - expected.numpy()).max() < 1e-5
+    (tmp_path / "texts.txt").write_text("a longer text\n" * 5000 + "ab\n" + "a longer text\n")
+    refused = upshift("encode", tmp_path, "--input", tmp_path / "texts.txt", "--output", tmp_path / "rows.npy")
+    assert refused.code == 2 and "text 5001, 'ab', has 2 tokens" in refused.err
+    assert not list(tmp_path.glob("rows*")), "before anything is computed"
+    made_up = _expected_texts(EngineRequest(model=str(tmp_path), prompt_length=1), encoder.tokenizer.shortest)
+    assert len(encoder.tokenizer.tokenize(made_up)) == len(made_up)
+
+
+@pytest.mark.parametrize("block_sizes", [[1, 1], [2, 2, 2, 2], [1, 1, 1, 1, 1]])
+def test_the_shortest_text_is_that_of_all_layers(block_sizes: list[int]) -> None:
+    """A copy with fewer layers pools less often."""
+    sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48}
+    config = transformers.FunnelConfig(vocab_size=260, block_sizes=block_sizes, **sizes)
+    model = transformers.FunnelModel(config).eval()
+    refused = []
+    for length in range(1, 33):
+        try:
+            model(torch.ones(1, length, dtype=torch.long))
+        except RuntimeError:
+            refused.append(length)
+    assert measure_isolation(config, transformers.FunnelModel, None).shortest == max(refused, default=0) + 1
+
+
+def test_an_error_that_is_not_of_the_length_makes_no_text_too_short() -> None:
+    def fail(length: int) -> None:
+        raise RuntimeError("out of luck")
+
+    assert _first_length(fail) is None
 
 
 def test_padding_of_a_config_without_a_vocabulary() -> None:

@@ -355,7 +355,9 @@ def test_keys_that_a_longer_row_would_change_are_not_computed(tmp_path: Path) ->
     expected = reference.generate(torch.tensor([ids]), max_new_tokens=18, do_sample=False, pad_token_id=0)[0, len(ids) :]
     assert generator.generate(["a text"], max_new_tokens=18)[0].tokens == expected.tolist()
     assert len(generator.generate(["a text"], max_new_tokens=19)[0].tokens) == 19, "the last token is not computed"
-    with pytest.raises(RequestError, match="prompt 2 has 6 tokens, with max_new_tokens=20 it crosses the 24 positions"):
+    with pytest.raises(
+        RequestError, match="prompt 2 has 6 tokens, and with max_new_tokens=20 it crosses a border: above 24 tokens"
+    ):
         generator.generate(["text", "a text"], max_new_tokens=20)
 
 
@@ -381,8 +383,36 @@ def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path,
     generator = upshift.Generator(model)
     assert [answer.tokens for answer in generator.generate(texts, max_new_tokens=8)] == expected
     assert generator.race is not None and generator.race.chosen.engine == "torch"
+    with pytest.raises(RequestError, match=r"prompt 1 has 63 tokens.* in one pass.* and 100 KiB is free; shorten it"):
+        upshift.Generator(model, max_memory={"cpu": "100KiB"}).read(texts, GenerationOptions())
     with pytest.raises(RequestError, match="more than 48 tokens, where the factors of longrope change, and openvino computes"):
         upshift.Generator(model, engine="openvino").generate(texts, max_new_tokens=8)
+
+
+def test_a_long_prompt_at_the_end_of_a_file_is_known_before_the_race(tmp_path: Path, upshift: Command) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = Phi3Config(
+        **SMALL, intermediate_size=128, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope,
+        original_max_position_embeddings=24,
+    )  # fmt: skip
+    model, prompts, output = save(tmp_path / "model", config), tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    texts = ["short"] * 515 + ["a prompt of more tokens than the border"]
+    prompts.write_text("\n".join(texts))
+    command = ("generate", model, "--prompts", prompts, "--output", output, "--max-new-tokens", 4)
+    assert upshift(*command).code == 0
+    (ids,) = ids_of(texts[-1:], model)
+    reference = AutoModelForCausalLM.from_pretrained(model).eval().generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=4, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(answers) == 516 and answers[-1]["text"] == Prompts(find_weights(model)).decode(reference[0, len(ids) :].tolist())
+    prompts.write_text("\n".join([*texts, "this one crosses it all"]))
+    refused = upshift(*command, "--overwrite")
+    assert refused.code == 2 and "prompt 517 has 23 tokens, and with max_new_tokens=4 it crosses a border" in refused.err
+    prompts.write_text("\n".join(texts))
+    refused = upshift(*command, "--overwrite", "--engine", "openvino")
+    assert refused.code == 2 and "a prompt has more than 24 tokens, where the factors of longrope change" in refused.err
 
 
 def test_what_a_file_asks_for_and_is_not_done_is_refused(tmp_path: Path, upshift: Command) -> None:

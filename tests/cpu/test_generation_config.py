@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import upshift
 from upshift.errors import RequestError
+from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT
 from upshift.models.source import find_model
 from upshift.xla.generation.options import read_options as read_xla_options
 
@@ -161,12 +162,17 @@ def test_a_max_length_counts_the_prompt(model: tuple[Path, Any], generator: upsh
     folder, kind = model
     write(folder, {"max_length": 8, "max_new_tokens": None, "eos_token_id": None})
     if kind is AutoModelForCausalLM:
-        with pytest.raises(RequestError, match="a prompt has 19 tokens, and max_length=8 counts them and the answer"):
+        with pytest.raises(RequestError, match="prompt 1 has 19 tokens, and max_length=8 counts them and the answer"):
             generator.generate(list(TEXTS))
     texts = [answer.tokens for answer in generator.generate([TEXTS[1]])]
     assert texts == by_transformers_of_one(folder, kind) and len(texts[0]) == 7
     assert len(generator.generate([TEXTS[1]], max_length=5)[0].tokens) == 4
     assert len(generator.generate([TEXTS[1]], max_new_tokens=5)[0].tokens) == 5
+    for name in ("max_new_tokens", "max_length"):  # above all positions
+        with pytest.raises(RequestError, match=f"prompt 1 has 1 tokens, with {name}=900 more than the (128|256) positions"):
+            generator.generate([TEXTS[1]], **{name: 900})
+    write(folder, {"max_length": 900, "max_new_tokens": None, "eos_token_id": None})
+    assert len(generator.generate([TEXTS[1]])[0].tokens) == (255 if kind is AutoModelForCausalLM else 127)
     with pytest.raises(RequestError, match="max_new_tokens=5 and max_length=9 both limit the length of a text; give one of them"):
         generator.options(max_new_tokens=5, max_length=9)
 
@@ -178,33 +184,55 @@ def by_transformers_of_one(folder: Path, kind: Any) -> list[list[int]]:
     return [row[1:] if reference.config.is_encoder_decoder else row[len(ids) :]]
 
 
-@pytest.mark.parametrize("name", sorted(VALUES))
-def test_a_compiled_generator_does_a_field_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
-    """Its options are those of its programs. A field that none of them has, and that would change the text, is refused."""
+@pytest.fixture(scope="module")
+def compiled(model: tuple[Path, Any]) -> Any:
+    """A generator of XLA, which compiles a program for all fields that leave its options equal."""
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    write(model[0], {})
+    return compiled_generator(model[0])
+
+
+def compiled_generator(folder: Path) -> Any:
+    from upshift.xla.generation.generator import XlaGenerator
+    from upshift.xla.model import build
+
+    return XlaGenerator(build(str(folder)))
+
+
+@pytest.mark.parametrize("name", sorted(set(VALUES) - set(SAMPLING) - {"do_sample"}))
+def test_a_compiled_generator_writes_the_texts_of_transformers_or_refuses_a_field(
+    name: str, model: tuple[Path, Any], compiled: Any
+) -> None:
     folder, kind = model
-    context = {"do_sample": True} if name in SAMPLING else {"num_beams": 3} if name.endswith("_groups") else {}
+    changed = {name: VALUES[name]}
     if name == "max_length":
-        context["max_new_tokens"] = None
-    write(folder, {name: VALUES[name], **context})
-    has_encoder = kind is AutoModelForSeq2SeqLM
-    plain = {**BASE, **context}
-    write(folder, plain)
-    before = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
-    write(folder, {**plain, name: VALUES[name]})
+        changed["max_new_tokens"] = None
+    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
+    write(folder, base | changed)
+    ours = compiled_generator(folder) if name == "decoder_start_token_id" else compiled  # read once, when a model is read
     try:
-        after = read_xla_options(find_model(str(folder)), {}, has_encoder=has_encoder)
+        ours.options()
     except RequestError as error:
         assert f"says {name}=" in str(error)
         return
-    assert after != before or name in WITHOUT_EFFECT_IN_PROGRAMS or (name in ENCODER_ONLY and not has_encoder)
+    assert ours.generate(ids_of(list(TEXTS), str(folder))) == by_transformers(folder, kind)
 
 
-ENCODER_ONLY = {"forced_bos_token_id"}
-WITHOUT_EFFECT_IN_PROGRAMS = {
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "output_attentions", "output_hidden_states",
-    "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
-    "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "disable_compile",
-    "continuous_batching_config", "low_memory", "prefill_chunk_size",
-    "diversity_penalty",
-}  # fmt: skip
+@pytest.mark.parametrize("name", [*SAMPLING, "do_sample"])
+def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str, model: tuple[Path, Any]) -> None:
+    """Which probabilities it draws from stands in test_xla_generation.py."""
+    folder, _ = model
+    plain = {} if name == "do_sample" else {"do_sample": True}
+    write(folder, plain)
+    before = read_xla_options(find_model(str(folder)), {})
+    write(folder, {**plain, name: VALUES[name]})
+    try:
+        after = read_xla_options(find_model(str(folder)), {})
+    except RequestError as error:
+        assert f"says {name}=" in str(error)
+        return
+    assert getattr(after, name) == VALUES[name] != getattr(before, name)
+
+
+def test_the_first_token_of_a_decoder_is_read_and_not_without_effect() -> None:
+    assert set(START_TOKENS) == READ_ELSEWHERE and not READ_ELSEWHERE & WITHOUT_EFFECT

@@ -294,3 +294,47 @@ def test_command(generators: Any, upshift: Command, tmp_path: Path) -> None:
 def test_what_padding_or_a_cache_would_change_is_refused(config: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=words):
         XlaGenerator(build(save(tmp_path / "model", config)))
+
+
+def alone(model: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    texts = []
+    for prompt in prompts:
+        mask = torch.ones(1, len(prompt), dtype=torch.long)
+        text = reference.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, pad_token_id=0, **options)
+        texts.append(text[0, len(prompt) :].tolist())
+    return texts
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [[(31 * place * place + 7 * length) % 240 + 10 for place in range(length)] for length in lengths]
+
+
+def test_longrope_on_both_sides_of_its_border_is_each_text_alone(tmp_path: Path) -> None:
+    """The longest row of a program's run decides by which factors all its rows are rotated."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        **{**SMALL, "num_key_value_heads": 2}, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=48
+    )
+    model = save(tmp_path, config)
+    generator = XlaGenerator(build(model))
+    prompts = prompts_of(42, 50, 7, 60)
+    expected = alone(model, prompts, max_new_tokens=6)
+    assert generator.generate(prompts, max_new_tokens=6) == expected
+    assert generator.generate(prompts[:1], max_new_tokens=7) == alone(model, prompts[:1], max_new_tokens=7)
+    with pytest.raises(RequestError, match=r"prompt 3 has 42 tokens, and with max_new_tokens=8 it crosses .* at most 7 tokens"):
+        generator.generate([*prompts[1:3], prompts[0]], max_new_tokens=8)
+
+
+def test_a_max_length_counts_each_prompt(tmp_path: Path) -> None:
+    model = save(tmp_path, DECODERS["gpt2"])
+    generation = json.loads((tmp_path / "generation_config.json").read_text()) | {"max_length": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    generator = XlaGenerator(build(model))
+    prompts = prompts_of(11, 7, 11, 18)
+    expected = alone(model, prompts, max_length=20)
+    assert [len(text) for text in expected] == [9, 13, 9, 2]
+    assert generator.generate(prompts) == expected
+    assert generator.generate(prompts, max_length=19) == alone(model, prompts, max_length=19)
+    with pytest.raises(RequestError, match="prompt 2 has 20 tokens, and max_length=20 has no room for an answer"):
+        generator.generate([*prompts[:1], *prompts_of(20)])

@@ -12,6 +12,7 @@ from upshift.cli.options import LAYOUT_FLAGS
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link, Measured, Rates
+from upshift.models.profile import with_eager_attention
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
@@ -172,6 +173,20 @@ def test_only_what_layouts_can_need_is_traced(fixed: tuple[str, ...], precisions
     variants = variants_for(ONE, WORKLOAD, fixed)
     assert {variant.precision for variant in variants} == precisions
     assert any(variant.divided for variant in variants) == divided
+
+
+@pytest.mark.parametrize("length", [128, 256, 257, 4096])
+@pytest.mark.parametrize("fixed", [(), ("attention=eager",)])
+@pytest.mark.parametrize("layout", ["tensor_parallel=2", "recompute_granularity=selective", "recompute_granularity=alternate"])
+def test_eager_attention_is_traced_with_the_flags_of_the_kernel_whose_place_it_takes(
+    length: int, fixed: tuple[str, ...], layout: str
+) -> None:
+    variants = variants_for(ONE, WORKLOAD.changed(sequence_length=length), (*fixed, layout))
+    flags = {variant._replace(attention="", masked=False) for variant in variants if variant.attention == "sdpa"}
+    without_sdpa = with_eager_attention(variants)
+    assert {variant._replace(attention="") for variant in without_sdpa if variant.attention == "eager"} == flags
+    if fixed:
+        assert {variant._replace(attention="") for variant in variants if variant.attention == "eager"} == flags
 
 
 def plan_on(host: Host, ranks: int, layout: Layout = ALONE) -> Candidate:

@@ -66,6 +66,7 @@ def command(
         )  # fmt: skip
         check_form(output, encoder.config.output)
         total = count_lines(texts)
+        encoder.check_lengths(read_texts(texts))
         encoder.prepare_from(lambda count: pick_evenly_from_stream(read_texts(texts), total, count), total)
     start = time.perf_counter()
     num_encoded = _encode(encoder, texts, output, total)

@@ -15,6 +15,7 @@ from rich.table import Table
 from upshift.cli import generate_xla, tables
 from upshift.cli.options import (
     Engine,
+    GenerationSettings,
     Json,
     MaxMemory,
     MaxTpot,
@@ -24,6 +25,7 @@ from upshift.cli.options import (
     Quality,
     RaceSeconds,
     option,
+    read_generation_settings,
 )
 from upshift.cli.tables import dim, print_race_notes, race_table, run_printer
 from upshift.cli.usage.help_page import Panel
@@ -55,13 +57,6 @@ MaxNewTokens = Annotated[
         least=1,
     ),
 ]  # fmt: skip
-Options = Annotated[
-    list[str] | None,
-    option(
-        "--set", panel=Panel.TEXT, metavar="NAME=VALUE",
-        text="Set one option of generation by its name in transformers, such as temperature=0.7.",
-    ),
-]  # fmt: skip
 Stop = Annotated[list[str] | None, option("--stop", text="End an answer after this text.", panel=Panel.TEXT, metavar="TEXT")]
 Seed = Annotated[
     int | None,
@@ -87,7 +82,7 @@ def command(
     output: Output = None,
     prompt: Prompt = None,
     max_new_tokens: MaxNewTokens = None,
-    options: Options = None,
+    options: GenerationSettings = None,
     stop: Stop = None,
     seed: Seed = None,
     chat: Chat = False,
@@ -148,15 +143,7 @@ def _merge_options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]
     """Return the options of generation: those of ``--set`` (NAME=VALUE) and those of flags of their own.
 
     Raise RequestError if the two give different values for one option."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise RequestError(f"--set {pair!r} has no value; write NAME=VALUE, such as temperature=0.7")
-        try:
-            options[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except ValueError:
-            options[name] = value
+    options = read_generation_settings(pairs)
     for name, value in flags.items():
         set_value = options.get(name)
         if value is not None and set_value is not None and _as_tuple(set_value) != _as_tuple(value):
@@ -200,7 +187,8 @@ def _generate_file(generator: Any, prompts: Path, output: Path, options: Any, *,
     total = sum(1 for _ in read_prompts(prompts))
     with tables.step("Racing the installed engines on some of the prompts"):
         first_block = next(read_blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        generator.prepare(generator.read(first_block, options), options, total=total)
+        ids = generator.read(first_block, options)
+        generator.prepare([*ids, *generator.read_beyond(read_prompts(prompts), options)], options, total=total)
     setup = generator.race.chosen.changed(batch=1)  # the texts are the same at any batch size
     identity = output_identity(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     num_tokens = 0

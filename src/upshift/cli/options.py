@@ -6,7 +6,9 @@ An option that a command does not use is rejected, never ignored: see ``command_
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
@@ -148,6 +150,13 @@ Set = Annotated[
     list[str] | None,
     option("--set", text="Fix one field of the plan, such as precision=bf16.", panel=Panel.PLAN, metavar="FIELD=VALUE"),
 ]
+GenerationSettings = Annotated[
+    list[str] | None,
+    option(
+        "--set", panel=Panel.TEXT, metavar="NAME=VALUE",
+        text="Set one option of generation by its name in transformers, such as temperature=0.7.",
+    ),
+]  # fmt: skip
 Allow = Annotated[
     str,
     option(
@@ -282,6 +291,24 @@ Html = Annotated[
     option("--html", text="Also write an HTML page to this file. It works offline.", panel=Panel.OUTPUT, metavar="PATH"),
 ]
 Json = Annotated[bool, option("--json", text="Print one JSON document to standard output.", panel=Panel.OUTPUT)]
+
+
+def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the options of generation of ``--set`` (NAME=VALUE) by name. A value is JSON, or a text.
+
+    Raise RequestError for an option without a value, or with two."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        if not separator:
+            raise RequestError(f"--set {pair!r} has no value; write NAME=VALUE, such as temperature=0.7")
+        value: Any = text
+        with suppress(ValueError):
+            value = json.loads(text.lower() if text in ("True", "False") else text)
+        if name in options and options[name] != value:
+            raise RequestError(f"--set {name}={json.dumps(options[name])} and --set {pair} say two things; leave out one of them")
+        options[name] = value
+    return options
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:

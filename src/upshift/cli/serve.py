@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from upshift.cli import progress, tables
 from upshift.cli.options import (
     ApiKeyFile,
     Engine,
+    GenerationSettings,
     MaxTpot,
     MaxTtft,
     OutputLength,
@@ -19,6 +21,7 @@ from upshift.cli.options import (
     RaceSeconds,
     argument,
     option,
+    read_generation_settings,
 )
 from upshift.cli.tables import dim
 from upshift.cli.usage.help_page import Panel
@@ -86,6 +89,11 @@ MaxBodyMb = Annotated[
     option("--max-body-mb", text="The largest request, in megabytes.", panel=Panel.LIMITS, metavar="MB", least=0.001),
 ]
 
+NOT_OF_A_SERVER = {  # options of generation
+    "seed": "each request has a seed of its own",
+    "prompt_lookup_num_tokens": "a server computes several texts at once, and one text alone can look tokens up",
+}
+
 
 def command(
     models: Models,
@@ -97,6 +105,7 @@ def command(
     prompts: Prompts = None,
     prompt_length: PromptLength = None,
     output_length: OutputLength = None,
+    settings: GenerationSettings = None,
     replicas: Replicas = None,
     max_waiting: MaxWaiting = 256,
     quality: Quality = "exact",
@@ -116,12 +125,14 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _models_by_name(models)
+    generation_options = _read_settings(settings or [])
     requests = {
         name: EngineRequest(
             model=model, quality=quality, engine=engine,
             max_ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
             concurrency=concurrency, prompts=None if prompts is None else str(prompts.resolve()), prompt_length=prompt_length,
             output_length=output_length, max_waiting=max_waiting, race_seconds=read_seconds(race_seconds),
+            options=generation_options,
         )
         for name, model in names.items()
     }  # fmt: skip
@@ -139,6 +150,15 @@ def _check_libraries() -> None:
     for library in ("fastapi", "uvicorn", "prometheus-client", "llguidance"):
         if installed_version(library) is None:
             raise MissingExtra(library=library, extra="serve", purpose="upshift serve")
+
+
+def _read_settings(pairs: list[str]) -> dict[str, Any]:
+    """Return the options of generation for all requests. Raise RequestError for one that a server does not use."""
+    options = read_generation_settings(pairs)
+    for name, reason in NOT_OF_A_SERVER.items():
+        if options.get(name) is not None:
+            raise RequestError(f"--set {name}={json.dumps(options[name])} is not possible here: {reason}; leave it out")
+    return options
 
 
 def _num_replicas(requested: int | None) -> int:

@@ -10,14 +10,17 @@ from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.models.config import read_json
+from upshift.models.profile_cache import positions_of
 from upshift.models.source import ModelSource
 from upshift.value import Value, first_problem
 
 CONFIG = "generation_config.json"
-# Fields of transformers' GenerationConfig that never change a text: they name tokens that Upshift reads elsewhere, choose what
-# generate() returns, how it keeps keys and values, or how an assistant model guesses tokens, which are then checked.
+# Fields of transformers' GenerationConfig that Upshift reads where it needs them: the first token of a decoder (``start_token``).
+READ_ELSEWHERE = {"decoder_start_token_id", "bos_token_id"}
+# Fields that never change a text: they say where a file comes from, with what generate() fills rows that have ended, what it
+# returns, how it keeps keys and values, or how an assistant model guesses tokens, which are then checked.
 WITHOUT_EFFECT = {
-    "_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    "_from_model_config", "transformers_version", "pad_token_id",
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "disable_compile",
     "continuous_batching_config", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
@@ -35,7 +38,7 @@ BEAM_OPTIONS = ("length_penalty", "early_stopping", "diversity_penalty", "num_be
 QUANTIZED_CACHE = "quantized"  # the only value of cache_implementation that changes a text
 # Lists for which transformers also takes a single item.
 LIST_OPTIONS = ("eos_token_id", "stop_strings", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
-START_TOKENS = ("decoder_start_token_id", "bos_token_id")
+START_TOKENS = ("decoder_start_token_id", "bos_token_id")  # the first one that is set
 # Options that only sampling uses.
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 LENGTHS = ("max_new_tokens", "max_length")
@@ -86,18 +89,24 @@ def _set_length(
     """Leave one limit of the length in ``defaults``, or none if the user gives one.
 
     As in transformers, ``max_new_tokens`` comes before ``max_length``. Beside an encoder, ``max_length`` counts the decoder's
-    start token."""
-    length = file_options.get("max_length")
-    if isinstance(length, int) and length > 1 and source.hf_config.is_encoder_decoder:
-        defaults.pop("max_length", None)
-        defaults.setdefault("max_new_tokens", length - 1)
+    start token. A ``max_length`` of the file that is above the model's positions ends where they end."""
     if all(name in requested for name in LENGTHS):
         shown = " and ".join(f"{name}={requested[name]!r}" for name in LENGTHS)
         raise RequestError(f"{shown} both limit the length of a text; give one of them")
     if any(name in requested for name in LENGTHS):
         for name in LENGTHS:
             defaults.pop(name, None)
-    elif "max_new_tokens" in defaults:
+        return
+    length = file_options.get("max_length")
+    if isinstance(length, int) and length > 1:
+        positions = positions_of(source)
+        length = length if positions is None else min(length, positions)
+        if source.hf_config.is_encoder_decoder:
+            defaults.pop("max_length", None)
+            defaults.setdefault("max_new_tokens", length - 1)
+        elif "max_length" in defaults:
+            defaults["max_length"] = length
+    if "max_new_tokens" in defaults:
         defaults.pop("max_length", None)
 
 
@@ -143,7 +152,8 @@ def _check_file(
     has_length = any(name in merged for name in LENGTHS)
     for name, value in unsupported.items():
         is_idle = (
-            name in WITHOUT_EFFECT
+            name in READ_ELSEWHERE
+            or name in WITHOUT_EFFECT
             or (name in WARPERS and not merged.get("do_sample"))
             or (name in BEAM_OPTIONS and merged.get("num_beams", 1) == 1)
             or (name == "max_length" and has_length)

@@ -42,11 +42,12 @@ class Variant(NamedTuple):
 
 
 def with_eager_attention(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-    """Return the variants of a model that has no ``sdpa``: ``eager`` computes whole scores, with an added mask or without one."""
+    """Return the variants of a model that has no ``sdpa``: ``eager`` computes whole scores, with an added mask or without one.
+
+    Each has the flags of the ``sdpa`` variant whose place it takes."""
     others = [variant for variant in variants if variant.attention not in ("sdpa", "eager")]
-    eager = [variant for variant in variants if variant.attention == "eager"]
-    if not eager:
-        eager = [variant._replace(attention="eager", masked=False) for variant in variants if variant.attention == "sdpa"]
+    replaced = [variant._replace(attention="eager", masked=False) for variant in variants if variant.attention == "sdpa"]
+    eager = replaced or [variant for variant in variants if variant.attention == "eager"]
     return tuple(dict.fromkeys((*others, *eager)))
 
 

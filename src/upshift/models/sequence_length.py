@@ -68,3 +68,15 @@ def _checked_length(length: int | None, max_length: int, default: int, option: s
     if length is not None and length > max_length:
         raise RequestError(f"{option} {length} is longer than the model allows; use at most {max_length}")
     return default_length(max_length, default) if length is None else length
+
+
+def check_border(prompt: int, answer: int, border: int, *, shown: str, length: str, reference: str) -> None:
+    """Raise RequestError if an answer of ``answer`` tokens takes a prompt of ``prompt`` tokens over longrope's border.
+
+    The keys that were cached before would be those of the other side. The last token of an answer is not computed. ``shown``
+    and ``length`` are the words for the prompt and for the option."""
+    if prompt <= border < prompt + answer - 1:
+        raise RequestError(
+            f"{shown}, and with {length} it crosses a border: above {border:,} tokens {reference!r} rotates positions by other "
+            f"factors (longrope); ask for at most {border + 1 - prompt:,} tokens, or give a prompt of more than {border:,}"
+        )

@@ -34,6 +34,7 @@ class EngineRequest(Value):
     max_waiting: int = Field(256, gt=0)
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
+    options: dict[str, Any] = Field({}, description="GenerationOptions of requests that do not give them, by name")
     replica: int = Field(0, ge=0)
     replicas: int = Field(1, gt=0, description="engines of this model; they share the cores, or use one GPU each")
 

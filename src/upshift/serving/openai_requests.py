@@ -167,8 +167,9 @@ class SamplingRequest(RequestBody):
             options["do_sample"] = True
         if self.logit_bias:
             options["sequence_bias"] = [((int(token),), bias) for token, bias in self.logit_bias.items()]
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return options | {"seed": seed, "stop_strings": stops, "max_new_tokens": self.max_answer_tokens}
+        if self.stop:
+            options["stop_strings"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        return options | {"seed": seed, "max_new_tokens": self.max_answer_tokens}
 
 
 class TextPart(BaseModel):

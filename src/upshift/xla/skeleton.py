@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
-from upshift.internals.torch_names import BUFFERS, PARAMETERS, tree_map
+from upshift.internals.torch_names import BUFFERS, PARAMETERS, is_fake, tree_map
 from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
 from upshift.loading.load import build_empty, resolve_class
 from upshift.models.source import ModelSource
@@ -96,6 +96,18 @@ def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
             f"{type(module).__name__} has no static graph ({type(error).__name__}: {_first_line(error)}); XLA needs one: run "
             "this model without --backend xla"
         ) from error
+    finally:
+        _drop_traced_attributes(module)
+
+
+def _drop_traced_attributes(module: nn.Module) -> None:
+    """Delete the tensors without values that a model stored while it was traced.
+
+    transformers keeps the factors of longrope so, and the next export would take them for its own."""
+    for submodule in module.modules():
+        for name, value in list(vars(submodule).items()):
+            if isinstance(value, torch.Tensor) and is_fake(value):
+                delattr(submodule, name)
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ the user's own texts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import Hint
-from upshift.inference.resumable_output import is_text
+from upshift.inference.resumable_output import is_text, read_blocks
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.inference.weights import check_requested_engine, computing_host, find_weights, stored_for
 from upshift.models.config import padding_of
@@ -37,6 +37,7 @@ SAMPLE_BATCHES = 8
 # fast as 1,024, or 512 as fast as 256 (1.08), and 2,048 never faster (docs/log.md). A GPU needs more tokens.
 CPU_BATCHES = (256, 512, 1024)
 GPU_BATCHES = (1024, 4096)
+CHECKED_TEXTS = 4096  # that are in memory at once
 LATENCY_BATCHES = (1, 64, 256, 1024, 4096)  # 1: each text alone
 
 
@@ -127,6 +128,14 @@ class Encoder:
             results.append(TokenScores(encoded.tokens[scored], offsets, scores))
         return results
 
+    def check_lengths(self, texts: Iterable[str]) -> None:
+        """Raise RequestError with the number of the first text that is too short. Most models compute every text."""
+        if self.tokenizer.shortest > 1:
+            first = 0
+            for block in read_blocks(iter(texts), size=CHECKED_TEXTS):
+                self.tokenizer.tokenize(block, first=first)
+                first += len(block)
+
     def prepare(self, texts: Sequence[str]) -> Encoding:
         """Return the engine that wins a race on some of ``texts``, or that won before."""
         return self.prepare_from(partial(pick_evenly, texts), len(texts))
@@ -194,7 +203,7 @@ class TextTokenizer:
             else:
                 self.pad = config_pad
         self.alone = self.alone or must_be_alone(source, config)
-        self._shortest = isolation_of(source, states=config.output == "embeddings").shortest
+        self.shortest = isolation_of(source, states=config.output == "embeddings").shortest
         self._reference = source.reference
         self.longest = _max_length(tokenizer, source, config)
         self._prompt = config.prompt
@@ -206,27 +215,29 @@ class TextTokenizer:
         if self.longest is not None:
             self._backend.enable_truncation(self.longest, direction=tokenizer.truncation_side)
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of the texts, with the model's prompt before each text."""
+    def tokenize(self, texts: Sequence[str], *, first: int = 0) -> list[list[int]]:
+        """Return the token ids of the texts, with the model's prompt before each text.
+
+        ``first`` is the index of the first text among all, for the message about a text that is too short."""
         ids = [encoded.ids for encoded in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
-        self._check_shortest(texts, ids)
+        self._check_shortest(texts, ids, first)
         return ids
 
     def tokenize_with_offsets(self, texts: Sequence[str]) -> list[Any]:
         """Return encodings with ``ids``, ``tokens``, and ``offsets``: the characters of the text that each token covers."""
         encoded_texts: list[Any] = self._backend.encode_batch(list(texts))
-        self._check_shortest(texts, [encoded.ids for encoded in encoded_texts])
+        self._check_shortest(texts, [encoded.ids for encoded in encoded_texts], 0)
         return encoded_texts
 
-    def _check_shortest(self, texts: Sequence[str], ids: list[list[int]]) -> None:
+    def _check_shortest(self, texts: Sequence[str], ids: list[list[int]], first: int) -> None:
         """Raise RequestError for a text that is too short for the model's layers, such as those that pool tokens."""
-        if self._shortest == 1:
+        if self.shortest == 1:
             return
-        for text, row in zip(texts, ids, strict=True):
-            if len(row) < self._shortest:
+        for number, (text, row) in enumerate(zip(texts, ids, strict=True), start=first + 1):
+            if len(row) < self.shortest:
                 raise RequestError(
-                    f"the text {text!r:.60} has {len(row)} tokens, and {self._reference!r} computes texts of {self._shortest} or "
-                    "more; make it longer, or leave it out"
+                    f"text {number}, {text!r:.60}, has {len(row)} tokens, and {self._reference!r} computes texts of "
+                    f"{self.shortest} or more; make it longer, or leave it out"
                 )
 
     def special(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class GenerationTask(Value):
     @classmethod
     def from_options(cls, options: GenerationOptions, max_new_tokens: int | None = None) -> Self:
         """Return the task with the nearest power of two. If it is above ``max_new_tokens``, return the one below it."""
-        power = 2 ** round(log2(options.max_new_tokens))
+        power = 2 ** round(log2(options.new_tokens))
         return cls(new_tokens=power if max_new_tokens is None or power <= max_new_tokens else power // 2)
 
 

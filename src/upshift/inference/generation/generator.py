@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,22 +16,26 @@ from upshift.inference.generation.model import (
     check_weights,
     generation_task,
     is_too_large,
+    pass_bytes,
     plan_offload,
 )
 from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
 from upshift.inference.generation.prefix import PASS_TOKENS
 from upshift.inference.generation.prompt_lookup import Lookup
-from upshift.inference.generation.prompts import Prompt, Prompts
+from upshift.inference.generation.prompts import BLOCK_PROMPTS, Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, GeneratedSequence
 from upshift.inference.race.forecast import forecast_generation
 from upshift.inference.race.policy import RacePolicy
 from upshift.inference.race.race import Race, race
 from upshift.inference.race.types import Contest, Limits, Run, pick_evenly, read_limit, read_quality, read_seconds
 from upshift.inference.registry import build_engine
+from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of, positions_of
+from upshift.models.sequence_length import check_border
+from upshift.units import format_bytes
 
 SAMPLE_PROMPTS = 8  # of a race
 MAX_ROWS = 32  # sequences at once: each step reads the weights once for all of them
@@ -187,8 +191,8 @@ class Generator:
                 )
             return self._offload(ids, options)
         sample_size = min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids))
-        sample = pick_evenly(ids, max(sample_size, 1))
-        positions_left = [left for prompt in ids if (left := self._positions_left(prompt)) is not None]
+        sample = pick_evenly(self._larger_side(ids), max(sample_size, 1))
+        positions_left = [left for prompt in ids if (left := self.positions_left(prompt)) is not None]
         task = GenerationTask.from_options(options, min(positions_left, default=None))
         contest = Contest(
             task=self.task,
@@ -200,7 +204,7 @@ class Generator:
         )
         lengths = [len(prompt) for prompt in sample]
         forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
-        tokens_to_generate = total * options.max_new_tokens
+        tokens_to_generate = total * options.new_tokens
         engine = self._engine or (LONG_TEXT_ENGINE if any(map(self._is_beyond, ids)) else None)
         policy = RacePolicy(self.quality, self.limits, tokens_to_generate, engine=engine, seconds=self._race_seconds)
         no_room = partial(self._offload, ids, options) if can_offload else None
@@ -213,7 +217,7 @@ class Generator:
                 f"{self.source.reference!r} does not fit in memory. It can run partly from the disk, but there Upshift does not "
                 "race engines and cannot keep --max-ttft-ms or --max-tpot-ms; leave them out, or give more --max-memory"
             )
-        tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
+        tokens = max(len(prompt) for prompt in ids) + options.new_tokens
         rows = self._max_rows(ids, options)
         chosen, where, reason = plan_offload(self.source, self.host, self.quality, self._max_memory, rows=rows, tokens=tokens)
         folder = engine_folder(self.task, self.source, chosen.engine)
@@ -243,7 +247,7 @@ class Generator:
             rows = max(min(cache_tokens // sequence_tokens, MAX_ROWS), 1)
         return min(len(ids), 1 << (rows.bit_length() - 1))
 
-    def _positions_left(self, prompt: list[int]) -> int | None:
+    def positions_left(self, prompt: list[int]) -> int | None:
         """Return how many tokens may follow a prompt, or None if the limit is unknown.
 
         A text that longrope's border divides would need all its keys again. The last token of a text is not computed."""
@@ -260,6 +264,26 @@ class Generator:
         """Return whether longrope rotates all tokens of a decoder's prompt by its factors for long texts."""
         return self._border is not None and self.start is None and len(prompt) > self._border
 
+    def _larger_side(self, ids: list[list[int]]) -> list[list[int]]:
+        """Return the prompts on the side of longrope's border that has more of them. Both are never in one batch."""
+        beyond = [prompt for prompt in ids if self._is_beyond(prompt)]
+        others = [prompt for prompt in ids if not self._is_beyond(prompt)]
+        return max(others, beyond, key=len)
+
+    def read_beyond(self, prompts: Iterable[Prompt], options: GenerationOptions) -> list[list[int]]:
+        """Return the token ids of the longest prompt beyond longrope's border as the only item, or nothing without such a prompt.
+
+        Only one engine computes such a prompt, so the race must know of it. Without a border no prompt is read. Raise
+        RequestError for a prompt that ``read`` refuses."""
+        if self._border is None or self.start is not None:
+            return []
+        first = 0
+        longest: list[int] = []
+        for block in read_blocks(iter(prompts), size=BLOCK_PROMPTS):
+            longest = max(longest, *self.read(block, options, first=first), key=len)
+            first += len(block)
+        return [longest] if self._is_beyond(longest) else []
+
     def cache_tokens(self) -> int | None:
         """Return how many tokens of all sequences together fit into memory beside the model. None: unknown."""
         free_bytes = available_memory(computing_host(stored_for(self.source)), self._max_memory)
@@ -271,6 +295,11 @@ class Generator:
     def _token_bytes(self) -> int | None:
         """Return the bytes of a token in the cache, or None if they are unknown."""
         return cache_bytes(self.source)
+
+    @cached_property
+    def _pass_bytes(self) -> int:
+        """Return the fewest bytes that a token takes in one pass."""
+        return pass_bytes(self.source)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -290,55 +319,78 @@ class Generator:
             self.check_positions(prompt, options, f"prompt {number}")
         return prompt_ids
 
-    def check_positions(self, prompt: list[int], options: GenerationOptions, name: str, *, shares_rows: bool = False) -> None:
-        """Raise RequestError if prompt and answer are longer than the model allows.
+    def check_positions(self, prompt: list[int], options: GenerationOptions, name: str, *, serves: bool = False) -> None:
+        """Raise RequestError if prompt and answer are longer than the model allows. ``name`` names the prompt.
 
-        ``shares_rows``: prompts of any length run beside it."""
-        new_tokens = self.limit_options(prompt, options).max_new_tokens
-        needed_positions = len(prompt) + new_tokens
-        limit = self._positions
-        if self.start is not None:  # encoder and decoder count their positions apart
-            needed_positions = max(len(prompt), new_tokens + 1)
-            limit = self.longest
-        request = f"{name} has {len(prompt):,} tokens, with max_new_tokens={new_tokens:,}"
-        if limit is not None and needed_positions > limit:
-            raise RequestError(
-                f"{request} more than the {limit:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
-            )
+        ``serves``: a client of a server sent it, so that texts of any length run beside it."""
+        new_tokens = self._new_tokens(prompt, options, name, serves=serves)
+        shown = f"{name} has {len(prompt):,} tokens"
+        length = f"max_{'' if serves else 'new_'}tokens={new_tokens:,}"
+        if options.max_length is not None:
+            length = f"max_length={options.max_length:,}"
+        self._check_limit(prompt, new_tokens, shown, length)
         if self._border is None or self.start is not None:
             return
-        border = f"the {self._border:,} positions after which longrope rotates the tokens of {self.source.reference!r} otherwise"
-        if self._is_beyond(prompt) and shares_rows:
+        reference = self.source.reference
+        if self._is_beyond(prompt) and serves:
             raise RequestError(
-                f"{request} more than {border}, and a server computes texts of all lengths together; shorten it, or use "
-                "upshift generate"
+                f"{shown}. Above {self._border:,} tokens {reference!r} rotates positions by other factors (longrope), and the "
+                f"server runs all requests together, so it takes at most {self._border:,}; shorten it, or use upshift generate"
             )
-        if not self._is_beyond(prompt) and needed_positions - 1 > self._border:
+        check_border(len(prompt), new_tokens, self._border, shown=shown, length=length, reference=reference)
+        if self._is_beyond(prompt):
+            self._check_one_pass(prompt, shown)
+
+    def _check_one_pass(self, prompt: list[int], shown: str) -> None:
+        """Raise RequestError if a prompt beyond longrope's border, which is one pass, takes more than the free memory."""
+        free_bytes = available_memory(self.host, self._max_memory)
+        needed_bytes = len(prompt) * (self._pass_bytes + (self._token_bytes or 0))
+        if free_bytes is not None and needed_bytes > free_bytes:
             raise RequestError(
-                f"{request} it crosses {border}; ask for at most {self._border + 1 - len(prompt):,} tokens, or give a prompt of "
-                f"more than {self._border:,}"
+                f"{shown}. Above {self._border:,} tokens {self.source.reference!r} computes a prompt in one pass (longrope). "
+                f"It takes at least {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} is free; shorten it"
             )
 
-    def limit_options(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
+    def _check_limit(self, prompt: list[int], new_tokens: int, shown: str, length: str) -> None:
+        """Raise RequestError if the model has too few positions for a prompt, or for a prompt with an answer of ``new_tokens``.
+
+        ``shown`` and ``length`` are the words for both."""
+        has_encoder = self.start is not None  # encoder and decoder count their positions apart
+        limit = self.longest if has_encoder else self._positions
+        if limit is None:
+            return
+        if len(prompt) > (limit if has_encoder else limit - 1):
+            use = "them" if has_encoder else "them and the answer"
+            raise RequestError(f"{shown}, and {self.source.reference!r} has {limit:,} positions for {use}; shorten it")
+        needed_positions = new_tokens + 1 if has_encoder else len(prompt) + new_tokens
+        if needed_positions > limit:
+            raise RequestError(
+                f"{shown}, with {length} more than the {limit:,} positions of {self.source.reference!r}; shorten it, or ask for "
+                "fewer tokens"
+            )
+
+    def limit_options(
+        self, prompt: list[int], options: GenerationOptions, name: str = "a prompt", *, serves: bool = False
+    ) -> GenerationOptions:
         """Return the options for one prompt. ``max_length`` includes the prompt. If neither the user nor the model's files limit
         the length of answers, an answer ends where the model's positions end."""
-        new_tokens = self._new_tokens(prompt, options)
+        new_tokens = self._new_tokens(prompt, options, name, serves=serves)
         return options if new_tokens == options.max_new_tokens else options.changed(max_new_tokens=new_tokens, max_length=None)
 
-    def _new_tokens(self, prompt: list[int], options: GenerationOptions) -> int:
+    def _new_tokens(self, prompt: list[int], options: GenerationOptions, name: str = "a prompt", *, serves: bool = False) -> int:
         """Return the most tokens that may be generated after a prompt. Raise RequestError if max_length has no room for one."""
-        if "max_new_tokens" in options.model_fields_set and options.max_length is None:
-            return options.max_new_tokens
-        positions_left = self._positions_left(prompt)
-        limit = options.max_new_tokens
         if options.max_length is not None:
             limit = options.max_length - (len(prompt) if self.start is None else 1)
             if limit < 1:
+                remedy = "max_tokens" if serves else "--max-new-tokens 128 (max_new_tokens=128 in Python)"
                 raise RequestError(
-                    f"a prompt has {len(prompt):,} tokens, and max_length={options.max_length} counts them and the answer; give "
-                    "--max-new-tokens 128 (max_new_tokens=128 in Python), or a greater max_length"
+                    f"{name} has {len(prompt):,} tokens, and max_length={options.max_length} counts "
+                    f"{'them' if self.start is None else 'the start token of the decoder'} and the answer; give {remedy}, or a "
+                    "greater max_length"
                 )
-        return limit if positions_left is None or positions_left < 1 else min(positions_left, limit)
+            return limit
+        left = None if options.max_new_tokens is not None else self.positions_left(prompt)
+        return options.new_tokens if left is None or left < 1 else min(left, options.new_tokens)
 
     def _generate_tokens(
         self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0

@@ -91,6 +91,21 @@ def cache_bytes(source: ModelSource) -> int | None:
     return sum(sizes.values()) if sizes else None
 
 
+def pass_bytes(source: ModelSource) -> int:
+    """Return the fewest bytes that a token takes while the model computes it in fp32, beside its keys and values: the input and
+    the output of the widest matrix product.
+
+    The head does not count, because it computes the last token only."""
+    from torch import nn
+
+    from upshift.loading.load import build_empty_model
+
+    model = build_empty_model(source)
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    return 4 * max((layer.in_features + layer.out_features for layer in layers), default=0)
+
+
 def load_model(
     source: ModelSource, precision: Precision, device: Device = "cpu", *, where: PlacementOptions | None = None
 ) -> Any:

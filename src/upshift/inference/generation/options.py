@@ -14,6 +14,7 @@ from upshift.models.source import ModelSource
 from upshift.value import Value
 
 USER_ONLY = ("prompt_lookup_num_tokens",)  # only from the user: it changes nothing but speed, and not every engine has it
+DEFAULT_NEW_TOKENS = 128  # of an answer whose length neither the user nor the model's files limit
 MIN_DIVISOR = 1e-6  # logits divided by a smaller number exceed fp32; files of models write it for 0
 TOKEN_OPTIONS = (
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id",
@@ -28,7 +29,7 @@ class GenerationOptions(Value):
     The sampled text of a prompt depends only on ``seed`` and on the prompt's position in the input, not on how prompts
     are batched."""
 
-    max_new_tokens: int = Field(128, gt=0)
+    max_new_tokens: int | None = Field(None, gt=0)  # None: nobody limits it; see ``new_tokens``
     max_length: int | None = Field(None, gt=0)  # of prompt and answer, unless max_new_tokens is set
     min_new_tokens: int = Field(0, ge=0)
     min_length: int = Field(0, ge=0)  # of prompt and answer; of a decoder beside an encoder, its first token counts as the prompt
@@ -60,6 +61,11 @@ class GenerationOptions(Value):
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
     prompt_lookup_num_tokens: int | None = Field(None, gt=0)  # maximum tokens of a guess
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the most tokens of an answer: ``max_new_tokens``, or the default."""
+        return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
 
 def read_options(source: ModelSource, arguments: Mapping[str, Any]) -> GenerationOptions:

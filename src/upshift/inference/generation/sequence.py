@@ -61,7 +61,7 @@ class GeneratedSequence:
     @property
     def tokens_left(self) -> int:
         """Return how many more tokens the text may have."""
-        return self.options.max_new_tokens - len(self.tokens)
+        return self.options.new_tokens - len(self.tokens)
 
     @property
     def pending_tokens(self) -> int:
@@ -88,7 +88,7 @@ class GeneratedSequence:
             self.ending = "eos"
         elif self._ends_grammar(token) or (self.options.stop_strings and self._ends_with_stop()):
             self.ending = "stop"
-        elif len(self.tokens) >= self.options.max_new_tokens:
+        elif len(self.tokens) >= self.options.new_tokens:
             self.ending = "length"
 
     def _ends_grammar(self, token: int) -> bool:
@@ -158,7 +158,7 @@ def _end_processors(options: GenerationOptions, prompt_length: int) -> list[Any]
     if options.forced_bos_token_id is not None:
         processors.append(process.ForcedBOSTokenLogitsProcessor(options.forced_bos_token_id))
     if options.forced_eos_token_id:
-        max_length = prompt_length + options.max_new_tokens
+        max_length = prompt_length + options.new_tokens
         processors.append(process.ForcedEOSTokenLogitsProcessor(max_length, list(options.forced_eos_token_id)))
     if options.remove_invalid_values:
         processors.append(process.InfNanRemoveLogitsProcessor())

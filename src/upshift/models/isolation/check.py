@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ from upshift.models.source import ModelSource
 FIRST_LENGTH = 11  # tokens; longer than SHORT_WINDOW, and no round number
 SECOND_LENGTH = 21
 PADDING_LENGTH = 5
-SHORT_LENGTHS = range(1, 9)  # tokens of texts that a model may be unable to compute
+ENOUGH_LENGTHS = 8  # in a row that are computed; then longer texts are, too
+SHORT_LENGTHS = range(1, 41)  # tokens of texts that a model may be unable to compute
 LAST_TOKENS = 2  # tokens that are computed one at a time, after the others
 TOLERANCE = 1e-3  # share of the largest logit; fp32 sums in another order differ by about 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-6  # fp32 sums in another order differ by up to 2.6e-7, router losses by 1.6e-6 (jamba) or more
@@ -60,16 +61,19 @@ def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedMode
     reason = "no small copy of the model could be built from its config"
     by_token = ""
     left = ""
+    shortest = 1
     with _isolated_randomness():
         for small_config in narrow_copies(config, model_class):
             try:
                 probe = _Probe(small_config, model_class, objective)
                 by_token, left = probe.generation_problems()  # first, because a model without a loss can generate, too
-                return probe.isolation().model_copy(update={"by_token": by_token, "left_padding": left})
+                shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
+                isolation = probe.isolation()
+                return isolation.model_copy(update={"by_token": by_token, "left_padding": left, "shortest": shortest})
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
                 logger.debug("%s cannot be run with these sizes", model_class.__name__, exc_info=True)
                 reason = f"no small copy of the model runs: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    return Isolation(reason=reason, by_token=by_token, left_padding=left)
+    return Isolation(reason=reason, by_token=by_token, left_padding=left, shortest=shortest)
 
 
 def test_source(source: ModelSource, *, states: bool) -> Isolation:
@@ -91,6 +95,32 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     except RequestError as problem:
         return Isolation(reason=str(problem))
     return measure_isolation(config, model_class, objective)
+
+
+def _shortest_text(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> int | None:
+    """Return the number of tokens from which on the model computes every text. None: it does not run without values.
+
+    Layers that pool tokens need some, the more the deeper the model is, so a copy with fewer layers does not say it."""
+    with torch.no_grad(), torch.device("meta"):
+        model = build_model(config, model_class, dtype=torch.float32).eval()
+        disable_cache(model)
+        if objective is None:
+            model = encoder_of(model)
+        return _first_length(lambda length: model(input_ids=torch.ones(1, length, dtype=torch.long)))
+
+
+def _first_length(run: Callable[[int], object]) -> int | None:
+    """Return the first of SHORT_LENGTHS from which on ``run`` raises no error, or None if there is none."""
+    first = 1
+    for length in SHORT_LENGTHS:
+        try:
+            run(length)
+        except Exception as error:  # each class fails in its own way on a text that is too short for it
+            logger.debug("%d tokens are not computed: %s", length, error)
+            first = length + 1
+        if length == first + ENOUGH_LENGTHS - 1:
+            return first
+    return None
 
 
 @contextmanager
@@ -135,21 +165,17 @@ class _Probe:
             packing = dict.fromkeys(packing, "the model's loss counts padding, or is no mean over texts")
         return Isolation(
             proven=True, reason="", packing=packing, padding=padding, padding_reason=padding_reason, loss_splits=splits,
-            shortest=self._shortest_text(),
             loss_shifts=self.objective != "causal-lm" or self._has_shifted_loss(),
         )  # fmt: skip
 
-    def _shortest_text(self) -> int:
-        """Return the number of tokens from which on the model computes every text. Pooling layers need some."""
-        shortest = 1
-        for length in SHORT_LENGTHS:
+    def shortest_text(self) -> int | None:
+        """Return the number of tokens from which on the copy computes every text, or None if it computes no short one."""
+
+        def run(length: int) -> None:
             text = self.second[None, :length]
-            try:
-                self._run(text, **self._mask_argument(torch.ones_like(text), masked=True))
-            except Exception as error:  # each class fails in its own way on a text that is too short for it
-                logger.debug("%s computes no %d tokens: %s", type(self.model).__name__, length, error)
-                shortest = length + 1
-        return shortest
+            self._run(text, **self._mask_argument(torch.ones_like(text), masked=True))
+
+        return _first_length(run)
 
     # Packing
 

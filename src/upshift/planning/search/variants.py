@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
 
 from upshift.hardware.spec import Host
-from upshift.models.profile import TracedPrecision, Variant
+from upshift.models.profile import TracedPrecision, Variant, with_eager_attention
 from upshift.planning.search.layouts import rank_counts
 from upshift.planning.search.space import BLOCK_ATTENTION_LIMIT, can_compile, parse_layout, texts_share_work
 from upshift.planning.workload import Workload
@@ -36,7 +37,8 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     masks = (False, True) if workload.lengths is not None else (False,)
     is_shared = texts_share_work(host, fixed)
     if is_shared and host.device != "cpu":
-        return _shared_variants(precisions, masks, selective=selective)
+        shared = _shared_variants(precisions, masks, selective=selective)
+        return _and_eager(shared) if "attention=eager" in fixed else shared
     kernels = ["sdpa"]
     can_block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
     if can_block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
@@ -56,9 +58,16 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
         for kernel in kernels
         for masked in masks
     ]
-    if workload.sequence_length > EAGER_ATTENTION_LIMIT and "attention=eager" not in fixed:
+    if "attention=eager" in fixed:
+        return _and_eager(variants)
+    if workload.sequence_length > EAGER_ATTENTION_LIMIT:
         return tuple(variants)
     return (*variants, *(Variant(precision, "eager", False) for precision in precisions))
+
+
+def _and_eager(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Return the variants and those of ``eager``, with the flags of ``sdpa``."""
+    return tuple(dict.fromkeys((*variants, *with_eager_attention(tuple(variants)))))
 
 
 class _DivisionSummary(NamedTuple):

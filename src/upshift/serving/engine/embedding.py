@@ -58,7 +58,7 @@ class EmbeddingWorker:
         )
         self.vocabulary: int | None = getattr(self.encoder.source.hf_config.get_text_config(), "vocab_size", None)
         self.waiting: deque[Embed] = deque()
-        texts = _expected_texts(request)
+        texts = _expected_texts(request, self.encoder.tokenizer.shortest)
         ids = self._tokenize(texts)
         self.encoding = self.encoder.prepare(texts)
         seconds = {"racing and loading": time.perf_counter() - start}
@@ -145,8 +145,8 @@ class EmbeddingWorker:
         return text_ids
 
 
-def _expected_texts(request: EngineRequest) -> list[str]:
-    """Return texts like the expected ones: the first of the user's file, or made of common words."""
+def _expected_texts(request: EngineRequest, shortest: int) -> list[str]:
+    """Return texts like the expected ones: the first of the user's file, or made of common words, ``shortest`` or more."""
     if request.prompts is not None:
         path = Path(request.prompts)
         check_prompts(path, "--prompts")
@@ -154,7 +154,7 @@ def _expected_texts(request: EngineRequest) -> list[str]:
         if not texts:
             raise RequestError(f"--prompts {path} has chats alone, and {request.model!r} encodes texts; write a text a line")
         return texts
-    words_per_text = request.prompt_length or EXPECTED_TOKENS[0]
+    words_per_text = max(request.prompt_length or EXPECTED_TOKENS[0], shortest)
     return [" ".join(WORDS[(first + offset) % len(WORDS)] for offset in range(words_per_text)) for first in range(len(WORDS))]
 
 

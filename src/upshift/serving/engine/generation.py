@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from itertools import islice
@@ -23,6 +23,7 @@ from upshift.inference.generation.prompts import check_prompts, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.race import Race
 from upshift.loading.placement.memory_limits import read_max_memory
+from upshift.models.generation_config import LENGTHS
 from upshift.models.sequence_length import prompt_and_answer_lengths
 from upshift.serving.engine.scheduler import Scheduler, Ticket, TokenLogprob, TtftEstimator
 from upshift.serving.engine.warmup import WARMUP_TOKENS, measure_passes
@@ -129,6 +130,7 @@ class GenerationWorker:
             max_memory=memory,
             race_seconds=request.race_seconds,
         )
+        eos_ids = self._options({}).eos_token_id  # first, because wrong options end the start
         self.prompt_length, self.output_length = prompt_and_answer_lengths(
             self.generator.source,
             request.prompt_length,
@@ -139,14 +141,13 @@ class GenerationWorker:
         self.seconds = {"reading": time.perf_counter() - start}
         self._open_requests: dict[int, OpenRequest] = {}  # by id
         self._decode_text = deepcopy(self.generator.prompts).decode  # a tokenizer must not be used by two threads at once
-        eos_ids = self.generator.options().eos_token_id
         self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, eos_ids)
 
     def prepare(self) -> Ready:
         """Race the engines, load the winner and measure its passes. Return the report for the server."""
         start = time.perf_counter()
         prompts = self._expected_prompts()
-        options = self.generator.options(max_new_tokens=self.output_length)
+        options = self._options({"max_new_tokens": self.output_length})
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
         rows = min(race.chosen.batch, self.request.concurrency)
@@ -244,16 +245,28 @@ class GenerationWorker:
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
 
+    def _options(self, arguments: Mapping[str, Any]) -> GenerationOptions:
+        """Return the options of a request: its own, then those of the server's ``--set``, then those of the model's files."""
+        requested = {name: value for name, value in arguments.items() if value is not None}
+        defaults = self.request.options
+        if any(name in requested for name in LENGTHS):
+            defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
+        return self.generator.options(**{**defaults, **requested})
+
     def _limit_answer(self, ids: list[int], options: GenerationOptions) -> GenerationOptions:
-        """Return the options of a request that limits no answer: the server's default, or fewer tokens if the model's files or
-        its positions allow fewer."""
-        file_limits = options.model_fields_set & {"max_new_tokens", "max_length"}
-        default = options if file_limits else options.changed(max_new_tokens=DEFAULT_ANSWER_TOKENS)
-        allowed = self.generator.limit_options(ids, default).max_new_tokens
-        longest = self.generator.longest
-        if longest is not None and self.generator.start is None:
-            allowed = min(allowed, longest - len(ids))
-        return options.changed(max_new_tokens=max(min(allowed, DEFAULT_ANSWER_TOKENS), 1), max_length=None)
+        """Return the options of a request that limits no answer.
+
+        The limit is that of ``--set``, else the server's default or fewer tokens if the model's files say so. Neither exceeds the
+        positions that the prompt leaves."""
+        allowed = DEFAULT_ANSWER_TOKENS
+        if options.max_new_tokens is not None or options.max_length is not None:
+            limit = self.generator.limit_options(ids, options, "the prompt", serves=True).new_tokens
+            server_limits = any(self.request.options.get(name) is not None for name in LENGTHS)
+            allowed = limit if server_limits else min(limit, allowed)
+        positions_left = self.generator.positions_left(ids)
+        if positions_left is not None:
+            allowed = min(allowed, positions_left)
+        return options.changed(max_new_tokens=max(allowed, 1), max_length=None)
 
     def _make_sequence(self, request: Generate) -> GeneratedSequence:
         """Return the sequence for a request. Raise RequestError for a prompt or an option that is not possible."""
@@ -261,11 +274,10 @@ class GenerationWorker:
         prompt: Any = request.prompt
         ids: list[int] = list(prompt) if _is_token_ids(prompt) else generator.prompts.tokenize([prompt])[0]
         check_token_ids(ids, generator.vocabulary)
-        arguments = dict(request.options)
-        options: GenerationOptions = generator.options(**arguments)
-        if arguments.get("max_new_tokens") is None:
+        options = self._options(request.options)
+        if request.options.get("max_new_tokens") is None:
             options = self._limit_answer(ids, options)
-        generator.check_positions(ids, options, "the prompt", shares_rows=True)
+        generator.check_positions(ids, options, "the prompt", serves=True)
         if request.top is not None:
             self._grammars.check()
         grammar = None if request.json_schema is None else self._grammars.from_json_schema(request.json_schema)

@@ -40,7 +40,7 @@ def main() -> None:
         with importing():
             from upshift.inference.weights import find_weights
 
-            run_engine = _select_engine(find_weights(request.model))
+            run_engine = _select_engine(find_weights(request.model), request)
     except UpshiftError as error:
         send([Failed(why=str(error), exit_code=error.exit_code)])
         return
@@ -60,7 +60,7 @@ def _take_share(request: EngineRequest) -> None:
         bind_process(request.replica, request.replicas)
 
 
-def _select_engine(source: Any) -> Any:
+def _select_engine(source: Any, request: EngineRequest) -> Any:
     """Return the function that serves a model of this kind: ``serve_embeddings`` or ``serve_texts``."""
     from upshift.inference.encoding.model_config import is_encoder, read_encoding_config
     from upshift.inference.generation.model import generation_task
@@ -69,6 +69,11 @@ def _select_engine(source: Any) -> Any:
         config = read_encoding_config(source)
         if config.output != "embeddings":
             raise RequestError(f"{source.reference!r} gives {config.output}, which no address of OpenAI's is for") from None
+        if request.options:
+            shown = ", ".join(request.options)
+            raise RequestError(
+                f"--set gives {shown} to models that generate, and {source.reference!r} encodes texts; leave it out"
+            )
         from upshift.serving.engine.embedding import serve_embeddings
 
         return serve_embeddings

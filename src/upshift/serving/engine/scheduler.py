@@ -51,7 +51,7 @@ class Ticket:
     @property
     def reserved_tokens(self) -> int:
         """Return the number of cache tokens that are reserved for the request."""
-        return len(self.sequence.prompt) + self.sequence.options.max_new_tokens
+        return len(self.sequence.prompt) + self.sequence.options.new_tokens
 
     @property
     def uncached_tokens(self) -> int:

@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from upshift.errors import RequestError
+from upshift.models.config import stable_positions_in
 from upshift.models.describe import max_positions
 from upshift.models.generation_config import start_token
 from upshift.models.profile_cache import isolation_of
+from upshift.models.sequence_length import check_border
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.xla.generation.options import XlaGeneration, XlaGenerationOptions, read_options
@@ -85,6 +87,8 @@ class XlaGenerator:
         self._functions: dict[XlaGeneration, Any] = {}
         self._passes = passes_of(model.torch_model, model.source)
         self._longest = max_positions(model.torch_model)
+        decoder_config = model.torch_model.config.get_text_config(decoder=True)
+        self._border = stable_positions_in(decoder_config) if self._passes.pads_left else None
 
     @property
     def num_traces(self) -> int:
@@ -92,7 +96,7 @@ class XlaGenerator:
 
     def options(self, **options: Unpack[XlaGenerationOptions]) -> XlaGeneration:
         """Return the options, completed by the model's generation_config.json. Raise RequestError for a wrong option."""
-        return read_options(self.model.source, options, has_encoder=not self._passes.pads_left)
+        return read_options(self.model.source, options)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]) -> list[list[int]]:
         """Return the new token ids of each prompt of token ids, up to the end of its text."""
@@ -106,18 +110,40 @@ class XlaGenerator:
         """Yield the index of each prompt with its new tokens, group by group.
 
         ``first``: the index of the first of these prompts among all, which the random draws depend on."""
-        self._check(prompts, options)
+        self._check(prompts, options, first)
         rows = min(len(prompts), MAX_ROWS)
-        for group in group_prompts([len(prompt) for prompt in prompts], rows=rows, multiple=self._multiple):
-            # A group is filled up with its last prompt, which adds no steps.
-            full = (*group.indices, *[group.indices[-1]] * (rows - len(group.indices)))
-            tokens = self._run([prompts[index] for index in full], [first + index for index in full], group.width, options)
-            for index, row in zip(group.indices, tokens, strict=False):
-                yield index, _cut_at_end(row.tolist(), options)
+        for indices in self._separate([len(prompt) for prompt in prompts], options):
+            group_options = self._options_for(len(prompts[indices[0]]), options)
+            for group in group_prompts([len(prompts[index]) for index in indices], rows=rows, multiple=self._multiple):
+                members = [indices[index] for index in group.indices]
+                # A group is filled up with its last prompt, which adds no steps.
+                full = (*members, *[members[-1]] * (rows - len(members)))
+                draws = [first + index for index in full]
+                tokens = self._run([prompts[index] for index in full], draws, group.width, group_options)
+                for index, row in zip(members, tokens, strict=False):
+                    yield index, _cut_at_end(row.tolist(), group_options)
+
+    def _separate(self, lengths: Sequence[int], options: XlaGeneration) -> list[list[int]]:
+        """Return the indices of prompts by what they may share a program's run with.
+
+        The longest row decides by which factors longrope rotates all rows, so its two sides are apart. With ``max_length``, the
+        options depend on the length of the prompt."""
+        apart: dict[tuple[bool, XlaGeneration], list[int]] = {}
+        for index, length in enumerate(lengths):
+            apart.setdefault((self._is_beyond(length), self._options_for(length, options)), []).append(index)
+        return list(apart.values())
+
+    def _options_for(self, length: int, options: XlaGeneration) -> XlaGeneration:
+        """Return the options for a prompt of ``length`` tokens."""
+        return options.for_prompt(length, has_encoder=not self._passes.pads_left)
+
+    def _is_beyond(self, length: int) -> bool:
+        """Return whether longrope rotates all tokens of a prompt by its factors for long texts."""
+        return self._border is not None and length > self._border
 
     def warm_up(self, *, width: int, rows: int = 1, **options: Unpack[XlaGenerationOptions]) -> CompiledShape:
         """Compile the program for prompts of up to ``width`` tokens, before it is needed."""
-        request = self.options(**options)
+        request = self._options_for(width, self.options(**options))
         (group,) = group_prompts([width], rows=1, multiple=self._multiple)
         num_compiled = len(self.compiled)
         self._run([[0]] * rows, list(range(rows)), group.width, request)
@@ -154,12 +180,18 @@ class XlaGenerator:
 
         return run
 
-    def _check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration) -> None:
-        """Raise RequestError for a prompt that is empty, or too long for the model."""
-        for number, prompt in enumerate(prompts, start=1):
+    def _check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration, first: int) -> None:
+        """Raise RequestError for a prompt that is empty, or too long for the model or for the options."""
+        for number, prompt in enumerate(prompts, start=first + 1):
             if not len(prompt):
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
-            max_new_tokens = options.max_new_tokens
+            max_length = options.max_length
+            if max_length is not None and max_length <= (len(prompt) if self._passes.pads_left else 1):
+                raise RequestError(
+                    f"prompt {number} has {len(prompt):,} tokens, and max_length={max_length} has no room for an answer; give "
+                    "--max-new-tokens 128 (max_new_tokens=128 in Python), or a greater max_length"
+                )
+            max_new_tokens = self._options_for(len(prompt), options).max_new_tokens
             needed = max(len(prompt), max_new_tokens + 1)  # the encoder and the decoder count positions separately
             if self._passes.pads_left:
                 needed = len(prompt) + max_new_tokens
@@ -168,6 +200,11 @@ class XlaGenerator:
                     f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={max_new_tokens:,} more than the "
                     f"{self._longest:,} positions of {self.model.source.reference!r}; shorten it, or ask for fewer tokens"
                 )
+            if self._border is not None:
+                check_border(
+                    len(prompt), max_new_tokens, self._border, shown=f"prompt {number} has {len(prompt):,} tokens",
+                    length=f"max_new_tokens={max_new_tokens:,}", reference=self.model.source.reference,
+                )  # fmt: skip
 
 
 def passes_of(model: Any, source: ModelSource) -> Passes:

@@ -19,6 +19,7 @@ class XlaGeneration(Value):
     """Hold the options of generation. Sampled texts depend on ``seed`` and the prompt's index, not on the grouping of prompts."""
 
     max_new_tokens: int = Field(128, gt=0)
+    max_length: int | None = Field(None, gt=0)  # replaces max_new_tokens; see ``for_prompt``
     min_new_tokens: int = Field(0, ge=0)
     do_sample: bool = False
     temperature: float = Field(1.0, gt=0)
@@ -33,6 +34,19 @@ class XlaGeneration(Value):
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
 
+    def for_prompt(self, length: int, *, has_encoder: bool) -> XlaGeneration:
+        """Return the options for a prompt of ``length`` tokens, without ``max_length``.
+
+        ``max_length`` counts the prompt and the answer, or with an encoder the decoder's start token and the answer. transformers
+        forces the second token of a text, which most prompts of a decoder already have."""
+        before = 1 if has_encoder else length
+        changed: dict[str, Any] = {}
+        if self.max_length is not None:
+            changed = {"max_new_tokens": max(self.max_length - before, 1), "max_length": None}
+        if before != 1 and self.forced_bos_token_id is not None:
+            changed["forced_bos_token_id"] = None
+        return self.changed(**changed) if changed else self
+
     def program(self) -> XlaGeneration:
         """Return these options with the inputs of the program at their defaults: equal for all options of one program."""
         plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in INPUTS}
@@ -43,6 +57,7 @@ class XlaGenerationOptions(TypedDict, total=False):
     """Hold the fields of XlaGeneration as a user may give them. None stands for the model's own value."""
 
     max_new_tokens: int | None
+    max_length: int | None
     min_new_tokens: int | None
     do_sample: bool | None
     temperature: float | None
@@ -58,14 +73,11 @@ class XlaGenerationOptions(TypedDict, total=False):
     seed: int | None
 
 
-def read_options(source: ModelSource, requested: Mapping[str, Any], *, has_encoder: bool) -> XlaGeneration:
+def read_options(source: ModelSource, requested: Mapping[str, Any]) -> XlaGeneration:
     """Return the requested options, completed by the model's generation_config.json.
 
     Raise RequestError for a name or a value that is not possible."""
     options = merge_options(XlaGeneration, source, requested)
     if options.num_beams > 1 and options.do_sample:
         raise RequestError("num_beams over 1 searches and do_sample draws; ask for one: num_beams=1 or do_sample=False")
-    if has_encoder:
-        return options
-    # transformers forces the second token of a text, which the prompt of a decoder already has.
-    return options.changed(forced_bos_token_id=None)
+    return options
