@@ -81,6 +81,8 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
 
 
 MIN_OFFLOADED_BYTES = 2**16  # copying a smaller tensor costs more than it saves
+# Of the copies that autocast makes of fp32 weights. While a tensor is saved, torch says that autocast is off.
+AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 Packed = tuple[torch.device, Tensor]
 
 
@@ -110,7 +112,7 @@ class _WeightStorages:
                 continue
             if address == parameter.untyped_storage().data_ptr():
                 return True
-            if parameter.dtype != tensor.dtype and parameter.requires_grad and torch.is_autocast_enabled("cuda"):
+            if tensor.dtype in AUTOCAST_DTYPES and parameter.dtype == torch.float32 and parameter.requires_grad:
                 copy = autocast_copy(parameter).untyped_storage().data_ptr()
                 self._copies.add(copy)
                 if address == copy:
