@@ -93,6 +93,8 @@ def test_the_installed_version_has_every_name(module: Any) -> None:
     names = [name for value in values for name in value if isinstance(name, Internal)]
     assert len(names) > 20
     for name in names:
+        if "_cuda_" in name.name and torch.version.cuda is None:
+            continue  # a torch for the CPU has none of CUDA's functions
         if isinstance(name, Mark):
             assert lookup._mentions(*name.name.split(":")), name
         elif ":" in name.name:
