@@ -119,8 +119,13 @@ WORDS = {  # by pydantic's name of a problem; its limits fill the places
 
 
 def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
-    """Return the first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
-    problem = error.errors()[0]
+    """Return one validation problem as a line that names the key, the value and, for an unknown key, the valid set.
+
+    An unknown key comes first, because it may be a misspelling of one that is missing.
+    """
+    problems = error.errors()
+    unknown = (problem for problem in problems if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1)
+    problem = next(unknown, problems[0])
     key = ".".join(str(level) for level in problem["loc"]) or "document"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f"unknown key {key!r}; the keys are {', '.join(sorted(cls.model_fields))}"

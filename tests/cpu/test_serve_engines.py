@@ -30,6 +30,8 @@ VOCABULARY = 100
 class Letters:
     """An encoder whose tokens are letters. It fails at a text with an exclamation mark; without a token nothing is finite."""
 
+    shortest = 1  # tokens of a text
+
     def __init__(self, model: str, **more: Any) -> None:
         self.source = ModelSource(reference=model, directory=None, config={"model_type": "bert", "vocab_size": VOCABULARY})
         self.tokenizer = self.encoding = self.setup = self
