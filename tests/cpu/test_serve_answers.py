@@ -173,4 +173,4 @@ def test_log_probabilities_of_a_chat(server: Running) -> None:
     plain = chat(server, **asked | {"logprobs": False, "top_logprobs": None}).json()["choices"][0]
     assert plain["logprobs"] is None
     refused = chat(server, top_logprobs=2)
-    assert refused.status_code == 400 and "logprobs: true" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "set logprobs to true" in refused.json()["error"]["message"]
