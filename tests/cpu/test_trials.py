@@ -182,6 +182,7 @@ def test_what_was_timed_beside_other_programs_is_timed_again(
         assert Beside.count >= 12 + worker.MIN_TIMED
 
 
+@pytest.mark.usefixtures("new_processes")  # a fork has the libraries' pages from its parent, which are not counted
 def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: TrainingData, stored: Path, tmp_path: Path) -> None:
     plan = a_plan(model, packing=True, loss_chunk_tokens=64)
     with trial_server() as server:
