@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from upshift.hardware.exchange_probe import free_port
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.settings import Ranks
@@ -24,7 +25,6 @@ from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job import rendezvous
 from upshift.training.job.job import Job, prepare_data, run_job
 from upshift.training.job.launched import run_launched
-from upshift.training.process_group import free_port
 
 LENGTH, STEPS, LIMIT = 16, 24, 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

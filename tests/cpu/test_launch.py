@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from upshift.errors import JobFailed
+from upshift.hardware.exchange_probe import free_port
 from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
-from upshift.training.process_group import free_port
 
 RANKS = Path(__file__).parent / "launching_ranks"
 SECONDS = 120.0  # a rank imports torch before it begins, beside whatever else runs

@@ -1,17 +1,46 @@
-"""Time how fast the ranks of the default process group exchange tensors, for the processes of the probe."""
+"""Time how fast ranks on this machine exchange tensors, for the processes of the probe."""
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 LATENCY_BYTES = 2**10
 REPEATS = 5
+PATIENCE = timedelta(seconds=120)  # how long one rank waits for the others
+
+
+def free_port() -> int:
+    """Return a free port of 127.0.0.1. Another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def measure_exchanges(
+    backend: str, device: str, *, rank: int, ranks: int, port: int, large_bytes: int
+) -> dict[str, tuple[float, float]]:
+    """Return (seconds of a small tensor, bytes per second of a large one) of each operation between ranks on this machine.
+
+    Raise RuntimeError, as torch does, if the process group fails.
+    """
+    import torch.distributed as dist
+
+    # With an address instead of a store, torchrun's environment would make torch connect to the agent's store.
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, timeout=PATIENCE, rank=rank, world_size=ranks)
+    small = exchange_seconds(LATENCY_BYTES, device=device)
+    large = exchange_seconds(large_bytes, device=device)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {name: (small[name], large_bytes / large[name]) for name in small}
 
 
 def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
-    """Return the median seconds of each operation on a tensor of ``num_bytes``, between all ranks.
+    """Return the median seconds of each operation on a tensor of ``num_bytes``, between all ranks of the default group.
 
     ``send`` is from the first rank to the second one.
     """
@@ -50,8 +79,3 @@ def exchange_seconds(num_bytes: int, *, device: str) -> dict[str, float]:
             samples.append(time.perf_counter() - start)
         seconds[name] = statistics.median(samples[1:])
     return seconds
-
-
-def links_of(small: dict[str, float], large: dict[str, float], large_bytes: int) -> dict[str, tuple[float, float]]:
-    """Return (seconds of the small tensor, bytes per second of the large one) of each operation."""
-    return {name: (small[name], large_bytes / large[name]) for name in small}

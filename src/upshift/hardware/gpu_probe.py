@@ -12,14 +12,13 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
+from upshift.hardware.exchange_probe import measure_exchanges
 from upshift.hardware.probe import dispatch_seconds, matrix_rate, median_seconds, triad_rate
 from upshift.hardware.spec import TRITON_CAPABILITY
 from upshift.parent_process import take_stdout
@@ -37,7 +36,6 @@ PINNED_BYTES = 256 * MIB
 EXCHANGED_BYTES = 64 * MIB
 PRODUCTS = (("fp32", "float32"), ("fp32_medium", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"))
 NUM_MEASUREMENTS = 6
-PATIENCE = timedelta(seconds=120)  # how long one rank waits for the others
 
 
 def measure_rates(limit_seconds: float, unsupported: list[str]) -> dict[str, Any]:
@@ -118,21 +116,6 @@ def _copy_rate(limit_seconds: float) -> float:
     return num_bytes / median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=limit_seconds)
 
 
-def measure_exchanges(rank: int, ranks: int, port: int) -> dict[str, tuple[float, float]]:
-    """Return the seconds of a small tensor and the bytes per second of a large one, by operation of NCCL between all GPUs."""
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=PATIENCE)
-    dist.init_process_group("nccl", store=store, timeout=PATIENCE, rank=rank, world_size=ranks)
-    small = exchange_seconds(LATENCY_BYTES, device="cuda")
-    large = exchange_seconds(EXCHANGED_BYTES, device="cuda")
-    dist.barrier()
-    dist.destroy_process_group()
-    return links_of(small, large, EXCHANGED_BYTES)
-
-
 def exchange_path(ranks: int) -> str:
     """Return in words how NCCL moves bytes between the GPUs: peer to peer, or through the host's memory."""
     nccl = read_nccl_paths()
@@ -151,8 +134,11 @@ def are_peers(ranks: int) -> bool:
 
 def measure_rank(rank: int, ranks: int, port: int) -> dict[str, Any]:
     """Return the exchanges and their path on the first rank. The other ranks only take part."""
+    import torch
+
     try:
-        exchanges = measure_exchanges(rank, ranks, port)
+        torch.cuda.set_device(rank)
+        exchanges = measure_exchanges("nccl", "cuda", rank=rank, ranks=ranks, port=port, large_bytes=EXCHANGED_BYTES)
         return {"exchanges": exchanges, "path": exchange_path(ranks), "failures": {}} if rank == 0 else {"failures": {}}
     except RuntimeError as error:  # errors of NCCL and of the store are of this type, too
         return {"failures": {"exchanges": _first_line(error)}}

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from upshift import parent_process
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
-from upshift.hardware.probe_process import free_port
+from upshift.hardware.exchange_probe import free_port
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
 from upshift.hardware.torch_build import lacks_cuda
 from upshift.units import MIB

@@ -10,21 +10,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 from upshift.errors import MissingInternal
-from upshift.hardware.exchange_probe import LATENCY_BYTES, exchange_seconds, links_of
+from upshift.hardware.exchange_probe import free_port, measure_exchanges
 from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.parent_process import end_with, take_stdout
 
 LARGE_BYTES = 2**23
-PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
 
 def measure_resident_bytes(num_threads: int) -> int:
@@ -76,35 +73,18 @@ def fork_exchange_partner(port: int) -> int | None:
     if child == 0:
         try:
             end_with(parent)
-            measure_exchanges(1, port)
+            measure_gloo(1, port)
         finally:
             os._exit(0)
     return child
 
 
-def measure_exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
-    """Return the median seconds of a small tensor and the bytes per second of a large one, for each operation of gloo.
-
-    Return nothing if gloo fails."""
-    import torch.distributed as dist
-
+def measure_gloo(rank: int, port: int) -> dict[str, tuple[float, float]]:
+    """Return the exchanges of gloo between two processes. Return nothing if gloo fails."""
     try:
-        # With an address instead of a store, torchrun's environment would make torch connect to the agent's store.
-        store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE)
-        dist.init_process_group("gloo", store=store, timeout=PATIENCE, rank=rank, world_size=2)
-        small = exchange_seconds(LATENCY_BYTES, device="cpu")
-        large = exchange_seconds(LARGE_BYTES, device="cpu")
-        dist.barrier()
-        dist.destroy_process_group()
+        return measure_exchanges("gloo", "cpu", rank=rank, ranks=2, port=port, large_bytes=LARGE_BYTES)
     except RuntimeError:  # torch raises this type for errors of a process group
         return {}
-    return links_of(small, large, LARGE_BYTES)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
@@ -112,7 +92,7 @@ if __name__ == "__main__":
     port = free_port()
     child = fork_exchange_partner(port)
     alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
-    together = {"exchanges": {} if child is None else measure_exchanges(0, port)}
+    together = {"exchanges": {} if child is None else measure_gloo(0, port)}
     if child is not None:
         os.waitpid(child, 0)
     stdout.write(json.dumps(alone | together) + "\n")

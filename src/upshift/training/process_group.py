@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from upshift import parent_process
 from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
+from upshift.hardware.exchange_probe import free_port
 from upshift.internals.torch_names import DEFAULT_STORE, is_fork_after_cuda
 from upshift.parent_process import end_with
 from upshift.planning.plan import Plan
@@ -194,10 +194,3 @@ def _describe_cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     else:
         message = f"{rank_name} failed: {type(error).__name__}: {text}"
     return {"words": message, "out_of_memory": refusal is not None, "is_request": isinstance(error, RequestError)}
-
-
-def free_port() -> int:
-    """Return a free port of 127.0.0.1. Another process may take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
