@@ -77,6 +77,14 @@ def write(folder: Path, changed: dict[str, Any]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(fields))
 
 
+def write_field(folder: Path, name: str) -> dict[str, Any]:
+    """Write a file with a field's value. Return the fields beside it without which it could not change a text."""
+    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
+    beside = {"max_new_tokens": None} if name == "max_length" else {}
+    write(folder, base | {name: VALUES[name]} | beside)
+    return base
+
+
 def by_transformers(folder: Path, kind: Any) -> list[list[int]]:
     reference = kind.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -98,11 +106,7 @@ def test_every_field_has_a_value_here() -> None:
 @pytest.mark.parametrize("name", sorted(set(VALUES) - set(SAMPLING) - {"do_sample"}))
 def test_a_field_is_done_as_by_transformers_or_refused(name: str, model: tuple[Path, Any], generator: upshift.Generator) -> None:
     folder, kind = model
-    changed = {name: VALUES[name]}
-    if name == "max_length":
-        changed["max_new_tokens"] = None
-    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
-    write(folder, base | changed)
+    base = write_field(folder, name)
     fresh = name == "decoder_start_token_id"  # read once, when a model is read
     ours = upshift.Generator(str(folder), engine="torch") if fresh else generator
     if name in REFUSED:
@@ -204,11 +208,7 @@ def test_a_compiled_generator_writes_the_texts_of_transformers_or_refuses_a_fiel
     name: str, model: tuple[Path, Any], compiled: Any
 ) -> None:
     folder, kind = model
-    changed = {name: VALUES[name]}
-    if name == "max_length":
-        changed["max_new_tokens"] = None
-    base = {"eos_token_id": [*range(1, 250)]} if name in ("min_length", "min_new_tokens") else {}
-    write(folder, base | changed)
+    write_field(folder, name)
     ours = compiled_generator(folder) if name == "decoder_start_token_id" else compiled  # read once, when a model is read
     try:
         ours.options()

@@ -32,18 +32,23 @@ def test_no_cell_is_wrong(name: str, tmp_path: Path) -> None:
     assert {cell: outcome for cell, (outcome, _) in found.items()} == expected, found
 
 
-def test_another_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cells can fail: a weight that is changed behind their back shows in every one that computes."""
-    model = TinyModel("causal", "gpt2", "GPT2LMHeadModel", tmp_path, describe(model_matrix.HOST))
+def scale_reference(model: TinyModel, weight: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply a weight of the reference behind the back of the cells."""
     right = model.reference
 
     def changed() -> torch.nn.Module:
-        found = right()
+        reference = right()
         with torch.no_grad():
-            found.transformer.ln_f.weight.mul_(3.0)
-        return found
+            reference.get_parameter(weight).mul_(factor)
+        return reference
 
     monkeypatch.setattr(model, "reference", changed)
+
+
+def test_another_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells can fail: a weight that is changed behind their back shows in every one that computes."""
+    model = TinyModel("causal", "gpt2", "GPT2LMHeadModel", tmp_path, describe(model_matrix.HOST))
+    scale_reference(model, "transformer.ln_f.weight", 3.0, monkeypatch)
     for cell in ("load", "train plain", "encode", "generate"):
         assert outcome_of(cells(model)[cell])[0] == "WRONG", cell
 
@@ -56,15 +61,7 @@ def test_noise_in_training_is_no_error_and_hides_none(cell: str, tmp_path: Path,
     inputs = {"input_ids": ids, "labels": ids}
     assert model_matrix_cells.draws_in_training(model.reference(), inputs)
     assert outcome_of(cells(model)[cell])[0] == "ok"
-    right = model.reference
-
-    def changed() -> torch.nn.Module:
-        reference = right()
-        with torch.no_grad():
-            reference.model.norm.weight.mul_(1.01)
-        return reference
-
-    monkeypatch.setattr(model, "reference", changed)
+    scale_reference(model, "model.norm.weight", 1.01, monkeypatch)
     assert outcome_of(cells(model)[cell])[0] == "WRONG"
 
 
