@@ -271,7 +271,7 @@ class Isolation(Value):
     padding_reason: str = Field("", description="what was seen of padding that changes results")
     left_padding: str = Field("", description="why texts must not be padded on the left, as generation does; empty: they may be")
     by_token: str = Field("", description="why a text must not be generated token by token, with a cache; empty: it may be")
-    shortest: int = Field(1, description="tokens of the shortest text that the model computes")
+    shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
     loss_shifts: bool = Field(True, description="a label's loss is of the place before it: the loss of next tokens")
 

@@ -40,6 +40,8 @@ from upshift.models.source import ModelSource
 FIRST_LENGTH = 11  # tokens; longer than SHORT_WINDOW, and no round number
 SECOND_LENGTH = 21
 PADDING_LENGTH = 5
+# Texts are encoded by models without such a head. Their shortest text is not measured, which takes seconds of a deep model.
+LANGUAGE_MODEL_OBJECTIVES = ("causal-lm", "masked-lm", "seq2seq-lm")
 ENOUGH_LENGTHS = 8  # in a row that are computed; then longer texts are, too
 SHORT_LENGTHS = range(1, 41)  # tokens of texts that a model may be unable to compute
 LAST_TOKENS = 2  # tokens that are computed one at a time, after the others
@@ -67,7 +69,8 @@ def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedMode
             try:
                 probe = _Probe(small_config, model_class, objective)
                 by_token, left = probe.generation_problems()  # first, because a model without a loss can generate, too
-                shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
+                if objective not in LANGUAGE_MODEL_OBJECTIVES:
+                    shortest = _shortest_text(config, model_class, objective) or probe.shortest_text() or 1
                 isolation = probe.isolation()
                 return isolation.model_copy(update={"by_token": by_token, "left_padding": left, "shortest": shortest})
             except Exception as error:  # a copy of these sizes may fail anywhere in the model's code; then try the next one
