@@ -119,4 +119,4 @@ def test_a_cache_that_cannot_be_used(
 
 def test_the_demo_writes_into_a_folder(upshift: Command, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    one_line(upshift("demo", "-o", tmp_path / "file"), f"--output {tmp_path / 'file'} is no folder")
+    one_line(upshift("demo", "-o", tmp_path / "file"), f"--output {tmp_path / 'file'} is a file", "give a folder")

@@ -88,6 +88,6 @@ def test_wrong_requests(model: str, upshift: Command) -> None:
 
 @compiled
 def test_wrong_requests_of_the_compiler(model: str, upshift: Command) -> None:
-    for arguments, words in ((("--batch", 6), "multiple of 4"), (("--dtype", "int8"), "float32 or bfloat16")):
+    for arguments, words in ((("--batch", 6), "multiple of 4"), (("--dtype", "int8"), "use one of bfloat16, float32")):
         done = upshift("xla", "compile", model, "--topology", "v5e-4", *arguments)
         assert done.code == 2 and words in done.err

@@ -282,7 +282,7 @@ def test_the_command_trains_from_text_and_from_records(upshift, told, tmp_path):
     "asked, words",
     [
         (("--backend", "xla", "--lora-rank", 4), ("--lora-rank", "--backend torch")),
-        (("--backend", "jax"), ("--backend jax", "torch or xla")),
+        (("--backend", "jax"), ("--backend 'jax'", "torch, xla")),
         (("--backend", "xla", "--set", "zero=3"), ("--set zero", "gradient_accumulation_steps")),
     ],
 )
