@@ -22,7 +22,7 @@ from upshift.hardware import describe
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
 from upshift.planning.layout import FullyShard
 from upshift.planning.plan import changes_of_mathematics
-from upshift.training.data.data_options import DataOptions, LongRows, LossOn
+from upshift.training.data.data_options import DataOptions, LongRows, LossOn, ObjectiveName
 from upshift.training.data.row_formats import RowFormat
 
 
@@ -139,7 +139,7 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences of one optimizer step, over all ranks. No plan changes it.", panel=Panel.TRAINING,
+        "--global-batch", text="Sequences of one optimizer step, over all ranks; with --objective dpo, pairs. No plan changes it.", panel=Panel.TRAINING,
         metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
@@ -278,6 +278,13 @@ LossOnOption = Annotated[
         panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
     ),
 ]  # fmt: skip
+ObjectiveOption = Annotated[
+    str | None,
+    option(
+        "--objective", text="What the model learns; dpo: to prefer chosen answers to rejected ones",
+        panel=Panel.TRAINING, metavar="NAME", default="the model's own", choices=get_args(ObjectiveName),
+    ),
+]  # fmt: skip
 LongRowsOption = Annotated[
     str | None,
     option(
@@ -313,7 +320,7 @@ def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
     """Return what the user says of the data. ``options``: options of the command, by name."""
-    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields})
+    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields if name in options})
 
 
 class LayoutFlag(NamedTuple):

@@ -121,7 +121,10 @@ class RunDisplay:
         elif kind == "Waited":
             self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
         elif kind == "Evaluated":
-            self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
+            self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{_rewards_text(event)}[/dim]")
+        elif kind == "Referenced":
+            seconds = format_seconds(event.seconds)
+            self._print(f"[dim]log-probabilities of {event.num_pairs:,} pairs before the training: {seconds}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
         elif kind == "Started":
@@ -134,9 +137,16 @@ class RunDisplay:
         if self.predicted_bytes:
             memory += f" of {format_bytes(self.predicted_bytes)} predicted"
         speed = f"{event.tokens_per_second:,.0f} tokens/s"
-        text = f"loss {event.loss:.3f} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
+        text = f"loss {event.loss:.3f}{_rewards_text(event)} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
 
     def _print(self, text: str) -> None:
         if not self.quiet:
             self.progress.console.print(text, highlight=False)
+
+
+def _rewards_text(event: Any) -> str:
+    """Return the rewards of pairs, or nothing for other sequences."""
+    if event.reward_accuracy is None:
+        return ""
+    return f" · reward accuracy {event.reward_accuracy:.0%} · margin {event.reward_margin:.3f}"

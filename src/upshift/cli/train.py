@@ -24,6 +24,7 @@ from upshift.cli.options import (
     LossOnOption,
     MaxGradNorm,
     Model,
+    ObjectiveOption,
     Overwrite,
     SequenceLength,
     Set,
@@ -41,7 +42,7 @@ from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
+from upshift.training.arguments import BETA, DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 Output = Annotated[Path, output_folder("The folder for the trained model and its checkpoints.")]
@@ -78,6 +79,13 @@ Seed = Annotated[
     option(
         "--seed", text="The seed of the order of the data, of dropout and of random weights.", panel=Panel.OPTIMIZATION,
         metavar="N", least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
+DpoBeta = Annotated[
+    float,
+    option(
+        "--dpo-beta", text="With --objective dpo: a larger value keeps the model closer to what it was.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
 MupBase = Annotated[
@@ -136,6 +144,7 @@ def command(
     model: Model,
     data: Data,
     output: Output = DEFAULT_OUTPUT,
+    objective: ObjectiveOption = None,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
     max_steps: MaxSteps = None,
@@ -146,6 +155,7 @@ def command(
     max_grad_norm: MaxGradNorm = 1.0,
     lr_scheduler_type: Schedule = "linear",
     seed: Seed = 42,
+    dpo_beta: DpoBeta = BETA,
     eval_steps: EvalSteps = 0,
     save_steps: SaveSteps = 0,
     save_total_limit: SaveTotalLimit = 2,
@@ -211,4 +221,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         sys.stdout.write(record.to_json() + "\n")
     elif record.predicted is not None and record.measured is not None:
         tables.out.print(tables.prediction_table(record.predicted, record.measured))
+        if record.details.get("evaluation_rewards"):
+            _, accuracy, margin = record.details["evaluation_rewards"][-1]
+            tables.out.print(f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}, by {margin:.3f} on average")
         tables.out.print(f"Held-out loss {tables.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")

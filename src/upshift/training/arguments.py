@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from upshift.errors import RequestError
 from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
 from upshift.training.data.data_options import DataKeywords, DataOptions
@@ -20,6 +21,7 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
+BETA = 0.1  # of DPO, as in TRL's DPOConfig
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
@@ -35,6 +37,7 @@ class Arguments(Value):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
     seed: int = Field(42, ge=0, lt=SEEDS)
     eval_steps: int = Field(0, ge=0, description="0: only at the end")
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
@@ -103,7 +106,10 @@ class TrainRequest(RunNumbers, DataOptions):
         """
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
-        return cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+        request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+        if checked.dpo_beta != BETA and not request.has_pairs:
+            raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
+        return request
 
     @property
     def resume_from(self) -> Path | None:

@@ -28,6 +28,7 @@ from upshift.cli.options import (
     MaxTpot,
     MaxTtft,
     Model,
+    ObjectiveOption,
     OutputLength,
     PromptLength,
     SequenceLength,
@@ -102,7 +103,7 @@ Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Pan
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
     set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
-    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True,
     generate: plan_inference.Generate = False, encode: plan_inference.Encode = False, prompt_length: PromptLength = None,
     output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
@@ -132,11 +133,13 @@ def command(
     asked.check(on)
     options = data_options_of(locals())
     _check_data_options(risk, data, options)
+    if options.has_pairs and largest is not None:
+        raise RequestError("--largest is not for --objective dpo; leave one of the two out")
     allowed = check_allow(split_names(allow))
     source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
-        sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
+        sequence_length=length, global_batch=global_batch * options.rows_together, rows_together=options.rows_together, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
         lengths=_read_lengths(model, data, sequence_length=length, options=options), risk=risk,
     )  # fmt: skip
     lengths_at = None if data is None else _lengths_at(model, data, options)
@@ -163,7 +166,7 @@ def command(
 
 def _check_data_options(risk: float | None, data: str | None, options: DataOptions) -> None:
     for name, value in options.model_dump().items():
-        if value is not None and data is None:
+        if value is not None and data is None and name != "objective":
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
@@ -205,7 +208,8 @@ def _print_planning(planning: Planning, *, rows: int) -> None:
     host = planning.host
     workload = planning.workload
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
-    size = f"global batch {workload.global_batch}{unit}"
+    pairs = " pairs" if workload.rows_together > 1 else ""
+    size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:

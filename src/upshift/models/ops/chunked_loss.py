@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy, linear_token_losses
 
 Number = float  # DeferredLogits has a method of the name float
 
@@ -158,6 +158,14 @@ class DeferredLogits:
         return torch.where(
             num_labels > 0, total / num_labels.clamp(min=1), torch.nan
         )  # without labels: NaN, and gradients of zero
+
+    def token_losses(self, target: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+        """Return the cross entropy of each of these logits [N, V] with its label [N], 0 for ignored labels."""
+        if self.ndim != 2 or target.ndim != 1 or isinstance(self.weight, DTensor):
+            raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
+        self.uses.losses += 1
+        head = self.head._replace(ignore_index=ignore_index)
+        return linear_token_losses(self.hidden, self.weight, self.bias, target, head)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

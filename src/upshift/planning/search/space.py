@@ -318,6 +318,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
     """Return why a value of a field is not legal for this model, in brackets."""
     if value in PACKED_KERNELS:
         return f" ({why_kernel_unusable(value, host, profile) or 'it is planned for one device'})"
+    if name == "packing" and workload.rows_together > 1:
+        return " (--objective dpo compares two rows)"
     if name == "packing":
         kernels = choices(host, profile, workload)["attention"]
         return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
@@ -437,7 +439,7 @@ def _can_chunk(profile: ModelProfile) -> bool:
 
 def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
     lengths = workload.lengths
-    short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    short = workload.rows_together == 1 and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
     return short and profile.objective == "causal-lm" and can_pack(profile, kernels)
 
 
@@ -446,7 +448,7 @@ def _process_counts(host: Host, workload: Workload) -> list[int]:
         return [1]
     cores = host.cpu.usable_cores
     candidates = {1, host.cpu.numa_nodes or 1, *({2} if cores >= 2 else set())}
-    return sorted(count for count in candidates if cores % count == 0 and workload.global_batch % count == 0)
+    return sorted(count for count in candidates if cores % count == 0 and workload.num_units % count == 0)
 
 
 def _has_glibc() -> bool:

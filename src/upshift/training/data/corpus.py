@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
+from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
     SPLIT_WORDS,
@@ -228,13 +228,15 @@ class CorpusSummary(Value):
     num_skipped_binary: int  # files that are not UTF-8 text
 
 
-Document = str | TextFile | TokenRow | Chat | PromptCompletion
+Document = str | TextFile | TokenRow | Chat | PromptCompletion | PreferencePair
 
 
 def content_of(document: Document) -> str:
     """Return what a document is, for messages."""
     if isinstance(document, TokenRow):
         return "token ids"
+    if isinstance(document, PreferencePair):
+        return "two chats to compare" if isinstance(document.chosen, Chat) else "two texts to compare"
     if isinstance(document, PromptCompletion):
         return "a prompt and a completion of plain text"
     if isinstance(document, Chat):
@@ -351,6 +353,7 @@ def read_corpus(
     data_format: RowFormat | None = None,
     pattern: str | None = None,
     has_decoder: bool = False,
+    with_preferences: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -362,11 +365,12 @@ def read_corpus(
         data_format: what the rows of a table are.
         pattern: a glob that selects the files of a folder of texts.
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
+        with_preferences: whether the rows are pairs of a chosen and a rejected answer.
     """
-    check_data_format(text_column, data_format)
+    check_data_format(text_column, data_format, with_preferences=with_preferences)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    selection = _Selection(text_column, data_format, has_decoder)
+    selection = _Selection(text_column, data_format, has_decoder, with_preferences)
     documents, evaluation = _open_saved_dataset(path, selection) if is_saved else _open_files(path, selection, pattern)
     first = documents.first()
     if first is None:
@@ -412,6 +416,7 @@ class _Selection(NamedTuple):
     text_column: str | None
     data_format: RowFormat | None
     has_decoder: bool
+    with_preferences: bool
 
 
 def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
@@ -425,6 +430,12 @@ def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple
         raise RequestError(
             f"{option} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
+        )
+
+    if data_files.kind == "text" and selection.with_preferences:
+        raise RequestError(
+            f"--objective dpo learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
+            "(JSON, CSV, Parquet, Arrow), or leave --objective out"
         )
 
     def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
@@ -463,6 +474,7 @@ class _ColumnChooser:
                 data_format=self._selection.data_format,
                 empty=empty,
                 origin=origin,
+                with_preferences=self._selection.with_preferences,
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder

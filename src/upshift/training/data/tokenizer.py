@@ -21,7 +21,7 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
 from upshift.training.data.special_tokens import ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
-from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation
+from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -166,7 +166,7 @@ def tokenize_corpus(
     options = options or DataOptions()
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
-    limit = RowLimit(sequence_length, long_rows)
+    limit = NO_LIMIT if options.has_pairs else RowLimit(sequence_length, long_rows)  # a pair is cut as a whole, later
 
     def tokenize_part(documents: Documents, progress: Progress | None) -> TokenizedCorpus:
         tokenized = tokenize(documents, tokenizer, loss_on=loss_on, side_length=side_length, limit=limit, progress=progress)
@@ -176,6 +176,8 @@ def tokenize_corpus(
         return tokenized
 
     training = tokenize_part(corpus.documents, progress)
+    if corpus.evaluation is None and options.has_pairs:
+        return hold_out_pairs(training)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
     evaluation = tokenize_part(corpus.evaluation, None)

@@ -18,7 +18,7 @@ from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
-from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
+from upshift.training.checkpoint.directory import REFERENCE_NAME, newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
@@ -31,7 +31,7 @@ from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER, REFERENCE_NAME)
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
@@ -45,6 +45,7 @@ class Run(Value):
     data: str  # fingerprint of the training sequences
     global_batch: int
     sequence_length: int
+    objective: str | None = None  # that the user asked for
     arguments: Arguments
     id: str  # the same in each of its checkpoints
     finished: bool = False
@@ -80,7 +81,8 @@ def new_run(job: Job, sequences: Sequences) -> Run:
     return Run(
         model=job.plan.model,
         data=fingerprint(sequences),
-        global_batch=job.global_batch,
+        global_batch=job.global_batch // job.data_options.rows_together,
+        objective=job.data_options.objective,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
         id=secrets.token_hex(8),
@@ -126,7 +128,7 @@ def check_run_file(directory: Path) -> None:
 
 def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
-    names = ("global_batch", "sequence_length", "model", "data")
+    names = ("global_batch", "sequence_length", "model", "objective", "data")
     compared = [(name, getattr(previous_run, name), getattr(run, name)) for name in names]
     for name, value in previous_run.arguments:
         if name not in CHANGEABLE_ARGUMENTS:

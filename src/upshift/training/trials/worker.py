@@ -120,6 +120,8 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     uncompiled = plan.changed(torch_compile="off")
     model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, mesh)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, mesh)
+    if batches.longest.has_pairs:
+        turn_off_dropout(model)
     check_loss = evaluate(model, plan, batches.checked)
 
     def complete(result: TrialResult) -> TrialResult:
@@ -167,7 +169,12 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
     )
     first_ids = source_of_batches.sequence_ids(Position())[:CHECK_SEQUENCES]
     first_sequences = replace(sequences, starts=sequences.starts[first_ids], lengths=sequences.lengths[first_ids])
-    checked = evaluation_batches(first_sequences, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective)
+    checked = evaluation_batches(
+        first_sequences,
+        global_batch=CHECK_SEQUENCES,
+        layout=layout.changed(rows_together=1),
+        objective=objective.changed(has_pairs=False),  # of pairs the loss of each label, which shows a wrong model better
+    )
     ahead = look_ahead(source_of_batches, num_steps=request.total_steps)
     longest = next(source_of_batches.batches(source_of_batches.position_of_step(ahead.longest_step)))
     most_tokens = request.plan.per_device_train_batch_size * sequences.sequence_length
@@ -475,7 +482,7 @@ class Trial:
         """
         train_step = self.train_step
         plan = self.plan
-        micro_batch = batch.micro_batches[0]
+        micro_batch = without_pairs(batch.micro_batches[0])
         if plan.torch_compile == "off":
             return 1.0, 0.0
         with torch.no_grad():
