@@ -60,7 +60,9 @@ def data(home: Path) -> TrainingData:
     return prepare_data(find_model(str(home / "model")), home / "pairs", sequence_length=LENGTH, options=DPO)
 
 
-def a_job(home: Path, output: Path, *, plan: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **fields: Any) -> Job:
+def a_job(
+    home: Path, output: Path, *, plan: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **fields: Any
+) -> Job:
     fixed = {
         "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch",
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
@@ -95,7 +97,9 @@ def test_losses_follow_from_their_definition(home: Path, data: TrainingData) -> 
     """The first two steps by torch alone, one sequence at a time, without padding."""
     model_class, _ = choose_class(find_model(str(home / "model")).hf_config, "model")
     model = model_class.from_pretrained(home / "model").eval()
-    source = BatchSource(sequences=data.training, global_batch=8, layout=Layout(micro_batch=2, rows_together=2), objective=data.objective, seed=42)
+    source = BatchSource(
+        sequences=data.training, global_batch=8, layout=Layout(micro_batch=2, rows_together=2), objective=data.objective, seed=42
+    )
     reference = model_class.from_pretrained(home / "model").eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
 
@@ -148,7 +152,9 @@ def test_no_plan_changes_the_losses(
 
 
 @pytest.mark.parametrize("layout", [{}, {"fully_shard": "weights", "shard_size": 2}], ids=["data parallel", "fsdp"])
-def test_ranks_train_as_one_process(layout: dict[str, Any], home: Path, data: TrainingData, plain: Record, tmp_path: Path) -> None:
+def test_ranks_train_as_one_process(
+    layout: dict[str, Any], home: Path, data: TrainingData, plain: Record, tmp_path: Path
+) -> None:
     """The last batch has one pair, so one of the ranks has none."""
     plan = {"num_processes": 2, "gradient_accumulation_steps": 1, "layout": layout}
     record = run_job(a_job(home, tmp_path / "out", plan=plan), data)
@@ -186,7 +192,9 @@ def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path,
     + [{"num_processes": 2, "layout": {name: 2}} for name in ("tensor_parallel", "context_parallel", "pipeline_parallel")],
     ids=str,
 )
-def test_a_plan_that_cannot_compare_is_rejected_by_name(plan: dict[str, Any], home: Path, data: TrainingData, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_compare_is_rejected_by_name(
+    plan: dict[str, Any], home: Path, data: TrainingData, tmp_path: Path
+) -> None:
     name = next(iter(plan.get("layout", plan)))
     with pytest.raises(RequestError, match=name) as caught:
         run_job(a_job(home, tmp_path / "out", plan=plan), data)

@@ -33,12 +33,13 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "data_format": ("--data-format alpaca", "alpaca"),
     "loss_on": ("--loss-on all", "all"),
     "long_rows": ("--long-rows drop", "drop"),
+    "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
 }
 ARGUMENTS = {
     "learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine",
-    "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6,
+    "dpo_beta": 0.4, "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6,
 }  # fmt: skip
 
 
@@ -60,7 +61,9 @@ def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
 
 def test_the_arguments_reach_the_request() -> None:
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ARGUMENTS.items())
-    found = asked(words)
+    with pytest.raises(RequestError, match=r"^--dpo-beta 0.4 is for --objective dpo; add --objective dpo, or leave it out$"):
+        asked(words)
+    found = asked(f"{words} --objective dpo")
     assert found.arguments == Arguments(max_steps=1, **ARGUMENTS)
     assert found.arguments_for(9) == Arguments(max_steps=9, **ARGUMENTS) and not found.clips_gradients
 

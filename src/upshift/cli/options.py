@@ -139,8 +139,8 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences of one optimizer step, over all ranks; with --objective dpo, pairs. No plan changes it.", panel=Panel.TRAINING,
-        metavar="N", least=1, most=LARGEST_BATCH,
+        "--global-batch", text="Sequences (dpo: pairs) of one optimizer step, over all ranks. No plan changes it.",
+        panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
 Epochs = Annotated[

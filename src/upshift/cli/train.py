@@ -223,5 +223,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         tables.out.print(tables.prediction_table(record.predicted, record.measured))
         if record.details.get("evaluation_rewards"):
             _, accuracy, margin = record.details["evaluation_rewards"][-1]
-            tables.out.print(f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}, by {margin:.3f} on average")
+            tables.out.print(
+                f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}, by {margin:.3f} on average"
+            )
         tables.out.print(f"Held-out loss {tables.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")

@@ -23,7 +23,16 @@ Backend = Annotated[
         "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
     ),
 ]  # fmt: skip
-TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal", "objective")  # fields of TrainRequest
+TORCH_ONLY = (
+    "lora_rank",
+    "load_in_4bit",
+    "plan_file",
+    "allow",
+    "overwrite",
+    "mup_base",
+    "heal",
+    "objective",
+)  # fields of TrainRequest
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
 RECENT_STEPS = 10  # the time left is estimated from the mean time of so many

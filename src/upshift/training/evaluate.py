@@ -16,9 +16,7 @@ from upshift.training.preference_loss import PreferenceLoss
 from upshift.training.prepare import chunked_loss, compute_loss
 
 
-def evaluate(
-    model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None = None
-) -> float:
+def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None = None) -> float:
     """Return the mean loss over all label tokens of all ranks, with dropout off. The model is left in training mode.
 
     Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same

@@ -439,9 +439,7 @@ def _no_packed_rows(position_ids: Tensor) -> None:
     return None
 
 
-def compute_loss(
-    model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss | None = None
-) -> torch.Tensor:
+def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss | None = None) -> torch.Tensor:
     """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none.
 
     Of pairs, return the mean loss of the pairs by ``preference``.

@@ -111,7 +111,9 @@ def _read(data: TrainingData, path: Path) -> TrainingData:
     sequences = {"training": data.training, "evaluation": data.evaluation}
     for name, part in sequences.items():
         if len(arrays.get(name, ())) != (0 if part is None else len(part)):
-            raise RequestError(f"{path} is of other data; resume with the data of that run, or start anew in another output folder")
+            raise RequestError(
+                f"{path} is of other data; resume with the data of that run, or start anew in another output folder"
+            )
     evaluation = None
     if data.evaluation is not None:
         evaluation = replace(data.evaluation, reference=arrays["evaluation"])

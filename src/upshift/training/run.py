@@ -15,7 +15,6 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
-from upshift.models.build import choose_class
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.layout import Layout
@@ -310,13 +309,14 @@ def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
 
 
 def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
-    """Raise RequestError if the model's loss cannot be computed for each of two answers, or with an option that is not for pairs."""
+    """Raise RequestError for an option that is not for pairs, and for a model whose loss of each answer cannot be computed."""
     if request.heal:
         raise RequestError("--heal is not for --objective dpo; leave it out, and continue after a failure with --resume")
+    from upshift.models.build import choose_class
+    from upshift.models.ops.sequence_loss import why_no_sequence_losses
+
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
-    from upshift.models.ops.sequence_loss import why_no_sequence_losses  # it imports torch, and few runs need it
-
     problem = why_no_sequence_losses(config, model_class)
     if problem is not None:
         raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
@@ -325,11 +325,12 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
 def _announce_reference(data: TrainingData, predicted: Numbers, *, steps_per_epoch: float) -> None:
     """Tell the user how long the pass before the first step takes.
 
-    A forward pass has a third of a step's products: the backward pass has two for each of its own.
+    A forward pass has a third of a step's products: the backward pass has two for each of its own. Compiling comes on top.
     """
     seconds = "an unknown time"
     if predicted.step_ms is not None:
-        seconds = f"about {format_seconds(predicted.step_ms.p50 / 1000 * steps_per_epoch / 3)}"
+        forward_seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch / 3
+        seconds = f"about {format_seconds(forward_seconds + (predicted.one_time_seconds or 0.0))}"
     say_once(
         f"before the first step, the log-probabilities of all {len(data.training) // 2:,} pairs by the model as it is are "
         f"computed once: {seconds} predicted"

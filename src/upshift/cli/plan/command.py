@@ -57,6 +57,8 @@ from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from upshift.training.data.dataset import WholeDocuments
 
 On = Annotated[
@@ -103,9 +105,10 @@ Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Pan
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
     set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
-    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True,
-    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False, prompt_length: PromptLength = None,
+    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None,
+    max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
+    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    prompt_length: PromptLength = None,
     output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
     max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
@@ -126,21 +129,17 @@ def command(
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train")
-    if html is not None:
-        from upshift.reports.document import check_page_path  # importing it takes a tenth of the start of a plan
-
-        check_page_path(html)
+    _check_page(html)
     asked.check(on)
     options = data_options_of(locals())
-    _check_data_options(risk, data, options)
-    if options.has_pairs and largest is not None:
-        raise RequestError("--largest is not for --objective dpo; leave one of the two out")
+    _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
     source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
-        sequence_length=length, global_batch=global_batch * options.rows_together, rows_together=options.rows_together, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options), risk=risk,
+        sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
     lengths_at = None if data is None else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
@@ -164,9 +163,19 @@ def command(
     answers.print(sample_unit(planning.profile))
 
 
-def _check_data_options(risk: float | None, data: str | None, options: DataOptions) -> None:
+def _check_page(html: Path | None) -> None:
+    """Raise RequestError if the page cannot be written."""
+    if html is not None:
+        from upshift.reports.document import check_page_path  # importing it takes a tenth of the start of a plan
+
+        check_page_path(html)
+
+
+def _check_data_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None) -> None:
+    if options.has_pairs and largest is not None:
+        raise RequestError(f"--largest {largest} is not for --objective dpo; leave one of the two out")
     for name, value in options.model_dump().items():
-        if value is not None and data is None and name != "objective":
+        if value is not None and data is None and value != "dpo":  # for which a plan needs no data
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")

@@ -63,6 +63,11 @@ class PlanSpace:
         self.profile = profile
         self.workload = workload
         self.fixed = fixed or {}
+        if workload.rows_together > 1 and profile.objective != "causal-lm":
+            raise RequestError(
+                f"--objective dpo is for causal language models, and {profile.architecture} is of the kind {profile.objective}; "
+                "leave it out, or use a causal language model"
+            )
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")

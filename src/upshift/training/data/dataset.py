@@ -125,9 +125,7 @@ def prepare_data(
     )
 
 
-def _make_sequences(
-    tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str
-) -> Sequences:
+def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str) -> Sequences:
     """Return the sequences of at most ``length`` tokens that have something to learn. Tell the user what is left out."""
     if objective.has_pairs:
         return pair_sequences(tokenized, length, long_rows, origin)

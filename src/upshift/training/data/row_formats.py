@@ -164,10 +164,11 @@ def possible_formats(names: Collection[str]) -> list[RowFormat]:
 def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin: str) -> None:
     """Raise RequestError for pairs of a chosen and a rejected answer, and for completions with a label."""
     if all(name in names for name in REQUIRED[PREFERENCE]):
-        others = "".join(f", or --data-format {name} to train on the other columns alone" for name in formats)
+        others = " or ".join(f"--data-format {name}" for name in formats)
+        advice = f"; to train on the other columns alone, add {others}" if formats else ""
         raise RequestError(
             f"{origin} holds preferences (chosen and rejected), and as texts it would teach the bad answers, too; to learn from "
-            f"the preferences, use upshift train with --objective dpo{others}; {list_columns(names)}"
+            f"the preferences, use upshift train with --objective dpo{advice}; {list_columns(names)}"
         )
     if formats == ["prompt-completion"] and LABEL in names:
         raise RequestError(

@@ -222,7 +222,8 @@ def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: 
         say_once(f"{origin}: {int(is_long.sum())} pairs with more than {sequence_length} tokens in a row are {outcome}")
     num_without_answer = int((~has_labels & (is_used == has_labels)).sum())
     if num_without_answer:
-        say_once(f"{origin}: {num_without_answer} pairs are left out, because nothing of an answer is in its first {sequence_length} tokens")
+        reason = f"an answer has nothing to learn in the first {sequence_length} tokens of its row"
+        say_once(f"{origin}: {num_without_answer} pairs are left out, because {reason}")
     return sequences.select(np.flatnonzero(np.repeat(is_used, 2)))
 
 

@@ -18,8 +18,8 @@ from upshift.models.profile import num_sides
 from upshift.models.profile_cache import isolation_of
 from upshift.models.tracing.segments import Tracer
 from upshift.planning.plan import ALONE
-from upshift.planning.search.constraints import conflict_with_pairs
 from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.constraints import conflict_with_pairs
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.batches.sampler import check_enough_data

@@ -25,13 +25,14 @@ from upshift.benchmarking.meters import (
     bytes_left_with_parent,
 )
 from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
+from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
-from upshift.training.batches.collate import MicroBatch
+from upshift.training.batches.collate import MicroBatch, without_pairs
 from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, UpcomingSizes, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored_rows, read_stored_rows
