@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
-from transformers import GPT2Config, LlamaConfig, OPTConfig, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, OPTConfig, Qwen3MoeConfig
 
+from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.build import build_model, choose_class
 from upshift.models.ops.sequence_loss import sequence_losses, turn_off_dropout, why_no_sequence_losses
@@ -30,6 +31,7 @@ from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, StepDone
 from upshift.training.out_of_memory import halve, stand_in
 from upshift.training.reference import REFERENCE_NAME
+from upshift.training.run import PreparedRun, Watcher, run_training
 
 LENGTH = 48
 PAIRS_PER_STEP = 4
@@ -257,3 +259,36 @@ def test_a_model_that_adds_another_loss_is_not_taken() -> None:
     config = Qwen3MoeConfig(**SMALL, **MIXTURE, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=1.0)
     model_class, _ = choose_class(config, "mixture")
     assert why_no_sequence_losses(config, model_class) == "its loss is not the log-probability of its labels alone"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+
+
+def test_the_command_of_the_page_runs_and_needs_the_memory_that_it_predicts(tmp_path: Path) -> None:
+    """With the rows of the page, several times, and a model whose peak is the loss."""
+    command, rows = (PAGE.read_text(encoding="utf-8").split("```")[number] for number in (1, 3))
+    lines = rows.removeprefix("json\n").splitlines(keepends=True)
+    (tmp_path / "pairs.jsonl").write_text("".join(lines) * 21)
+    tokenizer = byte_level_tokenizer()
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    places = {"MODEL": tmp_path / "model", "pairs.jsonl": tmp_path / "pairs.jsonl", "trained": tmp_path / "trained"}
+    words_of_command = [str(places.get(word, word)) for word in command.split()]
+    assert words_of_command[:2] == ["upshift", "train"]
+    cheap = "--sequence-length 32 --trial-seconds 0 --set torch_compile=off --set precision=fp32 --set attention=sdpa --nproc 1"
+    request = request_of(parse([*words_of_command[2:], *cheap.split()]))
+    planned: list[PreparedRun] = []
+    record = run_training(request, Watcher(ready=planned.append))
+    assert record is not None and planned[0].request.arguments.learning_rate == 1e-6
+    assert planned[0].plan.global_batch == 2 * request.global_batch == 16 and not planned[0].plan.packing
+    assert planned[0].plan.per_device_train_batch_size % 2 == 0
+    assert record.details["steps"] == 6 and losses(record)[0] == pytest.approx(math.log(2), abs=1e-6)
+    error = record.prediction_error("peak_gib")
+    print(f"predicted over measured peak: {error:+.1%}, {planned[0].plan.label()}")
+    assert error == pytest.approx(0.0, abs=0.1)
+    assert (tmp_path / "trained" / "model.safetensors").exists()
