@@ -15,6 +15,7 @@ import torch
 from chat_models import byte_level_tokenizer, save_model, words, write_jsonl
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, OPTConfig, Qwen3MoeConfig
 
+from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.build import build_model, choose_class
@@ -23,15 +24,20 @@ from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.record import Record
 from upshift.training.arguments import Arguments
+from upshift.training.batches.collate import without_pairs
 from upshift.training.batches.layout import Layout, lay_out
-from upshift.training.batches.sampler import BatchSource
+from upshift.training.batches.objective import Objective
+from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
+from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, StepDone
 from upshift.training.out_of_memory import halve, stand_in
+from upshift.training.prepare import prepare_model
 from upshift.training.reference import REFERENCE_NAME
 from upshift.training.run import PreparedRun, Watcher, run_training
+from upshift.training.step import TrainStep
 
 LENGTH = 48
 PAIRS_PER_STEP = 4
@@ -259,6 +265,36 @@ def test_a_model_that_adds_another_loss_is_not_taken() -> None:
     config = Qwen3MoeConfig(**SMALL, **MIXTURE, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=1.0)
     model_class, _ = choose_class(config, "mixture")
     assert why_no_sequence_losses(config, model_class) == "its loss is not the log-probability of its labels alone"
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 64])
+@pytest.mark.parametrize("recomputed", [0, 2])
+def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, recomputed: int) -> None:
+    """So the memory that is predicted for a plan holds for pairs, too: it counts the model's own loss."""
+    torch.manual_seed(0)
+    plan = Plan(
+        device="cpu", host="test", model="test", sequence_length=32, per_device_train_batch_size=16, gradient_accumulation_steps=2,
+        loss_chunk_tokens=chunk_tokens, activation_checkpointing=recomputed,
+    )  # fmt: skip
+    config = LlamaConfig(vocab_size=4000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    mesh = init_mesh(plan)
+    model = prepare_model(LlamaForCausalLM(config).train(), plan, mesh)
+    step = TrainStep(model, mesh, Arguments(max_steps=10))
+    layout = Layout(micro_batch=16, rows_together=2)
+    pairs = synthetic_batch(layout, sequence_length=32, vocab_size=4000, objective=Objective(has_pairs=True))
+    assert pairs.shape == (16, 32) and pairs.num_label_tokens == 8
+    peaks = []
+    for micro_batch in (pairs, without_pairs(pairs)):
+        whole = GlobalBatch(
+            position=Position(), next_position=Position(), micro_batches=(micro_batch, micro_batch),
+            sequence_ids=np.arange(32), num_label_tokens=2 * micro_batch.num_label_tokens, num_tokens=1024,
+        )  # fmt: skip
+        step.step(whole)
+        with allocated_peak("cpu", resident_bytes=tensor_bytes(model, step.optimizer)) as peak:
+            step.step(whole)
+        peaks.append(peak.bytes)
+    print(chunk_tokens, recomputed, peaks)
+    assert peaks[0] is not None and peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
