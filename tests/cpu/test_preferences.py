@@ -28,6 +28,7 @@ from upshift.training.batches.collate import without_pairs
 from upshift.training.batches.layout import Layout, lay_out
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, synthetic_batch
+from upshift.training.checkpoint.directory import REFERENCE_NAME
 from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.distributed.mesh import init_mesh
@@ -35,7 +36,6 @@ from upshift.training.job.job import Job, run_job
 from upshift.training.loop.events import Event, StepDone
 from upshift.training.out_of_memory import halve, stand_in
 from upshift.training.prepare import prepare_model
-from upshift.training.reference import REFERENCE_NAME
 from upshift.training.run import PreparedRun, Watcher, run_training
 from upshift.training.step import TrainStep
 
@@ -235,8 +235,20 @@ def test_halves_of_a_micro_batch_hold_whole_pairs(data: TrainingData) -> None:
     assert stand_in(whole).shape[0] == 2 and stand_in(whole).num_label_tokens == 0
 
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
-MIXTURE = {"intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 2, "num_experts": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTURE: dict[str, Any] = {
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL, intermediate_size=48, attention_dropout=0.5),
     "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
@@ -273,8 +285,8 @@ def test_a_step_of_pairs_needs_the_memory_of_any_other_step(chunk_tokens: int, r
     """So the memory that is predicted for a plan holds for pairs, too: it counts the model's own loss."""
     torch.manual_seed(0)
     plan = Plan(
-        device="cpu", host="test", model="test", sequence_length=32, per_device_train_batch_size=16, gradient_accumulation_steps=2,
-        loss_chunk_tokens=chunk_tokens, activation_checkpointing=recomputed,
+        device="cpu", host="test", model="test", sequence_length=32, per_device_train_batch_size=16,
+        gradient_accumulation_steps=2, loss_chunk_tokens=chunk_tokens, activation_checkpointing=recomputed,
     )  # fmt: skip
     config = LlamaConfig(vocab_size=4000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
     mesh = init_mesh(plan)

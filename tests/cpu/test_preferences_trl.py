@@ -86,7 +86,7 @@ def our_rows(data: TrainingData) -> list[tuple[list[int], list[int]]]:
 def trl_trainer(model: Path, rows: Rows, folder: Path, **options: Any) -> Any:
     import datasets
 
-    class Watched(trl.DPOTrainer):  # type: ignore[misc]
+    class Watched(trl.DPOTrainer):  # type: ignore[name-defined, misc]
         def compute_loss(self, *args: Any, **named: Any) -> Any:
             loss = super().compute_loss(*args, **named)
             if self.model.training:

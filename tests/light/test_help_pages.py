@@ -98,6 +98,7 @@ def test_the_same_option_says_the_same() -> None:
     assert different == {
         "--set": {("None", "FIELD=VALUE"), ("None", "NAME=VALUE")},  # of a plan, and of generation
         "--output": {("None", "PATH"), ("None", "FOLDER")},
+        "--objective": {("None", "NAME"), ("None", "NAME,NAME")},  # of a training, and of a search
     }
 
 

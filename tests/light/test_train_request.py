@@ -69,7 +69,7 @@ def test_the_arguments_reach_the_request() -> None:
 
 
 def test_python_has_the_options_of_a_plan_by_name() -> None:
-    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "max_steps", "arguments"}
+    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "max_steps", "arguments", "objective"}
     assert {*PlanOptions.__annotations__} == {*TrainRequest.model_fields} - of_output
 
 

@@ -208,7 +208,7 @@ def command(
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
     _check_request(space, html)
-    of_data = data_options_of(locals())
+    of_data = data_options_of({**locals(), "objective": None})  # here it is what the search optimizes
     with importing():
         from upshift.tuning.tune import tune
 

@@ -89,11 +89,12 @@ def _log_probabilities(
 
 
 def _write(data: TrainingData, output: Path) -> None:
-    parts = {"training": data.training.reference}
-    if data.evaluation is not None:
-        parts["evaluation"] = data.evaluation.reference
+    assert data.training.reference is not None
     content = io.BytesIO()
-    np.savez(content, **{name: part for name, part in parts.items() if part is not None})
+    if data.evaluation is None or data.evaluation.reference is None:
+        np.savez(content, training=data.training.reference)
+    else:
+        np.savez(content, training=data.training.reference, evaluation=data.evaluation.reference)
     with writing(output, name=REFERENCE_NAME, temporary=None):
         write_whole(output / REFERENCE_NAME, content.getvalue())
 

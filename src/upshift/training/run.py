@@ -34,7 +34,7 @@ from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.data_files import say_once
-from upshift.training.data.data_options import DataOptions
+from upshift.training.data.data_options import DataOptions, ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
@@ -224,6 +224,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     heal: bool = False,
+    objective: ObjectiveName | None = None,
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **options: Unpack[PlanOptions],
@@ -239,11 +240,13 @@ def train(
         overwrite: train although the folder has a model.
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
+        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. None: the model's own objective.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
     """
     fields = {**options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal}
+    fields["objective"] = objective
     return run_training(TrainRequest.of(fields, arguments or {}), watcher or Watcher())
 
 

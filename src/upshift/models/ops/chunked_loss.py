@@ -165,7 +165,8 @@ class DeferredLogits:
             raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
         self.uses.losses += 1
         head = self.head._replace(ignore_index=ignore_index)
-        return linear_token_losses(self.hidden, self.weight, self.bias, target, head)
+        losses: torch.Tensor = linear_token_losses(self.hidden, self.weight, self.bias, target, head)
+        return losses
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -41,10 +41,9 @@ class DataOptions(Value):
 
 
 class DataKeywords(TypedDict, total=False):
-    """The fields of ``DataOptions`` as keyword arguments."""
+    """The fields of ``DataOptions`` as keyword arguments, without ``objective``: a search has another option of this name."""
 
     text_column: str | None
     data_format: RowFormat | None
     loss_on: LossOn | None
     long_rows: LongRows | None
-    objective: ObjectiveName | None

@@ -316,8 +316,8 @@ class TrainingLoop:
             tokens_per_second=self.meter.recent_tokens_per_second,
             seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=resident,
-            reward_accuracy=result.rewards and result.rewards.accuracy,
-            reward_margin=result.rewards and result.rewards.margin,
+            reward_accuracy=None if result.rewards is None else result.rewards.accuracy,
+            reward_margin=None if result.rewards is None else result.rewards.margin,
         )
         self._send_event(event)
 
@@ -374,8 +374,8 @@ class TrainingLoop:
             progress.step,
             progress.tokens[-1],
             loss,
-            reward_accuracy=rewards and rewards.accuracy,
-            reward_margin=rewards and rewards.margin,
+            reward_accuracy=None if rewards is None else rewards.accuracy,
+            reward_margin=None if rewards is None else rewards.margin,
         )
         self._send_event(event)
 
