@@ -44,6 +44,13 @@ from upshift.settings import read_ranks
 from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+EvalData = Annotated[
+    str | None,
+    option(
+        "--eval-data", text="The evaluation data, of the same forms as --data.", panel=Panel.MODEL, metavar="PATH",
+        default="the validation split of --data, or its last documents",
+    ),
+]  # fmt: skip
 Output = Annotated[Path, output_folder("The folder for the trained model and its checkpoints.")]
 MaxSteps = Annotated[
     int | None,
@@ -85,6 +92,27 @@ MupBase = Annotated[
     option(
         "--mup-base", panel=Panel.OPTIMIZATION, metavar="MODEL", default="no muP",
         text="muP: a narrower model whose learning rate shall hold for this model. Needs --from-config.",
+    ),
+]  # fmt: skip
+LoggingSteps = Annotated[
+    int,
+    option(
+        "--logging-steps", panel=Panel.TRAINING, metavar="N", least=0,
+        text="Print the loss, the learning rate, the gradient norm and the speed every N optimizer steps. 0 prints no lines.",
+    ),
+]  # fmt: skip
+EarlyStoppingPatience = Annotated[
+    int | None,
+    option(
+        "--early-stopping-patience", panel=Panel.CHECKPOINTS, metavar="N", least=1, default="no early end",
+        text="End the run after N evaluations without a lower held-out loss. Needs --eval-steps.",
+    ),
+]  # fmt: skip
+LoadBest = Annotated[
+    bool,
+    option(
+        "--load-best", panel=Panel.CHECKPOINTS,
+        text="The final model is that of the evaluation with the lowest held-out loss. Its checkpoint stays. Needs --eval-steps.",
     ),
 ]  # fmt: skip
 EvalSteps = Annotated[
@@ -135,6 +163,7 @@ Heal = Annotated[
 def command(
     model: Model,
     data: Data,
+    eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
@@ -146,7 +175,10 @@ def command(
     max_grad_norm: MaxGradNorm = 1.0,
     lr_scheduler_type: Schedule = "linear",
     seed: Seed = 42,
+    logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
+    early_stopping_patience: EarlyStoppingPatience = None,
+    load_best: LoadBest = False,
     save_steps: SaveSteps = 0,
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
@@ -211,4 +243,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         sys.stdout.write(record.to_json() + "\n")
     elif record.predicted is not None and record.measured is not None:
         tables.out.print(tables.prediction_table(record.predicted, record.measured))
-        tables.out.print(f"Held-out loss {tables.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")
+        step = record.details["model_step"]
+        best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
+        loss = tables.number(record.measured.evaluation_loss, 4)
+        tables.out.print(f"Held-out loss {loss}{best}. Model saved in {record.checkpoint}")

@@ -84,7 +84,7 @@ def _reject_torch_options(request: TrainRequest) -> None:
 
 def _reject_data_options(request: TrainRequest) -> None:
     """Raise RequestError if an option says how to read rows, and the data are sequences already."""
-    for name, value in request.as_options.model_dump().items():
+    for name, value in {"eval_data": request.eval_data, **request.as_options.model_dump()}.items():
         if value is not None:
             raise RequestError(
                 f"--{name.replace('_', '-')} {value} is not for TFRecord files, whose rows are tokenized; leave it out, or give "
@@ -112,8 +112,9 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     global_batch = request.global_batch
     seed = request.arguments.seed
     data = prepare_data(
-        find_model(request.model), request.data, sequence_length=request.sequence_length, options=request.as_options
-    )
+        find_model(request.model), request.data, eval_data=request.eval_data, sequence_length=request.sequence_length,
+        options=request.as_options,
+    )  # fmt: skip
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(sequences=data.training, global_batch=global_batch, layout=layout, objective=data.objective, seed=seed)

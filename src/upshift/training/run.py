@@ -35,7 +35,7 @@ from upshift.training.checkpoint.checkpoint import check_output_directory, find_
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.data_options import DataOptions
 from upshift.training.elastic.supervisor import fixed_for_healing
-from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
+from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_run_file
@@ -181,9 +181,10 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     data = prepare_data(
-        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, options=request.as_options,
-        progress=watcher.tokenizing,
+        source, request.data, eval_data=request.eval_data, tokenizer=request.tokenizer, sequence_length=sequence_length,
+        options=request.as_options, progress=watcher.tokenizing,
     )  # fmt: skip
+    check_evaluations(request.arguments, will_evaluate=True, data=data)
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
@@ -240,6 +241,7 @@ def train(
 
 def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     """Plan, prove, train and save, as ``train`` does."""
+    check_evaluations(request.arguments, will_evaluate=request.arguments.eval_steps > 0)
     ranks = read_ranks()
     if ranks is not None and is_restart(ranks, request.output):
         request = request.changed(overwrite=False, resume=True)

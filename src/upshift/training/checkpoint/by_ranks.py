@@ -80,6 +80,7 @@ def save_shards(
     mesh: Mesh,
     writer: BackgroundWriter,
     keep: int = 2,
+    best_step: int | None = None,
 ) -> tuple[Path, Seal]:
     """Save this rank's shards. Return after copying them to host memory if there is room, and else after writing them.
 
@@ -119,7 +120,7 @@ def save_shards(
             )
             saved.write(temporary, earlier_checksums=checksums_of_ranks(temporary))
             put_in_place(temporary, final)
-            remove_older(directory, newest=final, keep=keep)
+            remove_older(directory, newest=final, keep=keep, best_step=best_step)
             write_latest(directory, final.name)
 
     return final, seal

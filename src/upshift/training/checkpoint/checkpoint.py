@@ -159,13 +159,15 @@ def save_checkpoint(
     state: TrainState,
     rngs: Sequence[RngState] | None = None,
     keep: int = 2,
+    best_step: int | None = None,
     writer: BackgroundWriter | None = None,
 ) -> Path:
     """Write `directory/checkpoint-<step>`, and then remove the oldest checkpoints so that `keep` (at least 2) remain.
 
-    `rngs` are the states of all ranks in order. None: only the state of this process. With a `writer`, return when weights and
-    optimizer state are copied to host memory, if there is room for the copies. The writer then raises later errors. Raise
-    JobFailed if the disk is too full or a write fails. The message names the checkpoint that can still be loaded.
+    The checkpoint of `best_step` remains in any case. `rngs` are the states of all ranks in order. None: only the state of this
+    process. With a `writer`, return when weights and optimizer state are copied to host memory, if there is room for the copies.
+    The writer then raises later errors. Raise JobFailed if the disk is too full or a write fails. The message names the
+    checkpoint that can still be loaded.
     """
     if writer is not None:
         writer.wait()
@@ -200,7 +202,7 @@ def save_checkpoint(
             )
             saved.write(temporary)
             put_in_place(temporary, final)
-            remove_older(directory, newest=final, keep=keep)
+            remove_older(directory, newest=final, keep=keep, best_step=best_step)
             write_latest(directory, name)
 
     if in_background and writer is not None:

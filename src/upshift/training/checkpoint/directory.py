@@ -235,15 +235,18 @@ def put_in_place(temporary: Path, final: Path) -> None:
     remove_checkpoint(replaced)
 
 
-def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
-    """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone."""
+def remove_older(directory: Path, *, newest: Path, keep: int, best_step: int | None = None) -> None:
+    """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone.
+
+    The checkpoint of `best_step` remains, however old it is.
+    """
     step = step_of(newest)
     older = [path for path in _checkpoints_newest_first(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
     num_kept = 1
     for path in older:
         if num_kept < max(keep, MIN_KEPT) and _describe_damage(path) is None:
             num_kept += 1
-        else:
+        elif step_of(path) != best_step:
             remove_checkpoint(path)
 
 
