@@ -37,11 +37,19 @@ from upshift.cli.options import (
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
-from upshift.cli.usage.messages import ABOVE_ZERO
+from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
+from upshift.training.arguments import (
+    DEFAULT_OUTPUT,
+    SEEDS,
+    TRIAL_SECONDS,
+    Arguments,
+    LearningRateSchedule,
+    Tracker,
+    TrainRequest,
+)
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
 EvalData = Annotated[
@@ -135,6 +143,28 @@ SaveTotalLimit = Annotated[
         "--save-total-limit", text="How many of the newest checkpoints to keep.", panel=Panel.CHECKPOINTS, metavar="N", least=2
     ),
 ]  # fmt: skip
+NeftuneNoiseAlpha = Annotated[
+    float | None,
+    option(
+        "--neftune-noise-alpha", panel=Panel.OPTIMIZATION, metavar="X", default="no noise", least=ABOVE_ZERO,
+        text="Add noise of this size to the input embeddings, such as 5 (NEFTune). Turns packing off.",
+    ),
+]  # fmt: skip
+
+
+def _check_trackers(text: str) -> str:
+    for name in split_names(text, "--report-to"):
+        check_choice("--report-to", name, get_args(Tracker))
+    return text
+
+
+ReportTo = Annotated[
+    str,
+    option(
+        "--report-to", text=f"Send the numbers of the run to one or several of {', '.join(get_args(Tracker))}.",
+        panel=Panel.OUTPUT, metavar="NAME,NAME", default="none", check=_check_trackers,
+    ),
+]  # fmt: skip
 PlanFile = Annotated[
     Path | None,
     option(
@@ -174,6 +204,7 @@ def command(
     weight_decay: WeightDecay = 0.0,
     max_grad_norm: MaxGradNorm = 1.0,
     lr_scheduler_type: Schedule = "linear",
+    neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
@@ -195,6 +226,7 @@ def command(
     trial_seconds: TrialSeconds = TRIAL_SECONDS,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    report_to: ReportTo = "",
     heal: Heal = False,
     as_json: Json = False,
     backend: train_xla.Backend = "torch",
@@ -229,6 +261,7 @@ def request_of(options: dict[str, Any]) -> TrainRequest:
     """Return the request of a training run. ``options``: all options of the command, by name."""
     fields = {name: options[name] for name in TrainRequest.model_fields if name in options}
     fields |= {"plan_file": options["plan"], "fixed": tuple(options["set_"] or ()), "allow": split_names(options["allow"])}
+    fields |= {"report_to": split_names(options["report_to"], "--report-to")}
     return TrainRequest.of(fields, {name: options[name] for name in Arguments.model_fields if name in options})
 
 

@@ -13,7 +13,7 @@ from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import check_choice
 from upshift.errors import RequestError
-from upshift.training.arguments import TrainRequest
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.units import format_seconds
 
 BACKENDS = ("torch", "xla")
@@ -23,7 +23,10 @@ Backend = Annotated[
         "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
     ),
 ]  # fmt: skip
-TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
+TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
+    "lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to",
+    "logging_steps", "early_stopping_patience", "load_best", "neftune_noise_alpha",
+)  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
 RECENT_STEPS = 10  # the time left is estimated from the mean time of so many
@@ -76,8 +79,10 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
 
 
 def _reject_torch_options(request: TrainRequest) -> None:
+    defaults = {**Arguments.model_fields, **TrainRequest.model_fields}
+    values = {**request.arguments.model_dump(), **dict(request)}
     for name in TORCH_ONLY:
-        if getattr(request, name) != TrainRequest.model_fields[name].default:
+        if values[name] != defaults[name].default:
             option = name.removesuffix("_file").replace("_", "-")
             raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
 

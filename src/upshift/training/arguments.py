@@ -20,6 +20,8 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
@@ -92,6 +94,7 @@ class TrainRequest(RunNumbers, DataOptions):
     output: Path = DEFAULT_OUTPUT
     overwrite: bool = False
     resume: bool = Field(False, description="go on from the newest checkpoint of the output")
+    report_to: tuple[Tracker, ...] = Field((), description="trackers that get the numbers of the run")
     heal: bool = Field(False, description="a process that is killed is started again, and the others go on")
     max_steps: int | None = Field(None, description="optimizer steps; None: as many as the epochs have")
     arguments: Arguments = Field(Arguments(max_steps=1), description="of the optimization; max_steps above counts, not theirs")

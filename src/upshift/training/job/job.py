@@ -33,6 +33,7 @@ from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
+from upshift.training.neftune import check_neftune
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
@@ -87,6 +88,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         raise RequestError(problem)
     will_evaluate = bool(job.arguments.eval_steps or job.evaluate_at_steps or job.evaluate_at_tokens)
     check_evaluations(job.arguments, will_evaluate=will_evaluate, data=data)
+    check_neftune(job.plan, job.arguments.neftune_noise_alpha)
     if job.heal:
         check_healing(job.plan)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":

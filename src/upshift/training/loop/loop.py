@@ -46,6 +46,7 @@ from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, 
 from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import LoggedStep, Progress
+from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
@@ -171,6 +172,7 @@ class TrainingLoop:
             loaded = prepare_model(whole, self.plan, self.mesh), count
             del whole
         model, self.num_parameters = loaded
+        add_embedding_noise(model, self.arguments.neftune_noise_alpha)
         self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
             # Tensor-parallel ranks need the same dropout for the activations that they all have.
