@@ -1,4 +1,5 @@
-"""What a fine-tuning run is given beside its data: evaluation data, logged steps, an early end, the best model, noise, trackers."""
+"""What a run is given beside its data: evaluation data, logged steps, an early end, its best model, noise, trackers."""
+# ruff: noqa: F811  fixtures of another file
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.models.source import find_model
 from upshift.record import Record
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.collate import to_tensors
 from upshift.training.data.dataset import prepare_data
 from upshift.training.job.job import TrainingData, run_job
 from upshift.training.loop.events import Evaluated, Event, Finished, Saved, StepDone
-from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
 from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers
@@ -49,7 +50,7 @@ def evaluations(events: list[Event]) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def best(home: Path, prepared: Prepare, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record, list[Event]]:  # noqa: F811
+def best(home: Path, prepared: Prepare, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record, list[Event]]:
     output = tmp_path_factory.mktemp("best")
     events: list[Event] = []
     options = {"eval_steps": 2, "save_steps": 2, "load_best": True, "early_stopping_patience": 3, "logging_steps": 3, **RISING}
@@ -57,7 +58,7 @@ def best(home: Path, prepared: Prepare, tmp_path_factory: pytest.TempPathFactory
     return output, record, events
 
 
-def test_the_run_ends_early_with_its_best_model(best: tuple[Path, Record, list[Event]], prepared: Prepare) -> None:  # noqa: F811
+def test_the_run_ends_early_with_its_best_model(best: tuple[Path, Record, list[Event]], prepared: Prepare) -> None:
     output, record, events = best
     losses = evaluations(events)
     step = min(losses, key=lambda number: losses[number])
@@ -90,7 +91,10 @@ def test_logged_steps_are_means_and_stand_in_the_record_and_the_run(best: tuple[
 
 
 def test_a_stopped_run_goes_on_to_the_same_end(
-    best: tuple[Path, Record, list[Event]], home: Path, prepared: Prepare, tmp_path: Path  # noqa: F811
+    best: tuple[Path, Record, list[Event]],
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
 ) -> None:
     _, whole, _ = best
     options = {"eval_steps": 2, "save_steps": 2, "load_best": True, "early_stopping_patience": 3, "logging_steps": 3, **RISING}
@@ -115,7 +119,10 @@ def test_a_stopped_run_goes_on_to_the_same_end(
 
 
 def test_a_damaged_best_checkpoint_ends_the_run_with_words(
-    best: tuple[Path, Record, list[Event]], home: Path, prepared: Prepare, tmp_path: Path  # noqa: F811
+    best: tuple[Path, Record, list[Event]],
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
 ) -> None:
     _, whole, _ = best
     folder = tmp_path / "run" / f"checkpoint-{whole.details['model_step']}"
@@ -138,14 +145,18 @@ def test_a_damaged_best_checkpoint_ends_the_run_with_words(
     ],
 )
 def test_what_needs_evaluations_is_refused_without(
-    options: dict[str, Any], words: str, home: Path, prepared: Prepare, tmp_path: Path  # noqa: F811
+    options: dict[str, Any],
+    words: str,
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(RequestError, match=words):
         run_job(a_job(home, tmp_path / "run", **options), prepared("llama"))
     assert not (tmp_path / "run" / "upshift_run.json").exists()
 
 
-def test_what_needs_held_out_data_is_refused_without(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_needs_held_out_data_is_refused_without(home: Path, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "the quick brown fox"}))
     data = prepare_data(find_model(str(home / "llama")), tmp_path / "one.jsonl", sequence_length=LENGTH)
     job = a_job(home, tmp_path / "run", load_best=True, eval_steps=1).changed(global_batch=1)
@@ -161,7 +172,7 @@ def rows(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_the_evaluation_data_are_evaluated_and_nothing_is_held_out(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_evaluation_data_are_evaluated_and_nothing_is_held_out(home: Path, tmp_path: Path) -> None:
     source = find_model(str(home / "llama"))
     training, other = sentences(30), sentences(35)[30:]
     path, other_path = rows(tmp_path / "data.jsonl", training), rows(tmp_path / "other.jsonl", other)
@@ -174,7 +185,7 @@ def test_the_evaluation_data_are_evaluated_and_nothing_is_held_out(home: Path, t
     assert len(data.training) == len(whole.training) + len(whole.evaluation)
 
 
-def test_evaluation_data_of_every_form_are_read_as_the_data_are(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_evaluation_data_of_every_form_are_read_as_the_data_are(home: Path, tmp_path: Path) -> None:
     source = find_model(str(home / "llama"))
     texts = sentences(12)
     expected = prepare_data(source, home / "data.jsonl", eval_data=rows(tmp_path / "e.jsonl", texts), sequence_length=LENGTH)
@@ -189,7 +200,7 @@ def test_evaluation_data_of_every_form_are_read_as_the_data_are(home: Path, tmp_
         assert data.evaluation.tokens.tolist() == expected.evaluation.tokens.tolist()
 
 
-def test_evaluation_data_that_cannot_be_used_are_refused(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_evaluation_data_that_cannot_be_used_are_refused(home: Path, tmp_path: Path) -> None:
     source = find_model(str(home / "llama"))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
@@ -198,15 +209,23 @@ def test_evaluation_data_that_cannot_be_used_are_refused(home: Path, tmp_path: P
     for data, other, words in (
         (home / "data.jsonl", "empty.jsonl", r"empty\.jsonl holds no documents"),
         (home / "data.jsonl", "none.jsonl", r"none\.jsonl' does not exist"),
-        (home / "data.jsonl", "ids.jsonl", r"the evaluation data .*ids\.jsonl holds token ids, and the training data .* holds text"),
+        (
+            home / "data.jsonl",
+            "ids.jsonl",
+            r"the evaluation data .*ids\.jsonl holds token ids, and the training data .* holds text",
+        ),
         (tmp_path / "train.jsonl", "ids.jsonl", "has labels, the other has none"),
-        (tmp_path / "train.jsonl", "nothing.jsonl", r"nothing\.jsonl has no sequence of two or more tokens with something to learn"),
+        (
+            tmp_path / "train.jsonl",
+            "nothing.jsonl",
+            r"nothing\.jsonl has no sequence of two or more tokens with something to learn",
+        ),
     ):
         with pytest.raises(RequestError, match=words):
             prepare_data(source, data, eval_data=tmp_path / other, sequence_length=LENGTH)
 
 
-def test_a_run_resumes_with_its_own_evaluation_data(home: Path, prepared: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_resumes_with_its_own_evaluation_data(home: Path, prepared: Prepare, tmp_path: Path) -> None:
     job = a_job(home, tmp_path / "run", max_steps=2, save_steps=1)
     run_job(job, prepared("llama"))
     other = prepare_data(
@@ -219,7 +238,7 @@ def test_a_run_resumes_with_its_own_evaluation_data(home: Path, prepared: Prepar
 # Noise on the embeddings.
 
 
-def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Prepare, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
+def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Prepare, tmp_path: Path, monkeypatch: Any) -> None:
     """Both draw the noise of a step from one seed, and get the same micro-batches."""
     alpha, num_steps = 5.0, 3
     batches: list[dict[str, torch.Tensor]] = []
@@ -243,7 +262,12 @@ def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Pre
     job = a_job(home, tmp_path / "run", plan=plan, neftune_noise_alpha=alpha, **options)
     record = run_job(job.changed(model_reference=str(source), from_config=False), prepared("llama"))
     quiet = run_job(
-        job.changed(model_reference=str(source), from_config=False, output=str(tmp_path / "quiet"), arguments=job.arguments.changed(neftune_noise_alpha=None)),
+        job.changed(
+            model_reference=str(source),
+            from_config=False,
+            output=str(tmp_path / "quiet"),
+            arguments=job.arguments.changed(neftune_noise_alpha=None),
+        ),
         prepared("llama"),
     )
     recorded = batches[:num_steps]
@@ -257,8 +281,9 @@ def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Pre
             return recorded
 
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], logging_steps=1, save_strategy="no", max_steps=num_steps,
-        neftune_noise_alpha=alpha, learning_rate=job.arguments.learning_rate, lr_scheduler_type="constant", disable_tqdm=True,
+        output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], logging_steps=1, save_strategy="no",
+        max_steps=num_steps, neftune_noise_alpha=alpha, learning_rate=job.arguments.learning_rate, lr_scheduler_type="constant",
+        disable_tqdm=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(source)
     trainer = FixedBatches(model=model, args=arguments, train_dataset=[{}] * 3, callbacks=[Seeding()])
@@ -275,14 +300,21 @@ def test_the_noise_is_that_of_the_trainer_step_by_step(home: Path, prepared: Pre
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"packing": True, "attention": "block"}, "--neftune-noise-alpha 5 depends on the length of a row, .*--set packing=false"),
+        (
+            {"packing": True, "attention": "block"},
+            "--neftune-noise-alpha 5 depends on the length of a row, .*--set packing=false",
+        ),
         ({"num_processes": 2, "layout": {"tensor_parallel": 2}}, "tensor_parallel=2 divides .* use --tensor-parallel 1"),
         ({"num_processes": 2, "layout": {"context_parallel": 2}}, "context_parallel=2 divides"),
         ({"num_processes": 2, "layout": {"pipeline_parallel": 2}}, "pipeline_parallel=2 divides"),
     ],
 )
 def test_a_plan_with_other_noise_is_refused(
-    choices: dict[str, Any], words: str, home: Path, prepared: Prepare, tmp_path: Path  # noqa: F811
+    choices: dict[str, Any],
+    words: str,
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
 ) -> None:
     job = a_job(home, tmp_path / "run", plan=a_plan(**choices), neftune_noise_alpha=5.0)
     with pytest.raises(RequestError, match=words):
@@ -310,7 +342,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 @pytest.mark.parametrize("logging_steps", [0, 2])
-def test_a_tracker_gets_the_numbers_of_the_run(logging_steps: int, home: Path, prepared: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_a_tracker_gets_the_numbers_of_the_run(logging_steps: int, home: Path, prepared: Prepare, tmp_path: Path) -> None:
     output = tmp_path / "run"
     arguments = Arguments(max_steps=1, logging_steps=logging_steps, eval_steps=3)
     request = TrainRequest(model="MODEL", data="DATA", output=output, report_to=("tensorboard",), arguments=arguments)

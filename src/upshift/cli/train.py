@@ -172,6 +172,20 @@ PlanFile = Annotated[
         metavar="PATH", default="search for one",
     ),
 ]  # fmt: skip
+Config = Annotated[
+    Path | None,
+    option(
+        "--config", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Read options from this YAML file: names without --. An option on the command line replaces that of the file.",
+    ),
+]  # fmt: skip
+Init = Annotated[
+    Path | None,
+    option(
+        "--init", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Write a new file for --config with every option, its meaning and its default, and end.",
+    ),
+]  # fmt: skip
 TrialSeconds = Annotated[
     float,
     option(
@@ -230,6 +244,8 @@ def command(
     heal: Heal = False,
     as_json: Json = False,
     backend: train_xla.Backend = "torch",
+    config: Config = None,  # HelpCommand reads and writes these files, before it calls this function
+    init: Init = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals())
