@@ -29,6 +29,14 @@ from upshift.training.trackers import PACKAGES, RunTrackers
 
 Prepare = Callable[[str], TrainingData]
 RISING = {"learning_rate": 0.5, "warmup_steps": 0, "lr_scheduler_type": "constant"}  # the held-out loss rises after some steps
+BEST: dict[str, Any] = {
+    "eval_steps": 2,
+    "save_steps": 2,
+    "load_best": True,
+    "early_stopping_patience": 3,
+    "logging_steps": 3,
+    **RISING,
+}
 
 
 def held_out_loss(model_folder: Path, data: TrainingData) -> float:
@@ -53,8 +61,7 @@ def evaluations(events: list[Event]) -> dict[int, float]:
 def best(home: Path, prepared: Prepare, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record, list[Event]]:
     output = tmp_path_factory.mktemp("best")
     events: list[Event] = []
-    options = {"eval_steps": 2, "save_steps": 2, "load_best": True, "early_stopping_patience": 3, "logging_steps": 3, **RISING}
-    record = run_job(a_job(home, output, max_steps=40, **options), prepared("llama"), on_event=events.append)
+    record = run_job(a_job(home, output, max_steps=40, **BEST), prepared("llama"), on_event=events.append)
     return output, record, events
 
 
@@ -97,8 +104,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     tmp_path: Path,
 ) -> None:
     _, whole, _ = best
-    options = {"eval_steps": 2, "save_steps": 2, "load_best": True, "early_stopping_patience": 3, "logging_steps": 3, **RISING}
-    job = a_job(home, tmp_path / "run", max_steps=40, **options)
+    job = a_job(home, tmp_path / "run", max_steps=40, **BEST)
     stopped_at = whole.details["model_step"] + 3
 
     def stop(event: Event) -> None:

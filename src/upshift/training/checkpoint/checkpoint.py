@@ -164,10 +164,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/checkpoint-<step>`, and then remove the oldest checkpoints so that `keep` (at least 2) remain.
 
-    The checkpoint of `best_step` remains in any case. `rngs` are the states of all ranks in order. None: only the state of this
-    process. With a `writer`, return when weights and optimizer state are copied to host memory, if there is room for the copies.
-    The writer then raises later errors. Raise JobFailed if the disk is too full or a write fails. The message names the
-    checkpoint that can still be loaded.
+    The checkpoint of `best_step` remains, too. `rngs`: the states of all ranks in order; None: that of this process. With a
+    `writer`, return when the tensors are copied to host memory, if there is room for the copies. The writer then raises later
+    errors. Raise JobFailed if the disk is too full or a write fails. The message names the checkpoint that can still be loaded.
     """
     if writer is not None:
         writer.wait()

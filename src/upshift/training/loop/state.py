@@ -44,7 +44,7 @@ CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
 
 
 class LoggedStep(Value):
-    """What a run logs every ``logging_steps`` steps."""
+    """Hold what a run logs every ``logging_steps`` steps."""
 
     step: int
     tokens: int  # seen until the end of the step
