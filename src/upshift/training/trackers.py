@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any, get_args
 
 import torch
@@ -55,13 +57,17 @@ class RunTrackers:
         self._callbacks: dict[str, Any] = {}
         self._state = TrainerState()
         self._control = TrainerControl()
+        self._began_wandb = False
 
     def __enter__(self) -> RunTrackers:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for callback in self._callbacks.values():
-            callback.on_train_end(self._arguments, self._state, self._control)
+    def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        with redirect_stdout(sys.stderr):
+            for callback in self._callbacks.values():
+                callback.on_train_end(self._arguments, self._state, self._control)
+            if self._began_wandb:  # its callback leaves the run open until the process ends
+                importlib.import_module("wandb").finish(exit_code=int(error_class is not None))
 
     def begin(self) -> None:
         """Begin the run in each tracker. Raise RequestError if one is not installed or cannot begin, such as without a key.
@@ -73,11 +79,13 @@ class RunTrackers:
         for name in self._request.report_to:
             check_installed(name)
         self._arguments = _RequestArguments(self._request)
-        for name, callback_class in zip(
-            self._request.report_to, TRACKER_CALLBACKS.get()(list(self._request.report_to)), strict=True
-        ):
+        with redirect_stdout(sys.stderr):  # standard output is for the record
+            classes = TRACKER_CALLBACKS.get()(list(self._request.report_to))
+        for name, callback_class in zip(self._request.report_to, classes, strict=True):
             callback = callback_class()
             self._callbacks[name] = callback
+            if name == "wandb":
+                self._began_wandb = importlib.import_module("wandb").run is None
             if name != "tensorboard":
                 self._run(name, callback.on_train_begin)
             elif callback.logging_dir is None:  # no environment variable names it
@@ -117,7 +125,8 @@ class RunTrackers:
 
     def _run(self, name: str, callback: Callable[..., Any], **options: Any) -> None:
         try:
-            callback(self._arguments, self._state, self._control, **options)
+            with redirect_stdout(sys.stderr):
+                callback(self._arguments, self._state, self._control, **options)
         except Exception as error:  # each tracker raises its own classes
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise RequestError(f"--report-to {name}: {name} failed ({reason[:200]}); set {name} up, or leave it out") from error
