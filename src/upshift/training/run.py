@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
@@ -270,8 +269,7 @@ def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
 
 def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) -> Watcher:
     """Return callbacks that also send the numbers of the run to its trackers, until ``stack`` closes."""
-    with redirect_stdout(sys.stderr):  # transformers prints when it is imported, and standard output is for the record
-        from upshift.training.trackers import RunTrackers  # imports transformers' Trainer, which takes a second
+    from upshift.training.trackers import RunTrackers  # it imports transformers' TrainingArguments, which takes a second
 
     trackers = stack.enter_context(RunTrackers(request, watcher.event))
     return replace(watcher, checked=trackers.begin, event=trackers.event)

@@ -78,8 +78,8 @@ class RunTrackers:
             return
         for name in self._request.report_to:
             check_installed(name)
-        self._arguments = _RequestArguments(self._request)
-        with redirect_stdout(sys.stderr):  # standard output is for the record
+        with redirect_stdout(sys.stderr):  # transformers prints when it imports them, and standard output is for the record
+            self._arguments = _RequestArguments(self._request)
             classes = TRACKER_CALLBACKS.get()(list(self._request.report_to))
         for name, callback_class in zip(self._request.report_to, classes, strict=True):
             callback = callback_class()
