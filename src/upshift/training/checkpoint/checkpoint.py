@@ -162,11 +162,11 @@ def save_checkpoint(
     best_step: int | None = None,
     writer: BackgroundWriter | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-<step>`, and then remove the oldest checkpoints so that `keep` (at least 2) remain.
+    """Write `directory/checkpoint-<step>`, and remove older ones until `keep` (at least 2) remain, and that of `best_step`.
 
-    The checkpoint of `best_step` remains, too. `rngs`: the states of all ranks in order; None: that of this process. With a
-    `writer`, return when the tensors are copied to host memory, if there is room for the copies. The writer then raises later
-    errors. Raise JobFailed if the disk is too full or a write fails. The message names the checkpoint that can still be loaded.
+    `rngs` are the states of all ranks in order. None: only the state of this process. With a `writer`, return when weights and
+    optimizer state are copied to host memory, if there is room for the copies. The writer then raises later errors. Raise
+    JobFailed if the disk is too full or a write fails. The message names the checkpoint that can still be loaded.
     """
     if writer is not None:
         writer.wait()
