@@ -25,16 +25,14 @@ from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
     TEMPORARY_CHECKPOINT,
+    add_checkpoint,
     check_any_whole,
     check_checkpoint,
     check_room,
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
-    put_in_place,
     remove_leftovers,
-    remove_older,
-    write_latest,
     writing,
 )
 from upshift.training.checkpoint.model import (
@@ -200,9 +198,7 @@ def save_checkpoint(
                 train=state, optimizer=saved_optimizer, scheduler=scheduler, scaler=scaler, files=file_sizes(temporary)
             )
             saved.write(temporary)
-            put_in_place(temporary, final)
-            remove_older(directory, newest=final, keep=keep, best_step=best_step)
-            write_latest(directory, name)
+            add_checkpoint(temporary, final, keep=keep, best_step=best_step)
 
     if in_background and writer is not None:
         writer.start(write)

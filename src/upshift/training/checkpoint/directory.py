@@ -235,6 +235,13 @@ def put_in_place(temporary: Path, final: Path) -> None:
     remove_checkpoint(replaced)
 
 
+def add_checkpoint(temporary: Path, final: Path, *, keep: int, best_step: int | None = None) -> None:
+    """Rename a whole checkpoint to its final name, remove older ones as ``remove_older`` does, and note that it is the latest."""
+    put_in_place(temporary, final)
+    remove_older(final.parent, newest=final, keep=keep, best_step=best_step)
+    write_latest(final.parent, final.name)
+
+
 def remove_older(directory: Path, *, newest: Path, keep: int, best_step: int | None = None) -> None:
     """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone.
 
