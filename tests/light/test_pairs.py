@@ -1,4 +1,4 @@
-"""Plans for pairs of preferences: micro-batches of whole pairs, ranks that have whole pairs, and what is rejected; without torch."""
+"""Plans for pairs of preferences: micro-batches and ranks hold whole pairs, and other choices are rejected; without torch."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.search.constraints import conflict_with_pairs
 from upshift.record import Record
 from upshift.settings import read_settings
+from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import check_enough_data
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
@@ -34,6 +35,7 @@ from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
+from upshift.training.neftune import check_neftune
 from upshift.training.preference_loss import Rewards
 from upshift.units import FLOP_CONVENTION
 
@@ -73,7 +75,7 @@ def open_job(job: Job, data: TrainingData) -> Job:
     """Check the job, and then its output directory. Return the job as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
-    return open_run(job, data.training)
+    return open_run(job, data)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
@@ -87,6 +89,9 @@ def check_job(job: Job, data: TrainingData) -> None:
     problem = why_cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
+    will_evaluate = bool(job.arguments.eval_steps or job.evaluate_at_steps or job.evaluate_at_tokens)
+    check_evaluations(job.arguments, will_evaluate=will_evaluate, data=data)
+    check_neftune(job.plan, job.arguments.neftune_noise_alpha)
     if job.heal:
         check_healing(job.plan)
     problem = conflict_with_pairs(job.plan) if data.objective.has_pairs else None
@@ -107,6 +112,23 @@ def check_job(job: Job, data: TrainingData) -> None:
     if planned_length != data_length:
         raise RequestError(f"the plan's sequence_length={planned_length} is not the data's {data_length}; use the same for both")
     check_enough_data(data.training, job.global_batch, data.objective)
+
+
+def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: TrainingData | None = None) -> None:
+    """Raise RequestError if an argument needs evaluations during the run, and there are none.
+
+    ``data``: None if it is not read yet.
+    """
+    argument = arguments.option_for_evaluations()
+    if argument is None:
+        return
+    option = f"--{argument.replace('_', '-')}"
+    if not will_evaluate:
+        raise RequestError(f"{option} needs evaluations during the run, and --eval-steps is 0; add for example --eval-steps 100")
+    if data is not None and data.evaluation is None:
+        raise RequestError(
+            f"{option} needs held-out data, and {data.summary.origin} is too little to hold any out; add --eval-data PATH"
+        )
 
 
 def make_record(job: Job, data: TrainingData, outcome: RunResult) -> Record:
@@ -139,6 +161,8 @@ def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
         **_reward_details(data, outcome),
+        "logged_steps": [logged.model_dump() for logged in outcome.logged_steps],
+        "model_step": outcome.model_step,
         "memory_samples": [[sample.seconds, sample.phase, sample.resident] for sample in thin_samples(outcome.memory_samples)],
     }
 

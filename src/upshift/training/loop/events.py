@@ -9,6 +9,8 @@ from typing import get_args
 
 from upshift.value import Value
 
+EARLY_STOPPING = "early stopping"  # the reason of a run that ends because its held-out loss no longer falls
+
 
 @dataclass(frozen=True)
 class Started:
@@ -33,6 +35,7 @@ class StepDone:
     resident_bytes: int  # of this process; on a GPU, in use on the device
     reward_accuracy: float | None = None  # of pairs: the share whose chosen answer has the larger reward
     reward_margin: float | None = None  # of pairs: the mean reward of the chosen answer over that of the rejected one
+    logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Finished:
     step: int
     tokens: int
     seconds: float
-    reason: str  # "finished", or the requested early end: "tokens" or "seconds"
+    reason: str  # "finished", or the requested early end: "tokens", "seconds" or EARLY_STOPPING
 
 
 Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Referenced | Saved | Finished
