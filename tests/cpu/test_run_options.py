@@ -25,6 +25,7 @@ from upshift.training.data.dataset import prepare_data
 from upshift.training.job.job import TrainingData, run_job
 from upshift.training.loop.events import Evaluated, Event, Finished, Saved, StepDone
 from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
+from upshift.training.neftune import fixed_for_neftune
 from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers
 
@@ -355,6 +356,16 @@ def test_a_plan_with_other_noise_is_refused(
     job = a_job(home, tmp_path / "run", plan=a_plan(**choices), neftune_noise_alpha=5.0)
     with pytest.raises(RequestError, match=words):
         run_job(job, prepared("llama"))
+
+
+@pytest.mark.parametrize("text", ["packing=true", "tensor_parallel=2", "context_parallel=2", "pipeline_parallel=2"])
+def test_an_assignment_with_other_noise_is_refused_before_planning(text: str) -> None:
+    with pytest.raises(RequestError, match=f"^--neftune-noise-alpha needs {text.partition('=')[0]}=.*, and {text} is set"):
+        fixed_for_neftune(("precision=fp32", text))
+    fixed = fixed_for_neftune(("packing=False", "num_processes=2"))
+    assert {*fixed} == {
+        "packing=False", "num_processes=2", "tensor_parallel=1", "context_parallel=1", "pipeline_parallel=1",
+    }  # fmt: skip
 
 
 # Trackers.
