@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
-from upshift.models.source import find_model, find_model_to_train
+from upshift.models.source import AdapterOptions, find_model, find_model_to_train
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host, plan, plan_training
@@ -33,6 +33,7 @@ from upshift.training.loop.events import Event, StepDone
 
 LENGTH, GLOBAL_BATCH = 32, 4
 CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
+RANK_4 = AdapterOptions(lora_rank=4)
 FOUR_BITS = pytest.param(True, marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"))
 
 
@@ -64,14 +65,14 @@ def a_job(home: Path, output: Path, *, model: Path | None = None, plan: dict[str
     options = {name: fields.pop(name) for name in list(fields) if name in Arguments.model_fields}
     given = {"max_steps": 6, "learning_rate": 3e-3, "max_grad_norm": 0.5} | options
     reference = str(model or home / "model")
-    rank = {"lora_rank": 4} if model is None else {}
+    adapter = fields.pop("adapter", RANK_4 if model is None else AdapterOptions())
     plain = {
         "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
     }  # fmt: skip
     return Job(
         model_reference=reference, plan=Plan.model_validate(plain | (plan or {})), arguments=Arguments(**given),
-        data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), **(rank | fields),
+        data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), adapter=adapter, **fields,
     )  # fmt: skip
 
 
@@ -108,18 +109,18 @@ def test_train_plans_proves_and_saves_an_adapter(home: Path, data: TrainingData,
 
 @pytest.mark.parametrize("four_bits", [False, FOUR_BITS])
 def test_interrupted_and_resumed_is_undisturbed(four_bits: bool, home: Path, data: TrainingData, tmp_path: Path) -> None:
-    undisturbed = run_job(a_job(home, tmp_path / "one", load_in_4bit=four_bits), data)
+    undisturbed = run_job(a_job(home, tmp_path / "one", adapter=RANK_4.changed(load_in_4bit=four_bits)), data)
 
     def stop(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted, match="checkpoint-3"):
-        run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits), data, on_event=stop)
+        run_job(a_job(home, tmp_path / "two", adapter=RANK_4.changed(load_in_4bit=four_bits)), data, on_event=stop)
     held = sum(file.stat().st_size for file in (tmp_path / "two" / "checkpoint-3").glob("*.safetensors"))
     trained = sum(tensor.nbytes for tensor in load_file(tmp_path / "one" / "adapter_model.safetensors").values())
     assert held < 3 * trained + 65536, "weights and two moments of the adapter, nothing of the model"
-    resumed = run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits, resume=True), data)
+    resumed = run_job(a_job(home, tmp_path / "two", adapter=RANK_4.changed(load_in_4bit=four_bits), resume=True), data)
     assert losses(resumed) == losses(undisturbed)
     final = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
     assert final[0].keys() == final[1].keys()
@@ -163,7 +164,7 @@ def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=words):
             upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
-    four = find_model_to_train(model, lora_rank=4, load_in_4bit=True)
+    four = find_model_to_train(model, AdapterOptions(lora_rank=4, load_in_4bit=True))
     assert four.quantized_from == "float32" and "quantization_config" in four.config
 
 
@@ -201,7 +202,7 @@ def test_frozen_weights_on_the_disk_train_bit_for_bit(
 
 
 def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
-    source = find_model_to_train(str(home / "model"), lora_rank=4)
+    source = find_model_to_train(str(home / "model"), RANK_4)
     workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
     host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
     # As of another machine: what ran on this one corrects nothing.
@@ -247,7 +248,7 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
 
 
 def test_only_frozen_weights_wait_elsewhere(home: Path, data: TrainingData, tmp_path: Path) -> None:
-    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, lora_rank=None)
+    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, adapter=AdapterOptions())
     with pytest.raises(RequestError, match="is for frozen weights; add an adapter"):
         run_job(whole, data)
     random = a_job(home, tmp_path / "out", plan=ELSEWHERE, from_config=True)

@@ -13,6 +13,7 @@ from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import check_choice
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.training.arguments import TrainRequest
 from upshift.units import format_seconds
 
@@ -23,7 +24,7 @@ Backend = Annotated[
         "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
     ),
 ]  # fmt: skip
-TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
+TORCH_ONLY = (*AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
 RECENT_STEPS = 10  # the time left is estimated from the mean time of so many

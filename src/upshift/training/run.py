@@ -15,6 +15,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
+from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.layout import Layout
@@ -177,6 +178,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
+    check_module_names(source, request)
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
