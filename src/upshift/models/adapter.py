@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
-from upshift.models.quantized import keep_trainable, quantize
+from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
 from upshift.models.source import ALL_LINEAR, AdapterOptions, ModelSource
 
 
@@ -38,6 +38,13 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
+    for path, _ in four_bit_layers(model):
+        for saved in adapter.get("modules_to_save") or ():
+            if any(_has_name(parent, saved) for parent in _path_and_parents(path)):
+                raise RequestError(
+                    f"--lora-modules-to-save {saved}: {path} is stored in 4 bits, and such weights are never trained themselves; "
+                    "leave it out, or train without --load-in-4bit"
+                )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about a property that transformers renamed, and about unknown layer types
         try:
@@ -57,12 +64,14 @@ def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
     Builds the model and its adapter on the meta device."""
     if not options.names_modules or source.adapter is None:
         return
+    if "quantization_config" in source.config:
+        check_quantization(source.config["quantization_config"], source.reference, adapter=True)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with explain_build_errors(repr(source.reference)), torch.device("meta"):
         model = build_model(config, model_class, dtype=torch.float32)
         _check_paths([path for path, _ in model.named_modules() if path], source, options)
-        _attach_adapter(model, source.adapter, source.adapter_name)
+        complete_model(model, source)
 
 
 def _check_paths(paths: list[str], source: ModelSource, options: AdapterOptions) -> None:

@@ -110,8 +110,26 @@ class AdapterOptions(Value):
             return
         for name, field in AdapterOptions.model_fields.items():
             if name.startswith("lora_") and getattr(self, name) != field.default:
-                option = f"--{name.replace('_', '-')}"
+                option = _option_name(name)
                 raise RequestError(f"{option} is an option of a new adapter; add --lora-rank, such as 16, or leave {option} out")
+
+    @property
+    def scale_numerator(self) -> int | None:
+        """Return LoRA's scale times the rank, peft's lora_alpha: twice the rank if the user gave none."""
+        return self.lora_alpha or (None if self.lora_rank is None else 2 * self.lora_rank)
+
+    def check_same(self, previous: AdapterOptions, run: Path) -> None:
+        """Raise RequestError that names the first option in which a run that resumes differs from what it was before."""
+        before = previous.changed(lora_alpha=previous.scale_numerator)
+        now = self.changed(lora_alpha=self.scale_numerator)
+        for name in AdapterOptions.model_fields:
+            old = getattr(before, name)
+            new = getattr(now, name)
+            if old != new:
+                raise RequestError(
+                    f"{_option_name(name)} is {_show_value(new)}, and the run in {run} has {_show_value(old)}; resume with the "
+                    "adapter of that run, or start anew in another output directory"
+                )
 
     def lora_config(self, task: str | None) -> dict[str, Any]:
         """Return the fields of peft's LoraConfig that are not its defaults, and the five that every adapter of Upshift has.
@@ -122,7 +140,7 @@ class AdapterOptions(Value):
             "peft_type": "LORA",
             "task_type": task,
             "r": self.lora_rank,
-            "lora_alpha": self.lora_alpha or 2 * self.lora_rank,
+            "lora_alpha": self.scale_numerator,
             "target_modules": ALL_LINEAR if self.lora_target == (ALL_LINEAR,) else list(self.lora_target),
         }
         optional = {
@@ -132,6 +150,19 @@ class AdapterOptions(Value):
             "use_dora": self.lora_dora,
         }
         return fields | {name: value for name, value in optional.items() if value}
+
+
+def _option_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _show_value(value: Any) -> str:
+    """Return a field's value as the command line takes it."""
+    if value is None or value is False or value == ():
+        return "not given"
+    if value is True:
+        return "given"
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 class AdapterKeywords(TypedDict, total=False):

@@ -263,7 +263,7 @@ def _prepare_job(
     output = request.output
     output_lock.enter_context(claimed(output))
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
-    check_run_file(output)
+    check_run_file(output, resume=request.resume, adapter=request.as_adapter_options)
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)
     job = prepared.job(

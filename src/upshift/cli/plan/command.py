@@ -155,10 +155,7 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
         return
-    line = tables.adapter_line(adapter)
-    if line is not None:
-        tables.out.print(line, highlight=False)
-    _print_planning(planning, rows=rows)
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows)
     answers.print(sample_unit(planning.profile))
 
 
@@ -202,7 +199,9 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
-def _print_planning(planning: Planning, *, rows: int) -> None:
+def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> None:
+    if adapter is not None:
+        tables.out.print(adapter, highlight=False)
     host = planning.host
     workload = planning.workload
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
