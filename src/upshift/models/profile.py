@@ -152,6 +152,7 @@ class Stack(Value):
     traced_layers: tuple[int, ...]
     assignment: tuple[int, ...]
     layer_trainable: tuple[int, ...]  # trainable parameters of each traced layer
+    layer_frozen: tuple[int, ...] = ()  # frozen parameters of each traced layer; empty: as many in each
 
     @property
     def num_layers(self) -> int:

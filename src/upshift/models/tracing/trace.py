@@ -319,7 +319,10 @@ def trace_model(
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(
-            Stack(path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable)
+            Stack(
+                path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable,
+                layer_frozen=s.layer_frozen,
+            )  # fmt: skip
             for s in tracer.stacks
         ),
         steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
