@@ -293,7 +293,7 @@ def test_fewer_modules_are_another_plan(home: Path) -> None:
         ({"lora_rank": 4, "lora_alpha": 0}, "^--lora-alpha 0 is not possible"),
         ({"lora_rank": 4, "lora_dropout": 1.0}, "^--lora-dropout 1 is not possible; give 0 or more and below 1"),
         ({"lora_rank": 4, "lora_dropout": -0.1}, "^--lora-dropout -0.1 is not possible"),
-        ({"lora_rank": 4, "lora_target": ","}, "^',' names no module"),
+        ({"lora_rank": 4, "lora_target": ","}, "^--lora-target , names no module"),
         ({"lora_rank": 4, "lora_target": ""}, "^--lora-target names no module"),
         ({"lora_rank": 4, "lora_target": "q_proj,all-linear"}, "^--lora-target all-linear stands alone"),
         ({"lora_rank": 4, "lora_target": "q_proj,query"}, "^--lora-target query: .* it has .*q_proj.*v_proj"),

@@ -169,6 +169,7 @@ def command(
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals() | adapter.model_dump())
+    request.check_rank()
     if plan is not None:
         check_file("--plan", plan)
     if train_xla.is_xla(backend):

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from upshift.errors import RequestError
 from upshift.models.config import decode_floats, encode_floats, read_json
@@ -68,12 +68,13 @@ class AdapterOptions(Value):
 
     @field_validator("lora_target", "lora_modules_to_save", mode="before")
     @classmethod
-    def _split_names(cls, names: Any) -> Any:
+    def _split_names(cls, names: Any, info: ValidationInfo) -> Any:
         """Return names in alphabetical order, because peft does not heed their order. A text has commas between its names."""
         if isinstance(names, str):
             split = [name.strip() for name in names.split(",")]
             if names and not any(split):
-                raise RequestError(f"{names!r} names no module; give names separated by commas, such as q_proj,v_proj")
+                option = _option_name(str(info.field_name))
+                raise RequestError(f"{option} {names} names no module; give names separated by commas, such as q_proj,v_proj")
             names = split
         if isinstance(names, list | tuple | set | frozenset) and all(isinstance(name, str) for name in names):
             return tuple(sorted({name for name in names if name}))
