@@ -131,6 +131,20 @@ def test_the_stage_with_the_head_has_all_that_a_head_trained_whole_needs() -> No
     assert first.updated + last.updated == pytest.approx(1.0)
 
 
+def test_a_copy_of_bf16_weights_is_trained_in_bf16() -> None:
+    """In every plan: the model below an adapter keeps its dtype, and so does the copy of its head. LoRA itself is fp32."""
+    counts = model_of("lora", "causal-lm", longest=4096).parameters
+    head = HIDDEN * VOCABULARY
+    lora = counts.trainable
+    frozen = counts.total - lora
+    parameters = counts.changed(
+        total=counts.total + head, trainable=lora + head, trainable_head=head, trainable_bf16=head, always_bf16=frozen
+    )
+    for parameter_bytes in (2, 4):
+        assert parameters.gradient_bytes(parameter_bytes) == 4 * lora + 2 * head
+        assert parameters.weight_bytes(parameter_bytes) == 4 * lora + 2 * (head + frozen)
+
+
 def test_buffers_for_weights_from_the_disk_hold_the_largest_layers() -> None:
     """Wherever the adapter is: the frozen weights decide. Buffers hold two layers."""
     adapted = model_of("lora", "causal-lm", longest=4096)

@@ -320,7 +320,10 @@ def trace_model(
         parameters=_count_parameters(tracer),
         stacks=tuple(
             Stack(
-                path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable,
+                path=s.path,
+                traced_layers=s.traced_layers,
+                assignment=s.assignment,
+                layer_trainable=s.layer_trainable,
                 layer_frozen=s.layer_frozen,
             )  # fmt: skip
             for s in tracer.stacks
