@@ -15,6 +15,7 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, TrainRequest
@@ -228,6 +229,8 @@ def _training_request(request: TuneRequest) -> TrainRequest:
                 f"{name} is not for the trials of a search, which end and are judged as --pruner says; leave it out"
             )
     training = TrainRequest.of({**request.options, "model": request.model, "data": request.data}, request.arguments)
+    adapted = training.changed(lora_rank=1) if "lora_rank" in request.space.parameters else training
+    check_module_names(adapted.source(), adapted)
     RunNumbers.from_fields({name: request.options[name] for name in RunNumbers.model_fields if name in request.options})
     return training
 
