@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTo
 from upshift.errors import RequestError
 from upshift.inference.tokenizer import load_tokenizer as load_for_inference
 from upshift.models.source import find_model
-from upshift.models.vocabulary import has_words
+from upshift.text import has_words
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 

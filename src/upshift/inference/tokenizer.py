@@ -10,7 +10,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.models.source import ModelSource
-from upshift.models.vocabulary import NO_VOCABULARY, has_words
+from upshift.text import NO_VOCABULARY, has_words
 
 FILES = (
     "tokenizer*.json",

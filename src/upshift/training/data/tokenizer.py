@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upshift.errors import RequestError
-from upshift.models.vocabulary import NO_VOCABULARY, has_words
+from upshift.text import NO_VOCABULARY, has_words
 from upshift.training.data.chat_tokens import encode_rows
 from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
 from upshift.training.data.data_files import say_once
