@@ -205,7 +205,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
-    if recomputes_activations(arguments):
+    if chose_recomputation(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
     if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, DebugOptions):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
@@ -288,9 +288,21 @@ def changes_by_optimizer(arguments: Any) -> tuple[str, ...]:
 
 
 def recomputes_activations(arguments: Any) -> bool:
-    """Return whether the user turned on activation checkpointing, by either of its two names."""
+    """Return whether activation checkpointing is on, by either of its two names."""
     new_name_value = getattr(arguments, "activation_checkpointing", None)
     return bool(arguments.gradient_checkpointing if new_name_value is None else new_name_value)
+
+
+def chose_recomputation(arguments: Any) -> bool:
+    """Return whether the user turned on activation checkpointing, and not the default of a subclass of TrainingArguments.
+
+    A value that equals the default counts as unset, as for all other fields.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(arguments)}
+    is_default = bool(fields.get("gradient_checkpointing") or fields.get("activation_checkpointing"))
+    kwargs = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    has_kwargs = any(name in fields and was_set(arguments, name) for name in kwargs)
+    return recomputes_activations(arguments) and (has_kwargs or not is_default)
 
 
 def check_devices(arguments: Any) -> None:
