@@ -9,9 +9,17 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upshift.errors import MissingExtra
+
+if TYPE_CHECKING:  # the names that TRL calls stable, for editors; __getattr__ makes the classes
+    from trl import DPOTrainer as DPOTrainer  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from trl import GRPOTrainer as GRPOTrainer
+    from trl import KTOTrainer as KTOTrainer
+    from trl import RewardTrainer as RewardTrainer
+    from trl import RLOOTrainer as RLOOTrainer
+    from trl import SFTTrainer as SFTTrainer
 
 
 def __getattr__(name: str) -> Any:
@@ -31,8 +39,9 @@ def _planned_trainer(name: str) -> Any:
     if name not in names:
         raise AttributeError(f"module 'upshift.trl' has no attribute {name!r}; it has {', '.join(names)}, and trl has the rest")
     from upshift.training.hf_trainer.trainer import with_plans
+    from upshift.tuning.trainer import Trainer
 
-    return with_plans(getattr(import_module("trl"), name), module=__name__)
+    return with_plans(getattr(import_module("trl"), name), Trainer, module=__name__)
 
 
 def _trainer_names() -> list[str]:

@@ -156,6 +156,36 @@ def is_library_field(name: str) -> bool:
     return name in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
+PAGE_END = """
+## Batches that stay whole
+
+Upshift measures your loss on some rows of your data. If the loss of a batch is made of the losses of its rows, the plan may
+divide the batch in another way. If not, your code computes each batch as the data loader returns it, and the plan chooses the
+rest: the precision, activation checkpointing, compilation, the optimizer and the workers of the data loader. Upshift prints the
+reason.
+
+Examples are a contrastive loss, pairs of texts, a loss that keeps a state, texts end to end, and a `training_step` of your own.
+For the trainers of TRL, see [From TRL](trl.md).
+
+With several processes, and for batches without an entry `input_ids`, your own settings run instead.
+
+## Trials
+
+Before a long run, Upshift tests the plain default and the best predicted plans, each in a process of its own. The fastest one
+runs.
+
+| argument of `upshift.Trainer` | trials |
+| --- | --- |
+| `trial_seconds=None` (default) | one minute, or 2 % of the run if that is more, and at most five minutes |
+| `trial_seconds=20` | at most 20 seconds |
+| `trial_seconds=0` | none. Upshift trusts the prediction |
+| `plan=...` | none. Your plan runs |
+
+Trials never take more than 5 % of the predicted time of the run. If that is too short for two plans, or if there are several
+processes, no trial is made. Upshift remembers the results, so the same script does not test again. If the whole run takes less
+than about half a minute, Upshift does not plan at all."""
+
+
 def markdown() -> str:
     """Return the text of docs/training_arguments.md."""
     order = {"planned": 0, "refused": 1, "honoured": 2}
@@ -181,6 +211,7 @@ def markdown() -> str:
         "| argument | Upshift | details |",
         "| --- | --- | --- |",
         *(f"| `{name}` | {field.treatment} | {field.description} |" for name, field in rows),
+        PAGE_END,
     ]
     return "\n".join(lines) + "\n"
 

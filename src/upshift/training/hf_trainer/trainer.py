@@ -106,8 +106,10 @@ class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, tr
         ) -> None: ...
 
 
-def with_plans(library_class: type[transformers.Trainer], *, module: str) -> type[transformers.Trainer]:
-    """Return a class of the same name in ``module``: another library's Trainer, with ``upshift.Trainer`` behind it.
+def with_plans(
+    library_class: type[transformers.Trainer], planned_class: type[Trainer], *, module: str
+) -> type[transformers.Trainer]:
+    """Return a class of the same name in ``module``: another library's Trainer, with ``planned_class`` behind it.
 
     The library's methods stay in charge, and their calls of super() reach Upshift. The class takes the five arguments of
     ``upshift.Trainer`` by name.
@@ -128,4 +130,4 @@ def with_plans(library_class: type[transformers.Trainer], *, module: str) -> typ
 
     name = library_class.__name__
     members = {"__init__": __init__, "__module__": module, "__qualname__": name, "__doc__": library_class.__doc__}
-    return type(name, (library_class, Trainer), members)
+    return type(name, (library_class, planned_class), members)
