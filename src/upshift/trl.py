@@ -9,17 +9,13 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from upshift.errors import MissingExtra
 
-if TYPE_CHECKING:  # the names that TRL calls stable, for editors; __getattr__ makes the classes
-    from trl import DPOTrainer as DPOTrainer  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from trl import GRPOTrainer as GRPOTrainer
-    from trl import KTOTrainer as KTOTrainer
-    from trl import RewardTrainer as RewardTrainer
-    from trl import RLOOTrainer as RLOOTrainer
-    from trl import SFTTrainer as SFTTrainer
+# The trainers that TRL calls stable. Its other trainers are found by name, too.
+STABLE_TRAINERS = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "RLOOTrainer", "SFTTrainer")
+__all__ = sorted(STABLE_TRAINERS)
 
 
 def __getattr__(name: str) -> Any:

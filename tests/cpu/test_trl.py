@@ -132,7 +132,8 @@ def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: 
     assert "upshift: plan: fp32" in capsys.readouterr().err
     resumed = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    check_same(resumed, whole)
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (resumed, whole)]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
     resumed.save_model(str(tmp_path / "saved"))
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-6"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -173,12 +174,11 @@ def test_a_short_run_says_why_it_has_no_plan(model: Path, tmp_path: Path) -> Non
 
 
 def test_the_script_of_the_page_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of docs/trl.md, on rows of chats. TRL's defaults are bf16, and recomputation of all layers."""
+    """The script of docs/trl.md on rows of chats, with use_cpu=True as the page says. TRL's default is bf16."""
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     script = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
-    for name, value in {"REPORT_TO": "none", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(name, value)
+    script = script.replace('SFTConfig(output_dir="trained"', 'SFTConfig(output_dir="trained", use_cpu=True')
     (tmp_path / "my-model").symlink_to(model, target_is_directory=True)
     write_jsonl(tmp_path / "chats.jsonl", make_chats(8, seed=1))
     exec(compile(script, "docs/trl.md", "exec"), {})

@@ -280,6 +280,11 @@ def whole_batch_fields(fixed: tuple[str, ...], *, num_rows: int, own_step: bool,
     return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in chosen))
 
 
+def batch_fields(plan: Plan) -> tuple[str, ...]:
+    """Return the fields of a plan that whole_batch_fields checks, as ``field=value`` assignments."""
+    return tuple(f"{name}={getattr(plan, name)}" for name in ("per_device_train_batch_size", "packing", *OPT_IN_FIELDS))
+
+
 def why_not_for_whole_batches(plan: Plan, num_layers: int) -> str | None:
     """Return why a plan that leaves batches whole cannot be this one, or None.
 

@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -22,6 +22,7 @@ from torch import Tensor
 from upshift import errors
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
@@ -49,6 +50,7 @@ from upshift.training.hf_trainer.choose_plan import (
     NoSample,
     PlanRequest,
     Sample,
+    batch_fields,
     check_plan,
     choose,
     draw_sample,
@@ -69,7 +71,7 @@ from upshift.training.hf_trainer.loss_split import (
     loss_in_training,
     measure_split,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer
 from upshift.training.out_of_memory import is_out_of_memory
@@ -229,17 +231,18 @@ class PlanMixin(LibraryTrainer):
         user's own settings, or raise RequestError if the user demanded a plan.
         """
         options = self._upshift_planned
-        if options.plan is not None or self._upshift_has_ranks:
+        if self._upshift_has_ranks:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded or options.plan is not None)
         try:
             stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
         except InseparableRows:
-            return self._upshift_keep_settings(plain, split.reason, options.is_demanded)
+            return self._upshift_keep_settings(plain, split.reason, options.is_demanded or options.plan is not None)
         num_rows = rows.schemas[0].num_rows
-        fixed = whole_batch_fields(
-            self._upshift_fixed_fields(), num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason
-        )
+        chosen = self._upshift_fixed_fields() if options.plan is None else batch_fields(options.plan)
+        fixed = whole_batch_fields(chosen, num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason)
+        if options.plan is not None:
+            return Choice(options.plan, "this plan was given")
         if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
             why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
             return Choice(plain, f"{split.reason}; {why_short}")
@@ -414,7 +417,8 @@ class PlanMixin(LibraryTrainer):
         Yield the traces, which are complete on leaving.
         """
         traces = Traces()
-        with self._upshift_without_logging() as logged, exact_matmuls():
+        alone = dispatch_mode(refuse_exchanges) if self._upshift_has_ranks else nullcontext()  # only rank 0 measures
+        with self._upshift_without_logging() as logged, exact_matmuls(), alone:
             state = StateSnapshot(
                 without=TRAINER_ATTRIBUTES,
                 Trainer=self,
