@@ -72,6 +72,11 @@ def test_batches_without_tokens_have_no_stand_ins(batch: Any) -> None:
         make_stand_ins([batch], causal())
 
 
+def test_a_model_that_is_not_of_transformers_has_no_stand_ins() -> None:
+    with pytest.raises(InseparableRows, match="Embedding is no transformers model"):
+        make_stand_ins([{"input_ids": tokens(2, 3)}], torch.nn.Embedding(99, 4))
+
+
 def pairs(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
     """A loss over pairs of rows."""
     first, second = model(**inputs).logits[:, 0].view(-1, 2).unbind(1)

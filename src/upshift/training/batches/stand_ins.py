@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from upshift.models.adapter import base_of
 from upshift.training.batches.user_batches import Batch, InseparableRows
@@ -26,8 +27,10 @@ def make_stand_ins(batches: Sequence[Batch], model: nn.Module) -> list[Batch]:
     """Return for each batch the rows of its texts, with labels for the model's own loss.
 
     Leave out batches with fewer rows than the first one, such as the last batch of an epoch. Raise InseparableRows if a batch
-    has no tokens.
+    has no tokens, or if the model is not one of transformers, whose loss is known.
     """
+    if not isinstance(base_of(model), PreTrainedModel):
+        raise InseparableRows(f"{type(model).__name__} is no transformers model, so rows for its loss are not known")
     stand_ins = [_stand_in(batch, model) for batch in batches]
     has_mask = MASK in stand_ins[0]
     num_rows = len(stand_ins[0][TOKENS])

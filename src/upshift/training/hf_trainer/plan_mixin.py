@@ -236,8 +236,9 @@ class PlanMixin(LibraryTrainer):
         try:
             stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
-        except InseparableRows:
-            return self._upshift_keep_settings(plain, split.reason, options.is_demanded or options.plan is not None)
+        except InseparableRows as error:
+            reason = f"{split.reason}; {error}"
+            return self._upshift_keep_settings(plain, reason, options.is_demanded or options.plan is not None)
         num_rows = rows.schemas[0].num_rows
         chosen = self._upshift_fixed_fields() if options.plan is None else batch_fields(options.plan)
         fixed = whole_batch_fields(chosen, num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason)
