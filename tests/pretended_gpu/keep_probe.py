@@ -19,7 +19,7 @@ def measured(host: Host, *, budget_seconds: float) -> Host:
         torch_version=version("torch"), transformers_version=version("transformers"), num_threads=host.cpu.usable_cores,
         cpu=cpu, gpu=host.gpu.peak.changed(fp8=None, int8=None) if host.gpu.peak else None, dispatch_seconds=4e-6,
         gpu_dispatch_seconds=5e-6, host_to_device_bytes_per_second=2e10, first_touch_seconds_per_byte=2e-10,
-        base_resident_bytes=4 * 10**8, compiler=False, probe_seconds=1.0, core_share=1.0,
+        base_resident_bytes=4 * 10**8, compiler=False, gpu_compiler=False, probe_seconds=1.0, core_share=1.0,
     ))  # fmt: skip
 
 
