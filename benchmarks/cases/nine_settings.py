@@ -160,7 +160,8 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
             use_cpu=device == "cpu", disable_tqdm=True, logging_steps=1,
         )  # fmt: skip
         trainer = upshift.Trainer(
-            model=model, args=arguments, train_dataset=data, callbacks=[Clock()], plan=plan, allow=ALLOW if plan is None else (),
+            model=model, args=arguments, train_dataset=data, callbacks=[Clock()], plan=plan,
+            allow=request.get("allow", ALLOW) if plan is None else (),
             memory_limit_gib=request["memory_limit"], trial_seconds=request.get("trial_seconds"),
         )  # fmt: skip
         trainer.train()

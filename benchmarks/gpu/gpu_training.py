@@ -25,6 +25,7 @@ from upshift.planning.trials.select import Tried
 
 UNIT = "tokens/s"
 SEED = 42
+PICK_ALLOWED = ("adafactor",)  # as a setting uses; 8-bit optimizers of libraries with kernels of their own are not judged here
 DISK_BYTES_PER_PARAMETER = 40  # weights, two copies of the optimizer's state while it is replaced, and room
 
 
@@ -171,7 +172,7 @@ def run_settings(request: PartRequest) -> Answer:
     sizes = sizes_for(request)
     common = {
         "config": sizes.settings, "length": sizes.settings_length, "steps": sizes.settings_steps, "memory_limit": None,
-        "trial_seconds": sizes.trial_seconds,
+        "trial_seconds": sizes.trial_seconds, "allow": PICK_ALLOWED,
     }  # fmt: skip
     case = case_for(request, "gpu_settings", common)
     rows: dict[str, dict[str, Any]] = {}
