@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, LlamaConfig
-
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import tokenize, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus
@@ -72,6 +70,8 @@ def pieces(tokenized: TokenizedCorpus, length: int, *, full_length: bool) -> lis
 
 def cached_tokenizer(texts: Any, vocab_size: int, texts_name: str = "") -> Any:
     """Return a tokenizer of these texts. It is kept: ``texts_name`` tells texts apart for which another one is kept."""
+    from transformers import AutoTokenizer
+
     name = f"upshift-benchmark-tokenizer-{vocab_size}{texts_name}-{platform.python_version()}"
     folder = Path(tempfile.gettempdir()) / name
     if not (folder / "tokenizer.json").exists():
@@ -82,6 +82,8 @@ def cached_tokenizer(texts: Any, vocab_size: int, texts_name: str = "") -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, size: Size) -> str:
+    from transformers import LlamaConfig
+
     config = LlamaConfig(
         vocab_size=size.vocab_size, hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_layers, num_attention_heads=size.num_heads, num_key_value_heads=size.num_heads,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Never
 
@@ -171,12 +171,14 @@ class Check:
         print(start_progress(part.name, limit), flush=True)
         request = {
             "part": part.name, "function": part.function, "folder": str(self.folder), "quick": self.options.quick,
-            **asdict(self.gpus),
+            "names": self.gpus.names if part.all_gpus else self.gpus.names[:1], "free_bytes": self.gpus.free_bytes,
         }  # fmt: skip
         paths = [str(Path(__file__).parent), str(CASES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         variables = {
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "UPSHIFT_CACHE": str(self.folder / "cache"),
         }  # fmt: skip
+        if not part.all_gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         answer = run_part(request, limit_seconds=limit, folder=self.folder / "parts" / part.name, variables=variables)
         if answer.failed and answer.details.get("timed_out"):
             more = f"--minutes {2 * self.options.minutes:g} gives it twice the time"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from gpu_process import PartRequest
 from gpu_rows import Answer
-from gpu_sizes import sizes_for
-from gpu_training import SEED, case_for
+from gpu_sizes import SEED, case_for, sizes_for
 
 from upshift.benchmarking.case import Times
 from upshift.benchmarking.timing import time_with_load

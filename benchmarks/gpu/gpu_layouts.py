@@ -6,12 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from gpu_process import ANSWER, PartRequest
 from gpu_rows import Answer
-from gpu_sizes import sizes_for
-from gpu_training import case_for
+from gpu_sizes import case_for, sizes_for
 
 from upshift.record import Record
 
@@ -71,9 +71,19 @@ def judge(request: PartRequest, record: Record, processes: int, losses: list[flo
     if processes == 1:
         return Answer(reason=words, **common)
     alone = json.loads((request.folder / "parts" / "layout-one" / ANSWER).read_bytes())["details"]["losses"]
-    if len(alone) != len(losses):
-        return Answer(reason=f"{len(losses)} losses, and one GPU has {len(alone)}", failed=True, **common)
-    largest = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, alone, strict=True))
-    if not largest <= LOSS_TOLERANCE:  # a loss that is not a number fails, too
-        return Answer(reason=f"its losses differ by {largest:.2g} from one GPU's; {words}", failed=True, **common)
-    return Answer(reason=f"the losses of one GPU, within {largest:.1g}; {words}", **common)
+    wrong = loss_difference(losses, alone)
+    if wrong is not None:
+        return Answer(reason=f"{wrong}; {words}", failed=True, **common)
+    return Answer(reason=f"the losses of one GPU; {words}", **common)
+
+
+def loss_difference(losses: Sequence[float | None], alone: Sequence[float | None]) -> str | None:
+    """Return how the losses differ from those of one GPU, or None if they are the same within the tolerance.
+
+    A loss that is not a number is None, and is never the same."""
+    if len(losses) != len(alone):
+        return f"it has {len(losses)} losses, and one GPU has {len(alone)}"
+    for step, (ours, theirs) in enumerate(zip(losses, alone, strict=True), start=1):
+        if ours is None or theirs is None or not abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs):
+            return f"its loss of step {step} is {ours}, and one GPU's is {theirs}"
+    return None

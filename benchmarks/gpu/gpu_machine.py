@@ -71,7 +71,10 @@ def torch_facts(count: int) -> dict[str, Any]:
 
 def probe_rates(request: PartRequest) -> Answer:
     """Measure the machine anew. Compare the rate of 16-bit products with the data sheet's."""
-    host = measure(detect(), refresh=not request.quick)
+    here = detect()
+    host = measure(here, refresh=not request.quick)
+    if len(request.names) > 1:
+        measure(here.one_device(), refresh=not request.quick)  # kept for the parts that see one GPU
     measured = host.measured
     if measured is None or measured.gpu is None:
         return Answer(reason="the probe measured no rate of the GPU", failed=True)

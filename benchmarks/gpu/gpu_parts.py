@@ -12,7 +12,8 @@ from upshift.errors import RequestError
 class Part:
     """A part: what it shows, the module and function that do it, and its limit in seconds of a run of ten minutes.
 
-    needs: parts whose results it uses, which run before it. gpus: the fewest GPUs that it needs.
+    needs: parts whose results it uses, which run before it. gpus: the fewest GPUs that it needs. all_gpus: it sees every GPU;
+    else it sees one, because Trainer would compute other batches on several (DataParallel), and a plan would use them all.
     """
 
     name: str
@@ -21,12 +22,13 @@ class Part:
     function: str
     needs: tuple[str, ...] = ()
     gpus: int = 1
+    all_gpus: bool = False
 
 
 MINUTES = 10.0  # of all limits together
 PARTS = (
-    Part("facts", "the driver, the GPUs, torch, the compiler, and what upshift doctor finds", 15, "gpu_machine:read_facts"),
-    Part("probe", "rates by precision, fp8, bandwidth, exchanges between GPUs", 30, "gpu_machine:probe_rates"),
+    Part("facts", "driver, GPUs, torch, compiler, and what upshift doctor finds", 15, "gpu_machine:read_facts", all_gpus=True),
+    Part("probe", "rates by precision, fp8, bandwidth, exchanges between GPUs", 30, "gpu_machine:probe_rates", all_gpus=True),
     Part("tests", "the tests of tests/gpu", 70, "gpu_machine:run_tests"),
     Part("data", "the models and the tokens of the parts below", 20, "gpu_training:write_data"),
     Part("train", "upshift train of 125 M parameters, by the plan that trials choose", 55, "gpu_training:train_small", ("data",)),
@@ -38,10 +40,11 @@ PARTS = (
     Part("encode", "the race of encoding engines against transformers", 25, "gpu_inference:race_encoding"),
     Part("generate", "the race of generation engines against transformers", 30, "gpu_inference:race_generation"),
     Part("layout-one", "upshift train on one GPU, whose losses the layouts below must have", 32, "gpu_layouts:train_one",
-         ("data",), 2),
-    Part("layout-data", "data parallel on all GPUs", 32, "gpu_layouts:train_data_parallel", ("layout-one",), 2),
-    Part("layout-zero3", "ZeRO 3 on all GPUs", 32, "gpu_layouts:train_zero3", ("layout-one",), 2),
-    Part("layout-tensor", "tensor parallel on two GPUs", 32, "gpu_layouts:train_tensor_parallel", ("layout-one",), 2),
+         ("data",), 2, all_gpus=True),
+    Part("layout-data", "data parallel on all GPUs", 32, "gpu_layouts:train_data_parallel", ("layout-one",), 2, all_gpus=True),
+    Part("layout-zero3", "ZeRO 3 on all GPUs", 32, "gpu_layouts:train_zero3", ("layout-one",), 2, all_gpus=True),
+    Part("layout-tensor", "tensor parallel on two GPUs", 32, "gpu_layouts:train_tensor_parallel", ("layout-one",), 2,
+         all_gpus=True),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
 

@@ -24,7 +24,7 @@ LOG = "log.txt"
 ANSWER = "answer.json"
 REQUEST = "request.json"
 MAX_LINE = 300  # characters of an error in a row; the log has all
-ENDED_SECONDS = 10.0  # to wait for processes that were killed
+ENDED_SECONDS = 5.0  # to wait for processes that were killed
 
 
 @dataclass(frozen=True)

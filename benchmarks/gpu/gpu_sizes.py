@@ -1,4 +1,4 @@
-"""Choose the sizes of the models and runs of the GPU check by the GPU's memory."""
+"""Choose the sizes of the models and runs of the GPU check by the GPU's memory, and name the files of their rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 from gpu_process import PartRequest
 from trainer_data import QUICK, Size
 
+from upshift.benchmarking.case import Case
+from upshift.hardware import detect
+
 GIB = 2**30
+SEED = 42
 VOCABULARY = 16384  # for which one tokenizer is trained, in seconds
 SMALL = Size(VOCABULARY, 768, 2048, 14, 12, 512, 40)  # 124 M parameters
 HALF = Size(VOCABULARY, 1536, 4096, 16, 12, 512, 16)  # 0.5 B
@@ -53,9 +57,14 @@ def sizes_for(request: PartRequest) -> Sizes:
     from nine_settings import QUICK as BERT_TINY
 
     if request.quick:
-        return Sizes(TINY, TINY, 8, 6.0, 40, BERT_TINY, 64, 3, 16, "quick", 2, 8)
+        return Sizes(TINY, TINY, 8, 3.0, 40, BERT_TINY, 64, 3, 16, "quick", 2, 8)
     free = request.free_bytes
     large = LARGE if free >= LARGE_BYTES else HALF if free >= HALF_BYTES else None
     batch = 32 if free >= ROOMY_BYTES else 8
     bert = BERT_LARGE if free >= BERT_BYTES else BERT_SMALL
     return Sizes(SMALL, large, batch, 15.0, None, bert, 512, 8, 512, "125m", 8, 128)
+
+
+def case_for(request: PartRequest, name: str, settings: dict[str, Any]) -> Case:
+    """Return the collector of the rows of results/NAME.jsonl."""
+    return Case(name, request.results, detect(), request.quick, {"seed": SEED, **settings})

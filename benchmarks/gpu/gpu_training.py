@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import tempfile
@@ -11,26 +12,20 @@ from typing import Any
 
 from gpu_process import ANSWER, PartRequest
 from gpu_rows import Answer, compare_speed
-from gpu_sizes import Sizes, sizes_for
+from gpu_sizes import SEED, Sizes, case_for, sizes_for
 from trainer import LOSS_GOAL, Inputs, choose_plan, numbers, request_of, speeds
 from trainer_data import Size, write_inputs, write_model
 from trainer_run import CAREFUL, run_trainer, run_upshift
 
 from upshift.benchmarking.ab_test import relative_error
-from upshift.benchmarking.case import Case
 from upshift.benchmarking.harness import percent
 from upshift.hardware import detect
 from upshift.planning.search.space import can_compile
 from upshift.planning.trials.select import Tried
 
 UNIT = "tokens/s"
-SEED = 42
 PICK_ALLOWED = ("adafactor",)  # as a setting uses; 8-bit optimizers of libraries with kernels of their own are not judged here
 DISK_BYTES_PER_PARAMETER = 40  # weights, two copies of the optimizer's state while it is replaced, and room
-
-
-def case_for(request: PartRequest, name: str, settings: dict[str, Any]) -> Case:
-    return Case(name, request.results, detect(), request.quick, {"seed": SEED, **settings})
 
 
 def write_data(request: PartRequest) -> Answer:
@@ -178,6 +173,7 @@ def run_settings(request: PartRequest) -> Answer:
     rows: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     for name, fields in {FASTEST: None, **SETTINGS}.items():
+        gc.collect()  # the last model's tensors, which cycles of references hold
         try:
             answer = run_setting({**common, "setting": fields})
         except (RuntimeError, ValueError) as error:  # out of memory, or a library that is not installed

@@ -10,6 +10,7 @@ import gpu_check
 import psutil
 import pytest
 from gpu_archive import ARCHIVE
+from gpu_layouts import loss_difference
 from gpu_parts import MINUTES, PARTS, Part
 from gpu_process import Answer, run_part
 from gpu_rows import PartRow, compare_speed, verdict_table
@@ -54,6 +55,12 @@ def is_killed(request):
 
 def leaves(request):
     os._exit(0)
+
+
+def interrupts(request):
+    (request.folder / "parts" / "pid").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
 
 
 def hangs(request):
@@ -136,7 +143,22 @@ def test_a_part_that_hangs_is_ended_with_its_children(folder: Path) -> None:
     row = check.rows["facts"]
     assert row.status == "failed"
     assert row.reason == "took longer than its 6 s: waiting for the other rank; --minutes 2 gives it twice the time"
-    assert not psutil.pid_exists(int((folder / "child").read_text()))
+    assert has_ended(int((folder / "child").read_text()))
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie that nobody waits for, as in a container without an init process."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_keeps_what_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = (planted("facts", "works"), planted("probe", "interrupts"), planted("tests", "works"))
+    monkeypatch.setattr(gpu_check, "choose_parts", lambda names: parts)
+    monkeypatch.setattr(gpu_check, "find_gpus", lambda: gpu_check.Gpus(("NVIDIA H100",), 2**36))
+    assert gpu_check.main(["--output", str(folder)]) == 130
+    assert set(check_of(folder).rows) == {"facts"} and (folder / ARCHIVE).is_file()
+    assert has_ended(int((folder / "parts" / "pid").read_text()))
+    assert capsys.readouterr().err == "gpu_check: interrupted; the same command goes on from here\n"
 
 
 def test_a_process_without_an_answer_failed(folder: Path, tmp_path: Path) -> None:
@@ -202,3 +224,18 @@ def test_slower_is_beyond_the_goal_of_predictions() -> None:
     assert compare_speed(100.0, 210.0, "tokens/s") == (True, "100 tokens/s, predicted 210: slower by 2.10")
     assert compare_speed(0.0, 210.0, "tokens/s")[0]
     assert not compare_speed(100.0, None, "tokens/s")[0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([9.0, 8.0], None),
+        ([9.0, 8.0001], None),
+        ([9.0, 8.08], "its loss of step 2 is 8.08, and one GPU's is 8.0"),
+        ([9.0, None], "its loss of step 2 is None, and one GPU's is 8.0"),
+        ([float("nan"), 8.0], "its loss of step 1 is nan, and one GPU's is 9.0"),
+        ([9.0], "it has 1 losses, and one GPU has 2"),
+    ],
+)
+def test_a_layout_with_other_losses_is_wrong(losses: list[float | None], words: str | None) -> None:
+    assert loss_difference(losses, [9.0, 8.0]) == words
