@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from trainer_run import CAREFUL, run_trainer, run_upshift
 
 from upshift.benchmarking.ab_test import relative_error
 from upshift.benchmarking.harness import percent
+from upshift.errors import UpshiftError
 from upshift.hardware import detect
-from upshift.planning.search.space import can_compile
+from upshift.planning.optimizers import optimizers
+from upshift.planning.search.space import can_compile, lacks_compiler
 from upshift.planning.trials.select import Tried
 
 UNIT = "tokens/s"
 PICK_ALLOWED = ("adafactor",)  # as a setting uses; 8-bit optimizers of libraries with kernels of their own are not judged here
+PLAIN_OPTIMIZER = "adamw_torch_fused"
 DISK_BYTES_PER_PARAMETER = 40  # weights, two copies of the optimizer's state while it is replaced, and room
 
 
@@ -160,9 +164,47 @@ def run_contender(request: PartRequest, name: str, flags: dict[str, Any], collat
     )  # fmt: skip
 
 
+@dataclass
+class SettingsResult:
+    """What the settings did. rows: by setting. not_run: settings that cannot run here, and why. broken: others' errors."""
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+
+
 def run_settings(request: PartRequest) -> Answer:
     """Train a BERT by Upshift's pick and by nine settings that are set by hand, and compare speed and memory."""
+    from nine_settings import FASTEST, SETTINGS
+
+    result = try_settings(request)
+    details = {"rows": result.rows, "not_run": result.not_run, "broken": result.broken}
+    if result.broken:
+        words = "; ".join(f"{name}: {error}" for name, error in result.broken.items())
+        return Answer(reason=f"{len(result.broken)} failed: {words}", failed=True, details=details)
+    by_hand = [name for name in SETTINGS if name in result.rows]
+    if FASTEST not in result.rows or not by_hand:
+        words = "; ".join(f"{name}: {why}" for name, why in result.not_run.items())
+        return Answer(reason=f"nothing to compare: {words}", failed=True, details=details)
+    pick = result.rows[FASTEST]
+    fastest = max(by_hand, key=lambda name: float(result.rows[name]["samples_per_second"]))
+    words = f"the pick {setting_in_words(pick)}, the fastest of {len(by_hand)} settings ({fastest}) "
+    words += setting_in_words(result.rows[fastest])
+    words += "".join(f"; not run: {name} ({why})" for name, why in result.not_run.items())
+    return Answer(
+        reason=words, unit="samples/s", measured=pick["samples_per_second"], details=details,
+        slower=pick["samples_per_second"] < result.rows[fastest]["samples_per_second"],
+    )  # fmt: skip
+
+
+def setting_in_words(row: dict[str, Any]) -> str:
+    return f"{row['samples_per_second']:.1f} samples/s in {row['held_gib']:.2f} GiB"
+
+
+def try_settings(request: PartRequest) -> SettingsResult:
     from nine_settings import FASTEST, SETTINGS, run_setting
+
+    from upshift.training.out_of_memory import is_out_of_memory
 
     sizes = sizes_for(request)
     common = {
@@ -170,28 +212,23 @@ def run_settings(request: PartRequest) -> Answer:
         "trial_seconds": sizes.trial_seconds, "allow": PICK_ALLOWED,
     }  # fmt: skip
     case = case_for(request, "gpu_settings", common)
-    rows: dict[str, dict[str, Any]] = {}
-    failures: list[str] = []
+    compiler_is_missing = lacks_compiler(detect_measured())
+    result = SettingsResult()
     for name, fields in {FASTEST: None, **SETTINGS}.items():
+        if compiler_is_missing and fields is not None and optimizers()[fields.get("optim", PLAIN_OPTIMIZER)].compiles:
+            result.not_run[name] = "no compiler works here"
+            continue
         gc.collect()  # the last model's tensors, which cycles of references hold
         try:
             answer = run_setting({**common, "setting": fields})
-        except (RuntimeError, ValueError) as error:  # out of memory, or a library that is not installed
-            failures.append(f"{name}: {str(error).splitlines()[0]}")
-            case.add(name, plan=fields or {}, measured=None, failure=failures[-1])
+        except (RuntimeError, ValueError, UpshiftError) as error:  # the others show what they can
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            if is_out_of_memory(error):
+                result.not_run[name] = "out of memory"
+            else:
+                result.broken[name] = words
+            case.add(name, plan=fields or {}, measured=None, failure=words)
             continue
-        rows[name] = {key: answer[key] for key in ("samples_per_second", "held_gib", "label")}
+        result.rows[name] = {key: answer[key] for key in ("samples_per_second", "held_gib", "label")}
         case.add(name, plan=answer["plan"], measured=None, details=answer)
-    if FASTEST not in rows or len(rows) == 1:
-        return Answer(reason=failures[0], failed=True, details={"rows": rows, "failures": failures})
-    pick = rows.pop(FASTEST)
-    fastest = max(rows, key=lambda name: rows[name]["samples_per_second"])
-    best = rows[fastest]["samples_per_second"]
-    words = (
-        f"{len(rows)} of {len(SETTINGS)} settings ran; the pick has {pick['samples_per_second']:.1f} samples/s "
-        f"in {pick['held_gib']:.2f} GiB, the fastest setting ({fastest}) {best:.1f} in {rows[fastest]['held_gib']:.2f}"
-    )
-    return Answer(
-        reason=words, unit="samples/s", measured=pick["samples_per_second"], slower=pick["samples_per_second"] < best,
-        details={"rows": rows, "pick": pick, "failures": failures},
-    )  # fmt: skip
+    return result
