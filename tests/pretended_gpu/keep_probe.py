@@ -25,8 +25,9 @@ def measured(host: Host, *, budget_seconds: float) -> Host:
 
 probe_cache.probe = measured
 host = probe_cache.measure(detect())
-# It has no exchanges, so it would be valid for ten minutes only: a file of tomorrow is valid for a day more.
-(path,) = (read_settings().cache_dir / "probe").iterdir()
-tomorrow = path.stat().st_mtime + 86400
-os.utime(path, (tomorrow, tomorrow))
+probe_cache.measure(host.one_device())  # for a process that sees one of several
+# They have no exchanges, so they would be valid for ten minutes only: a file of tomorrow is valid for a day more.
+for path in (read_settings().cache_dir / "probe").iterdir():
+    tomorrow = path.stat().st_mtime + 86400
+    os.utime(path, (tomorrow, tomorrow))
 print(host.device, host.num_devices, host.gpu.name if host.gpu else None)
