@@ -134,7 +134,8 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
     base = 0 if device == "cuda" else resident_bytes()  # torch's allocator counts tensors alone
     config = transformers.BertConfig(**request["config"], max_position_embeddings=length, hidden_dropout_prob=0.0,
                                      attention_probs_dropout_prob=0.0)  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
+    with torch.device(device):  # a GPU draws random weights many times as fast
+        model = transformers.BertForSequenceClassification(config)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, config.vocab_size, (64, length), generator=generator)
     data = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(ids)]

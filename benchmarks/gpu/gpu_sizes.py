@@ -14,11 +14,13 @@ from upshift.hardware import detect
 GIB = 2**30
 SEED = 42
 VOCABULARY = 16384  # for which one tokenizer is trained, in seconds
-SMALL = Size(VOCABULARY, 768, 2048, 14, 12, 512, 40)  # 124 M parameters
+SMALL = Size(VOCABULARY, 768, 2048, 14, 12, 512, 20)  # 124 M parameters
+SMALLER = Size(VOCABULARY, 512, 1408, 8, 8, 256, 20)  # 42 M, for cards of 8 GB
 HALF = Size(VOCABULARY, 1536, 4096, 16, 12, 512, 16)  # 0.5 B
 LARGE = Size(VOCABULARY, 2048, 5632, 28, 16, 512, 16)  # 1.5 B
 TINY = Size(QUICK.vocab_size, 96, 256, 2, 3, 64, 6)
 # Bytes of weights, gradients and AdamW's states in fp32, 16 a parameter, and room for activations.
+SMALL_BYTES = 10 * GIB  # Trainer's defaults hold 6 GiB of activations of 8 sequences of 512 tokens
 HALF_BYTES = 12 * GIB
 LARGE_BYTES = 30 * GIB
 ROOMY_BYTES = 38 * GIB  # Trainer's defaults hold 20 GiB of activations of 32 sequences of 512 tokens
@@ -62,7 +64,8 @@ def sizes_for(request: PartRequest) -> Sizes:
     large = LARGE if free >= LARGE_BYTES else HALF if free >= HALF_BYTES else None
     batch = 32 if free >= ROOMY_BYTES else 8
     bert = BERT_LARGE if free >= BERT_BYTES else BERT_SMALL
-    return Sizes(SMALL, large, batch, 15.0, None, bert, 512, 8, 512, "125m", 8, 128)
+    small = SMALL if free >= SMALL_BYTES else SMALLER
+    return Sizes(small, large, batch, 15.0, None, bert, 512, 6, 512, "125m", 8, 128)
 
 
 def case_for(request: PartRequest, name: str, settings: dict[str, Any]) -> Case:
