@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from gpu_process import PartRequest
 from gpu_rows import Answer
 
+from upshift.debugging.doctor import examine
 from upshift.hardware import detect
 from upshift.hardware.probe_cache import measure
 from upshift.hardware.spec import Host, Measured, Rates
@@ -33,20 +33,18 @@ def read_facts(request: PartRequest) -> Answer:
     """Keep what torch and ``upshift doctor --quick`` say of the machine. Fail if the doctor finds an error."""
     import torch
 
-    done = subprocess.run(
-        [sys.executable, "-m", "upshift", "doctor", "--quick", "--json", "--output", str(request.work)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    sys.stderr.write(done.stderr)
-    diagnosis = json.loads(done.stdout)
-    (request.part_folder / "doctor.json").write_text(json.dumps(diagnosis, indent=1), encoding="utf-8")
-    errors = [finding for finding in diagnosis["findings"] if finding["severity"] == "error"]
-    warnings = [finding["subject"] for finding in diagnosis["findings"] if finding["severity"] == "warning"]
+    diagnosis = examine(quick=True, output=request.work)
+    (request.part_folder / "doctor.json").write_text(diagnosis.to_json(indent=1), encoding="utf-8")
+    errors = [finding for finding in diagnosis.findings if finding.severity == "error"]
+    warnings = [finding.subject for finding in diagnosis.findings if finding.severity == "warning"]
     facts = torch_facts(len(request.names))
     if errors:
         first = errors[0]
-        return Answer(reason=f"upshift doctor: {first['subject']}: {first['what']}", failed=True, details=facts)
+        return Answer(reason=f"upshift doctor: {first.subject}: {first.what}", failed=True, details=facts)
     words = f"torch {torch.__version__}, CUDA {torch.version.cuda}, capability {facts['capabilities'][0]}"
+    count = len(request.names)
+    if count > 1:
+        words += f"; {len(facts['peers'])} of {count * (count - 1)} pairs of GPUs copy directly"
     if warnings:
         words += f"; the doctor warns of {', '.join(warnings)}"
     return Answer(reason=words, details=facts)

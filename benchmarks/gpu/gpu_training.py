@@ -15,7 +15,7 @@ from gpu_process import ANSWER, PartRequest
 from gpu_rows import Answer, compare_speed
 from gpu_sizes import SEED, Sizes, case_for, sizes_for
 from trainer import LOSS_GOAL, Inputs, choose_plan, numbers, request_of, speeds
-from trainer_data import Size, write_inputs, write_model
+from trainer_data import Size
 from trainer_run import CAREFUL, run_trainer, run_upshift
 
 from upshift.benchmarking.ab_test import relative_error
@@ -30,20 +30,6 @@ UNIT = "tokens/s"
 PICK_ALLOWED = ("adafactor",)  # as a setting uses; 8-bit optimizers of libraries with kernels of their own are not judged here
 PLAIN_OPTIMIZER = "adamw_torch_fused"
 DISK_BYTES_PER_PARAMETER = 40  # weights, two copies of the optimizer's state while it is replaced, and room
-
-
-def write_data(request: PartRequest) -> Answer:
-    """Write the two models' configs, one tokenizer, and the standard library's source as rows of token ids."""
-    from transformers import AutoTokenizer
-
-    sizes = sizes_for(request)
-    request.work.mkdir(exist_ok=True)
-    model, data = write_inputs(request.work, sizes.small, full_length=False, max_files=sizes.max_files)
-    if sizes.large is not None:
-        write_model(request.work / "large", AutoTokenizer.from_pretrained(model), sizes.large)
-    with Path(data).open(encoding="utf-8") as file:
-        rows = sum(1 for _ in file)
-    return Answer(reason=f"{rows:,} rows of at most {sizes.small.sequence_length} tokens")
 
 
 def train_small(request: PartRequest) -> Answer:
