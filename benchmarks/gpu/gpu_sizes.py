@@ -18,7 +18,7 @@ SMALL = Size(VOCABULARY, 768, 2048, 14, 12, 512, 20)  # 124 M parameters
 SMALLER = Size(VOCABULARY, 512, 1408, 8, 8, 256, 20)  # 42 M, for cards of 8 GB
 HALF = Size(VOCABULARY, 1536, 4096, 16, 12, 512, 16)  # 0.5 B
 LARGE = Size(VOCABULARY, 2048, 5632, 28, 16, 512, 16)  # 1.5 B
-TINY = Size(QUICK.vocab_size, 96, 256, 2, 3, 64, 6)
+TINY = Size(QUICK.vocab_size, 128, 256, 2, 4, 64, 6)
 # Bytes of weights, gradients and AdamW's states in fp32, 16 a parameter, and room for activations.
 SMALL_BYTES = 10 * GIB  # Trainer's defaults hold 6 GiB of activations of 8 sequences of 512 tokens
 HALF_BYTES = 12 * GIB

@@ -134,6 +134,13 @@ def test_an_optimizer_that_compiles_its_update_needs_a_compiler(device: str, wor
             parse_fixed((f"optim={optim}",), host, profile, workload)
 
 
+def test_gpus_share_matrices_in_fp32_if_that_is_requested(folder: Path) -> None:
+    fixed = ("precision=fp32", "tensor_parallel=2")
+    planning = plan(str(folder), sequence_length=128, global_batch=8, on="2xh100", fixed=fixed)
+    plans = [candidate.plan for candidate in planning.ranking.candidates]
+    assert plans and {(p.precision, p.layout.tensor_parallel) for p in plans} == {("fp32", 2)}
+
+
 def test_two_names_for_one_thing_are_one_plan(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "find_spec", lambda library: object())
     workload = a_workload("8bit-optimizer", "bf16-weights")
