@@ -76,6 +76,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy --follow-imports=silent src/upshift
+	MYPYPATH=src:benchmarks/cases:benchmarks/gpu $(BIN)/mypy --follow-imports=silent benchmarks/gpu/*.py
 
 # mkdocs reads the source and runs none of it, so this needs no torch.
 docs: $(VENV)/.docs
