@@ -134,11 +134,12 @@ def test_an_optimizer_that_compiles_its_update_needs_a_compiler(device: str, wor
             parse_fixed((f"optim={optim}",), host, profile, workload)
 
 
-def test_gpus_share_matrices_in_fp32_if_that_is_requested(folder: Path) -> None:
-    fixed = ("precision=fp32", "tensor_parallel=2")
-    planning = plan(str(folder), sequence_length=128, global_batch=8, on="2xh100", fixed=fixed)
-    plans = [candidate.plan for candidate in planning.ranking.candidates]
-    assert plans and {(p.precision, p.layout.tensor_parallel) for p in plans} == {("fp32", 2)}
+def test_a_rank_without_the_row_of_the_padding_token_is_traced(folder: Path, tmp_path: Path) -> None:
+    """The padding token is the last of 500, and the rank that is traced has the first 250 rows."""
+    LlamaConfig.from_pretrained(folder, pad_token_id=499, num_hidden_layers=2).save_pretrained(tmp_path)
+    variant = Variant("fp32", "sdpa", False, divided=True)
+    traced = profile_model(find_model(str(tmp_path)), sequence_length=128, variants=(variant,))
+    assert traced.tensor_parallel is not None, traced.tensor_parallel_reason
 
 
 def test_two_names_for_one_thing_are_one_plan(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
