@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from chat_models import MARKED, byte_level_tokenizer, save_model, write_jsonl
+from command import Answer, Command
 
 ANSWER = "the road to the north"
 STEPS = 60
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_a_chat_model_is_trained_saved_and_answers_in_its_template(packing: str, tmp_path: Path) -> None:
+def test_a_chat_model_is_trained_saved_and_answers_in_its_template(
+    packing: str, tmp_path: Path, upshift: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     model = save_model(tmp_path / "model", byte_level_tokenizer(MARKED))
     turns = [
         ({"role": "user", "content": f"which road {number}"}, {"role": "assistant", "content": ANSWER}) for number in range(30)
@@ -23,32 +24,23 @@ def test_a_chat_model_is_trained_saved_and_answers_in_its_template(packing: str,
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": list(pair), "id": number} for number, pair in enumerate(turns)])
     output = tmp_path / "out"
 
-    def upshift(*arguments: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([sys.executable, "-m", "upshift", *arguments], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr
-        return done
+    def succeed(*arguments: object) -> Answer:
+        answer = upshift(*arguments)
+        assert answer.code == 0, answer.err
+        return answer
 
-    common = ["--data", str(data), "--sequence-length", "64", "--trial-seconds", "0", "--set", f"packing={packing}"]
+    common = ["--data", str(data), "--sequence-length", "64", "--trial-seconds", "0"]
+    pinned = ["--set", f"packing={packing}", "--set", "torch_compile=off"]
     rate = ["--learning-rate", "0.01", "--global-batch", "8", "--output", str(output)]
-    trained = upshift("train", str(model), *common, *rate, "--max-steps", str(STEPS), "--save-steps", str(STEPS // 2))
-    assert "chats (messages); the model learns the assistant's turns\n" in trained.stderr
-    assert f"{data}: columns that are not used: id\n" in trained.stderr
-    resumed = upshift("train", str(model), *common, *rate, "--max-steps", str(STEPS), "--resume", "--json")
-    assert json.loads(resumed.stdout)["checkpoint"] is not None
+    succeed("train", model, *common, *pinned, *rate, "--max-steps", str(STEPS), "--save-steps", str(STEPS // 2))
+    assert f"{data}: chats (messages); the model learns the assistant's turns" in caplog.messages
+    assert f"{data}: columns that are not used: id" in caplog.messages
+    resumed = succeed("train", model, *common, *pinned, *rate, "--max-steps", str(STEPS), "--resume", "--json")
+    assert json.loads(resumed.out)["checkpoint"] is not None
     folder = next(path.parent for path in sorted(output.rglob("chat_template.jinja")) if (path.parent / "config.json").exists())
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == MARKED
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"messages": [turns[0][0]]}])
     answers = tmp_path / "answers.jsonl"
-    upshift(
-        "generate",
-        str(folder),
-        "--prompts",
-        str(prompts),
-        "--output",
-        str(answers),
-        "--max-new-tokens",
-        "24",
-        "--engine",
-        "torch",
-    )
+    options = ["--max-new-tokens", "24", "--engine", "torch"]
+    succeed("generate", folder, "--prompts", prompts, "--output", answers, *options)
     assert ANSWER in answers.read_text(encoding="utf-8")

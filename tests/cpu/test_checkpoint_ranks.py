@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_run_options import held_out_loss
 from test_train import GLOBAL_BATCH, a_job, a_plan, curve, home, prepared  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -144,3 +145,18 @@ def test_parts_of_parts() -> None:
     stored = [(torch.cat([whole[0:2], whole[4:6]]), packed), (torch.cat([whole[2:4], whole[6:8]]), other)]
     assert sum(copy_overlap(target, rows, source, piece) for source, piece in stored) == rows.numel == 36
     assert torch.equal(target, whole[1:7, 3:9])
+
+
+@pytest.mark.parametrize("layout", ["zero3", "stages"])
+def test_ranks_that_share_a_model_agree_on_the_end_and_the_best(
+    layout: str, home: Path, prepared: Callable[[str], TrainingData], run: Run, tied: str, tmp_path: Path  # noqa: F811
+) -> None:
+    """The first step has a learning rate of 0, and the next ones such a high one that the loss only rises."""
+    options = {"eval_steps": 1, "load_best": True, "early_stopping_patience": 2, "learning_rate": 5.0, "warmup_steps": 3}
+    job = a_job(home, tmp_path / "run", model=tied, plan=plan_of(layout), max_steps=9, **options)
+    record = run(job, prepared(tied))
+    assert [record.details[name] for name in ("steps", "model_step", "end")] == [3, 1, "early stopping"]
+    losses = [loss for _, loss in record.details["evaluations"]]
+    assert record.measured and record.measured.evaluation_loss == losses[0] < min(losses[1:]) - 1
+    assert held_out_loss(tmp_path / "run", prepared(tied)) == pytest.approx(losses[0], abs=1e-4)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
+from chat_models import MARKED, byte_level_tokenizer, save_model
 from pages import ROOT, blocks
 from running_server import serving
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,6 +21,7 @@ SHORT = (  # what trains, or ranks layouts of many GPUs, is run with smaller que
     "upshift plan MODEL --why activation_checkpointing=0", "upshift plan MODEL --generate --on 8xh100",
     "upshift inspect MODEL --placement", "upshift launch --hosts a,b,c -- train MODEL --data PATH -o trained",
 )  # fmt: skip
+CHAT_MODEL = "Qwen/Qwen3-0.6B"
 TEXT = "def double(value):\n    return value + value\n" * 400
 
 
@@ -40,6 +43,8 @@ def paths(tmp_path_factory) -> dict[str, str]:
         "trained-xla": str(folder / "trained-xla"),
         "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
         "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
+        CHAT_MODEL: str(save_model(folder / "chat-model", byte_level_tokenizer(MARKED))), "tuned": str(folder / "tuned"),
+        "examples/chats.jsonl": str(ROOT / "examples" / "chats.jsonl"),
         "small": str(folder / "small"), "space.yaml": str(folder / "space.yaml"), "sharded": str(folder / "sharded"),
     }  # fmt: skip
 
@@ -62,8 +67,12 @@ def test_the_readme_shows_the_commands():
 def test_commands(line, paths, upshift, tmp_path):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
     if arguments[1] == "serve":  # it ends when it is told to
+        folder = Path(arguments[2])
+        if not folder.exists():  # the line before makes it, and did not run
+            (training,) = [other for other in commands() if other.endswith(f"-o {folder.name}")]
+            test_commands(training, paths, upshift, tmp_path)
         with serving(tmp_path, tmp_path / "log", *arguments[2:], "--engine", "torch", "--port", "0") as server:
-            answer = server.client.completions.create(model="model", prompt="double", max_tokens=3)
+            answer = server.client.completions.create(model=folder.name, prompt="double", max_tokens=3)
         assert answer.usage.completion_tokens == 3
         return
     if "xla" in arguments:

@@ -15,6 +15,8 @@ from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
 OF_PYTHON = {"tokenizer"}  # an object, which no command line can give
 # Every option of upshift train that the request carries, with a value that is not its default, and where it goes.
 WRITTEN: dict[str, tuple[str, Any]] = {
+    "eval_data": ("--eval-data held-out.jsonl", "held-out.jsonl"),
+    "report_to": ("--report-to tensorboard,wandb", ("tensorboard", "wandb")),
     "output": ("--output trained", Path("trained")),
     "overwrite": ("--overwrite", True),
     "resume": ("--resume", True),
@@ -38,7 +40,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
 }
 ARGUMENTS = {
     "learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine",
-    "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6,
+    "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6, "logging_steps": 7, "early_stopping_patience": 8,
+    "neftune_noise_alpha": 0.5,
 }  # fmt: skip
 
 
@@ -66,7 +69,7 @@ def test_the_arguments_reach_the_request() -> None:
 
 
 def test_python_has_the_options_of_a_plan_by_name() -> None:
-    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "max_steps", "arguments"}
+    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "report_to", "max_steps", "arguments"}
     assert {*PlanOptions.__annotations__} == {*TrainRequest.model_fields} - of_output
 
 

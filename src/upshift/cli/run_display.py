@@ -124,6 +124,8 @@ class RunDisplay:
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
+        elif kind == "Finished" and event.reason == "early stopping":
+            self._print(f"ended early after step {event.step}: the held-out loss no longer falls")
         elif kind == "Started":
             self._activity.update(title="The first step")
             if event.resumed_from:
@@ -136,7 +138,12 @@ class RunDisplay:
         speed = f"{event.tokens_per_second:,.0f} tokens/s"
         text = f"loss {event.loss:.3f} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
+        if event.logged_loss is not None:
+            norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"
+            numbers = f"loss {event.logged_loss:.4f} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
+            self._print(f"{name} {event.step}/{event.max_steps}: {numbers}", soft_wrap=True)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, soft_wrap: bool = False) -> None:
+        """Print a line. ``soft_wrap``: never break it, so that a log has one line for it."""
         if not self.quiet:
-            self.progress.console.print(text, highlight=False)
+            self.progress.console.print(text, highlight=False, soft_wrap=soft_wrap)

@@ -37,13 +37,28 @@ from upshift.cli.options import (
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
-from upshift.cli.usage.messages import ABOVE_ZERO
+from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.importing import importing
 from upshift.record import Record
 from upshift.settings import read_ranks
-from upshift.training.arguments import DEFAULT_OUTPUT, SEEDS, TRIAL_SECONDS, Arguments, LearningRateSchedule, TrainRequest
+from upshift.training.arguments import (
+    DEFAULT_OUTPUT,
+    SEEDS,
+    TRIAL_SECONDS,
+    Arguments,
+    LearningRateSchedule,
+    Tracker,
+    TrainRequest,
+)
 
 Data = Annotated[str, option("--data", text=f"{DATA_TEXT}.", panel=Panel.MODEL, metavar="PATH")]
+EvalData = Annotated[
+    str | None,
+    option(
+        "--eval-data", text="The evaluation data, of the same forms as --data.", panel=Panel.MODEL, metavar="PATH",
+        default="the validation split of --data, or its last documents",
+    ),
+]  # fmt: skip
 Output = Annotated[Path, output_folder("The folder for the trained model and its checkpoints.")]
 MaxSteps = Annotated[
     int | None,
@@ -87,6 +102,27 @@ MupBase = Annotated[
         text="muP: a narrower model whose learning rate shall hold for this model. Needs --from-config.",
     ),
 ]  # fmt: skip
+LoggingSteps = Annotated[
+    int,
+    option(
+        "--logging-steps", panel=Panel.TRAINING, metavar="N", least=0,
+        text="Print the loss, the learning rate, the gradient norm and the speed every N optimizer steps. 0 prints no lines.",
+    ),
+]  # fmt: skip
+EarlyStoppingPatience = Annotated[
+    int | None,
+    option(
+        "--early-stopping-patience", panel=Panel.CHECKPOINTS, metavar="N", least=1, default="no early end",
+        text="End the run after N evaluations without a lower held-out loss. Needs --eval-steps.",
+    ),
+]  # fmt: skip
+LoadBest = Annotated[
+    bool,
+    option(
+        "--load-best", panel=Panel.CHECKPOINTS,
+        text="The final model is that of the evaluation with the lowest held-out loss. Its checkpoint stays. Needs --eval-steps.",
+    ),
+]  # fmt: skip
 EvalSteps = Annotated[
     int,
     option(
@@ -107,11 +143,47 @@ SaveTotalLimit = Annotated[
         "--save-total-limit", text="How many of the newest checkpoints to keep.", panel=Panel.CHECKPOINTS, metavar="N", least=2
     ),
 ]  # fmt: skip
+NeftuneNoiseAlpha = Annotated[
+    float | None,
+    option(
+        "--neftune-noise-alpha", panel=Panel.OPTIMIZATION, metavar="X", default="no noise", least=ABOVE_ZERO,
+        text="Add noise of this size to the input embeddings, such as 5 (NEFTune). Turns packing off.",
+    ),
+]  # fmt: skip
+
+
+def _check_trackers(text: str) -> str:
+    for name in split_names(text, "--report-to"):
+        check_choice("--report-to", name, get_args(Tracker))
+    return text
+
+
+ReportTo = Annotated[
+    str,
+    option(
+        "--report-to", text=f"Send the numbers of the run to one or several of {', '.join(get_args(Tracker))}.",
+        panel=Panel.OUTPUT, metavar="NAME,NAME", default="none", check=_check_trackers,
+    ),
+]  # fmt: skip
 PlanFile = Annotated[
     Path | None,
     option(
         "--plan", text="Use the plan in this file, which upshift plan --json wrote. Runs no trials.", panel=Panel.PLAN,
         metavar="PATH", default="search for one",
+    ),
+]  # fmt: skip
+Config = Annotated[
+    Path | None,
+    option(
+        "--config", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Read options from this YAML file: names without --. An option on the command line replaces that of the file.",
+    ),
+]  # fmt: skip
+Init = Annotated[
+    Path | None,
+    option(
+        "--init", panel=Panel.OUTPUT, metavar="PATH", default="no file",
+        text="Write a new file for --config with every option, its meaning and its default, and end.",
     ),
 ]  # fmt: skip
 TrialSeconds = Annotated[
@@ -135,6 +207,7 @@ Heal = Annotated[
 def command(
     model: Model,
     data: Data,
+    eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
@@ -145,8 +218,12 @@ def command(
     weight_decay: WeightDecay = 0.0,
     max_grad_norm: MaxGradNorm = 1.0,
     lr_scheduler_type: Schedule = "linear",
+    neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
+    logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
+    early_stopping_patience: EarlyStoppingPatience = None,
+    load_best: LoadBest = False,
     save_steps: SaveSteps = 0,
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
@@ -163,9 +240,12 @@ def command(
     trial_seconds: TrialSeconds = TRIAL_SECONDS,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    report_to: ReportTo = "",
     heal: Heal = False,
     as_json: Json = False,
     backend: train_xla.Backend = "torch",
+    config: Config = None,  # HelpCommand reads and writes these files, before it calls this function
+    init: Init = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
     request = request_of(locals())
@@ -197,6 +277,7 @@ def request_of(options: dict[str, Any]) -> TrainRequest:
     """Return the request of a training run. ``options``: all options of the command, by name."""
     fields = {name: options[name] for name in TrainRequest.model_fields if name in options}
     fields |= {"plan_file": options["plan"], "fixed": tuple(options["set_"] or ()), "allow": split_names(options["allow"])}
+    fields |= {"report_to": split_names(options["report_to"], "--report-to")}
     return TrainRequest.of(fields, {name: options[name] for name in Arguments.model_fields if name in options})
 
 
@@ -211,4 +292,7 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         sys.stdout.write(record.to_json() + "\n")
     elif record.predicted is not None and record.measured is not None:
         tables.out.print(tables.prediction_table(record.predicted, record.measured))
-        tables.out.print(f"Held-out loss {tables.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")
+        step = record.details["model_step"]
+        best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
+        loss = tables.number(record.measured.evaluation_loss, 4)
+        tables.out.print(f"Held-out loss {loss}{best}. Model saved in {record.checkpoint}")

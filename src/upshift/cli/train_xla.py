@@ -13,7 +13,7 @@ from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import check_choice
 from upshift.errors import RequestError
-from upshift.training.arguments import TrainRequest
+from upshift.training.arguments import Arguments, TrainRequest
 from upshift.units import format_seconds
 
 BACKENDS = ("torch", "xla")
@@ -23,7 +23,10 @@ Backend = Annotated[
         "--backend", text="What computes; xla is TensorFlow, for TPUs", panel=Panel.SPECIAL, metavar="NAME", choices=BACKENDS
     ),
 ]  # fmt: skip
-TORCH_ONLY = ("lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal")  # fields of TrainRequest
+TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
+    "lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to",
+    "logging_steps", "early_stopping_patience", "load_best", "neftune_noise_alpha",
+)  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 
 RECENT_STEPS = 10  # the time left is estimated from the mean time of so many
@@ -76,15 +79,17 @@ def run(request: TrainRequest, *, as_json: bool) -> None:
 
 
 def _reject_torch_options(request: TrainRequest) -> None:
+    defaults = {**Arguments.model_fields, **TrainRequest.model_fields}
+    values = {**request.arguments.model_dump(), **dict(request)}
     for name in TORCH_ONLY:
-        if getattr(request, name) != TrainRequest.model_fields[name].default:
+        if values[name] != defaults[name].default:
             option = name.removesuffix("_file").replace("_", "-")
             raise RequestError(f"--{option} is not for --backend xla; leave it out, or use --backend torch")
 
 
 def _reject_data_options(request: TrainRequest) -> None:
     """Raise RequestError if an option says how to read rows, and the data are sequences already."""
-    for name, value in request.as_options.model_dump().items():
+    for name, value in {"eval_data": request.eval_data, **request.as_options.model_dump()}.items():
         if value is not None:
             raise RequestError(
                 f"--{name.replace('_', '-')} {value} is not for TFRecord files, whose rows are tokenized; leave it out, or give "
@@ -112,8 +117,9 @@ def _tokenized_batches(request: TrainRequest) -> tuple[Any, int, Any]:
     global_batch = request.global_batch
     seed = request.arguments.seed
     data = prepare_data(
-        find_model(request.model), request.data, sequence_length=request.sequence_length, options=request.as_options
-    )
+        find_model(request.model), request.data, eval_data=request.eval_data, sequence_length=request.sequence_length,
+        options=request.as_options,
+    )  # fmt: skip
     steps = request.max_steps or count_steps(request.epochs, num_sequences=len(data.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(sequences=data.training, global_batch=global_batch, layout=layout, objective=data.objective, seed=seed)

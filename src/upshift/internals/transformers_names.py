@@ -18,6 +18,11 @@ GGUF = "Reading a GGUF file"
 GGUF_INSTEAD = "give the folder that the model was published in"
 CORE = "transformers.core_model_loading"
 
+# Runs.
+TRACKER_CALLBACKS = Internal(
+    "transformers", "transformers.integrations:get_reporting_integration_callbacks", "--report-to", "leave it out"
+)
+ACTIVATE_NEFTUNE = Internal("transformers", "transformers.integrations:activate_neftune", "--neftune-noise-alpha", "leave it out")
 # Loading.
 GET_MODEL_CLASS = Internal(
     "transformers",

@@ -20,6 +20,8 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
@@ -36,9 +38,19 @@ class Arguments(Value):
     adam_epsilon: float = Field(1e-8, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     seed: int = Field(42, ge=0, lt=SEEDS)
+    logging_steps: int = Field(0, ge=0, description="0: no step is logged")
     eval_steps: int = Field(0, ge=0, description="0: only at the end")
+    early_stopping_patience: int | None = Field(None, gt=0, description="evaluations without a lower loss; None: no early end")
+    load_best: bool = Field(False, description="the final model is that of the evaluation with the lowest loss")
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
     save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")
+    neftune_noise_alpha: float | None = Field(None, gt=0, description="of the noise on input embeddings; None: no noise")
+
+    def option_for_evaluations(self) -> str | None:
+        """Return the name of an argument that needs evaluations during the run, or None if there is none."""
+        if self.early_stopping_patience is not None:
+            return "early_stopping_patience"
+        return "load_best" if self.load_best else None
 
 
 class RunNumbers(Value):
@@ -58,6 +70,7 @@ DEFAULT_OUTPUT = Path("upshift-output")
 class PlanOptions(DataKeywords, total=False):
     """Options of ``train`` and ``tune``. The fields of ``TrainRequest`` with these names explain them."""
 
+    eval_data: str | None
     sequence_length: int | None
     global_batch: int
     epochs: float
@@ -77,9 +90,11 @@ class TrainRequest(RunNumbers, DataOptions):
 
     model: str
     data: str = Field(description="a path, as the user gave it")
+    eval_data: str | None = Field(None, description="a path; None: the validation split, or the last documents of the data")
     output: Path = DEFAULT_OUTPUT
     overwrite: bool = False
     resume: bool = Field(False, description="go on from the newest checkpoint of the output")
+    report_to: tuple[Tracker, ...] = Field((), description="trackers that get the numbers of the run")
     heal: bool = Field(False, description="a process that is killed is started again, and the others go on")
     max_steps: int | None = Field(None, description="optimizer steps; None: as many as the epochs have")
     arguments: Arguments = Field(Arguments(max_steps=1), description="of the optimization; max_steps above counts, not theirs")

@@ -28,6 +28,7 @@ RUN_NAMES = ("upshift_run.json", "trainer_state.json")
 IGNORED_FIELDS = {
     "tokens",
     "evaluations",
+    "logged_steps",
     "finished",
     "output",
     "id",

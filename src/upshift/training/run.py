@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
 
@@ -29,17 +29,18 @@ from upshift.planning.trials.store import proof_path
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
-from upshift.training.arguments import Arguments, PlanOptions, TrainRequest
+from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainRequest
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.data_options import DataOptions
 from upshift.training.elastic.supervisor import fixed_for_healing
-from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
+from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.state import OWN_FILES, check_run_file
 from upshift.training.mup import add_base_widths
+from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
 from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
 
@@ -109,6 +110,7 @@ def check_existing_plan(plan: Plan, workload: Workload) -> None:
 class Watcher:
     """Callbacks that show progress. By default they do nothing."""
 
+    checked: Callable[[], None] = lambda: None  # the output folder is checked, and nothing slow has started
     tokenizing: Callable[[int, int], None] = lambda done, total: None
     tracing: Callable[[int, int], None] = lambda done, total: None
     planned: Callable[[Planning], None] = lambda planning: None
@@ -180,10 +182,13 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
+    if request.arguments.neftune_noise_alpha is not None:
+        fixed = fixed_for_neftune(fixed)
     data = prepare_data(
-        source, request.data, tokenizer=request.tokenizer, sequence_length=sequence_length, options=request.as_options,
-        progress=watcher.tokenizing,
+        source, request.data, eval_data=request.eval_data, tokenizer=request.tokenizer, sequence_length=sequence_length,
+        options=request.as_options, progress=watcher.tokenizing,
     )  # fmt: skip
+    check_evaluations(request.arguments, will_evaluate=True, data=data)
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
@@ -215,6 +220,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     heal: bool = False,
+    report_to: tuple[Tracker, ...] = (),
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **options: Unpack[PlanOptions],
@@ -230,28 +236,43 @@ def train(
         overwrite: train although the folder has a model.
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
+        report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
     """
-    fields = {**options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal}
+    fields = {
+        **options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal,
+        "report_to": report_to,
+    }  # fmt: skip
     return run_training(TrainRequest.of(fields, arguments or {}), watcher or Watcher())
 
 
 def run_training(request: TrainRequest, watcher: Watcher) -> Record | None:
     """Plan, prove, train and save, as ``train`` does."""
+    check_evaluations(request.arguments, will_evaluate=request.arguments.eval_steps > 0)
     ranks = read_ranks()
     if ranks is not None and is_restart(ranks, request.output):
         request = request.changed(overwrite=False, resume=True)
     if request.heal:
         request = request.changed(fixed=fixed_for_healing(request.fixed, launched=ranks is not None))
     with ExitStack() as output_lock:  # of several ranks, the first makes the job and holds the lock
+        if request.report_to:
+            watcher = _with_trackers(request, watcher, output_lock)
         if ranks is not None:
             return _train_launched(ranks, request, watcher, output_lock)
         job, prepared = _prepare_job(request, watcher, output_lock)
         record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
         remember_run(record, prepared.planning)
         return record
+
+
+def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) -> Watcher:
+    """Return callbacks that also send the numbers of the run to its trackers, until ``stack`` closes."""
+    from upshift.training.trackers import RunTrackers  # it imports transformers' TrainingArguments, which takes a second
+
+    trackers = stack.enter_context(RunTrackers(request, watcher.event))
+    return replace(watcher, checked=trackers.begin, event=trackers.event)
 
 
 def _prepare_job(
@@ -262,6 +283,7 @@ def _prepare_job(
     output_lock.enter_context(claimed(output))
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
     check_run_file(output)
+    watcher.checked()
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)
     job = prepared.job(

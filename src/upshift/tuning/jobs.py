@@ -172,7 +172,8 @@ class TrialRunner:
     def _prepare(self, run_fields: dict[str, Any], arguments: dict[str, Any]) -> tuple[PreparedRun, int]:
         """Return the prepared run of a trial, and its steps. Trials of one shape share it, or the error."""
         clips = arguments.get("max_grad_norm", 1.0) > 0
-        default_arguments = Arguments(max_steps=1, max_grad_norm=1.0 if clips else 0.0)
+        noise = 1.0 if arguments.get("neftune_noise_alpha") is not None else None  # with noise, rows are not packed
+        default_arguments = Arguments(max_steps=1, max_grad_norm=1.0 if clips else 0.0, neftune_noise_alpha=noise)
         shape = {"max_steps": arguments.get("max_steps"), "arguments": default_arguments}
         request = TrainRequest.from_fields({**self.request.model_dump(), **run_fields, **shape})
         with self._planning:

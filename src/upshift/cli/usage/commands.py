@@ -8,13 +8,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from upshift.cli.usage.help_page import first_page, help_page, is_option
-from upshift.cli.usage.messages import MissingValue, check_extra, check_numbers, check_words, describe_error
+from upshift.cli.usage.messages import (
+    MAY_BE_EMPTY,
+    USAGE_ERROR,
+    MissingValue,
+    check_extra,
+    check_numbers,
+    check_words,
+    describe_error,
+)
+from upshift.cli.usage.run_file import CONFIG, INIT, with_file_words, write_run_file
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 
-USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
 HELP_ALL = "--help-all"
-MAY_BE_EMPTY = ("allow", "prompt")  # parameters: --allow "" allows nothing, and a prompt may have no text
 PAGE_WIDTH = 80
 
 
@@ -36,12 +43,24 @@ class HelpCommand(TyperCommand):
                 check_extra(self, path, extra)
             check_words(path, values, order, MAY_BE_EMPTY)
             check_numbers(self, path, values, order)
-            return super().parse_args(ctx, list(args))
+            words = list(args)
+            if values.get(CONFIG):
+                words = with_file_words(self, ctx, words, values)
+                values = self.make_parser(ctx).parse_args(list(words))[0]
+            if values.get(INIT):
+                self._write_file(ctx, values)
+            return super().parse_args(ctx, words)
         except USAGE_ERROR as error:
             problem = describe_error(self, path, error, values)
             if isinstance(problem, MissingValue) and not args:
                 problem.page = first_page(self, path, width=PAGE_WIDTH, styled=_is_styled())
             raise problem from None
+
+    def _write_file(self, ctx: Any, values: dict[str, Any]) -> None:
+        """Write a file with all options, and exit."""
+        file = write_run_file(self, ctx, values)
+        typer.echo(f"Wrote {file}. Set what you need in it, then run: {ctx.command_path} --config {file}", err=True)
+        ctx.exit(0)
 
 
 class HelpGroup(TyperGroup):

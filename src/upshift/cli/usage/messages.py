@@ -7,10 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
+import typer
+
 from upshift.cli.usage.help_page import is_option, long_name, shown_parameters, usage_line
 from upshift.errors import RequestError
 from upshift.text import did_you_mean
 
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy of click in newer versions of typer
+MAY_BE_EMPTY = ("allow", "prompt")  # parameters: --allow "" allows nothing, and a prompt may have no text
 ABOVE_ZERO = 1e-9  # the lower bound of an option that must be above 0: typer's own bounds are inclusive
 LARGEST_WHOLE_NUMBER = 2**53  # JSON, and every float, holds the whole numbers up to it exactly (RFC 8259, section 6)
 

@@ -23,13 +23,11 @@ from upshift.loading.files.tensors import dtype_of
 from upshift.planning.layout import Layout
 from upshift.training.checkpoint.async_save import BackgroundWriter, has_room
 from upshift.training.checkpoint.directory import (
+    add_checkpoint,
     check_checkpoint,
     check_room,
     file_sizes,
-    put_in_place,
     remove_leftovers,
-    remove_older,
-    write_latest,
     writing,
 )
 from upshift.training.checkpoint.model import PARTS_TEMPORARY, extra_bytes, save_model, write_tokenizer
@@ -80,6 +78,7 @@ def save_shards(
     mesh: Mesh,
     writer: BackgroundWriter,
     keep: int = 2,
+    best_step: int | None = None,
 ) -> tuple[Path, Seal]:
     """Save this rank's shards. Return after copying them to host memory if there is room, and else after writing them.
 
@@ -118,9 +117,7 @@ def save_shards(
                 files=file_sizes(temporary),
             )
             saved.write(temporary, earlier_checksums=checksums_of_ranks(temporary))
-            put_in_place(temporary, final)
-            remove_older(directory, newest=final, keep=keep)
-            write_latest(directory, final.name)
+            add_checkpoint(temporary, final, keep=keep, best_step=best_step)
 
     return final, seal
 

@@ -25,16 +25,14 @@ from upshift.training.checkpoint.directory import (
     CHECKPOINT,
     LATEST_NAME,
     TEMPORARY_CHECKPOINT,
+    add_checkpoint,
     check_any_whole,
     check_checkpoint,
     check_room,
     file_sizes,
     find_checkpoints,
     newest_checkpoint,
-    put_in_place,
     remove_leftovers,
-    remove_older,
-    write_latest,
     writing,
 )
 from upshift.training.checkpoint.model import (
@@ -159,9 +157,10 @@ def save_checkpoint(
     state: TrainState,
     rngs: Sequence[RngState] | None = None,
     keep: int = 2,
+    best_step: int | None = None,
     writer: BackgroundWriter | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-<step>`, and then remove the oldest checkpoints so that `keep` (at least 2) remain.
+    """Write `directory/checkpoint-<step>`, and remove older ones until `keep` (at least 2) remain, and that of `best_step`.
 
     `rngs` are the states of all ranks in order. None: only the state of this process. With a `writer`, return when weights and
     optimizer state are copied to host memory, if there is room for the copies. The writer then raises later errors. Raise
@@ -199,9 +198,7 @@ def save_checkpoint(
                 train=state, optimizer=saved_optimizer, scheduler=scheduler, scaler=scaler, files=file_sizes(temporary)
             )
             saved.write(temporary)
-            put_in_place(temporary, final)
-            remove_older(directory, newest=final, keep=keep)
-            write_latest(directory, name)
+            add_checkpoint(temporary, final, keep=keep, best_step=best_step)
 
     if in_background and writer is not None:
         writer.start(write)

@@ -235,15 +235,25 @@ def put_in_place(temporary: Path, final: Path) -> None:
     remove_checkpoint(replaced)
 
 
-def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
-    """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone."""
+def add_checkpoint(temporary: Path, final: Path, *, keep: int, best_step: int | None = None) -> None:
+    """Rename a whole checkpoint to its final name, remove older ones as ``remove_older`` does, and note that it is the latest."""
+    put_in_place(temporary, final)
+    remove_older(final.parent, newest=final, keep=keep, best_step=best_step)
+    write_latest(final.parent, final.name)
+
+
+def remove_older(directory: Path, *, newest: Path, keep: int, best_step: int | None = None) -> None:
+    """Keep `newest` and the newest complete checkpoints before it, `keep` in all. Leave later steps alone.
+
+    The checkpoint of `best_step` remains, however old it is.
+    """
     step = step_of(newest)
     older = [path for path in _checkpoints_newest_first(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
     num_kept = 1
     for path in older:
         if num_kept < max(keep, MIN_KEPT) and _describe_damage(path) is None:
             num_kept += 1
-        else:
+        elif step_of(path) != best_step:
             remove_checkpoint(path)
 
 

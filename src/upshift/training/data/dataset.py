@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.workload import LengthHistogram
 from upshift.training.batches.objective import Kind, Objective, objective_for
 from upshift.training.batches.plan_layout import find_objective
-from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, read_corpus
+from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, content_of, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
 from upshift.training.data.row_formats import DESCRIPTIONS
@@ -74,6 +74,7 @@ def prepare_data(
     source: ModelSource,
     data_path: Path | str,
     *,
+    eval_data: Path | str | None = None,
     tokenizer: Any | None = None,
     sequence_length: int | None = None,
     options: DataOptions | None = None,
@@ -81,11 +82,14 @@ def prepare_data(
 ) -> TrainingData:
     """Read, tokenize and cut the data. Raise RequestError for data that the model cannot be trained on.
 
-    Without ``tokenizer`` the model's own is used, and without ``sequence_length`` the model's default.
+    ``eval_data`` is the path of the evaluation data. Without it, the validation split of the data is used, or the last documents
+    are held out. Without ``tokenizer`` the model's own is used, and without ``sequence_length`` the model's default.
     """
     options = options or DataOptions()
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = _read_corpus(source, data_path, options)
+    if eval_data is not None:
+        corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options))
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
     objective = _find_objective(source, tokenizer)
     _check_loss_on(corpus, options)
@@ -110,6 +114,8 @@ def prepare_data(
     if not len(training):
         raise _nothing_to_learn(corpus.origin, 0 if tokenized.num_documents else tokenized.num_long, length)
     evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
+    if eval_data is not None and held_out is not None and not evaluation:
+        raise _nothing_to_learn(str(eval_data), 0 if held_out.num_documents else held_out.num_long, length)
     return TrainingData(
         training=training,
         evaluation=evaluation if evaluation is not None and len(evaluation) else None,
@@ -129,6 +135,24 @@ def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOption
             f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"
         )
     return corpus
+
+
+def _with_evaluation_data(corpus: Corpus, other: Corpus) -> Corpus:
+    """Return the corpus with the documents of another path for evaluation: its validation split, if it has one, else all.
+
+    Raise RequestError if the two hold different kinds of documents.
+    """
+    if corpus.evaluation is not None:
+        say_once(f"{corpus.evaluation.origin} is left alone, because {other.origin} is the evaluation data")
+    documents = other.evaluation or other.documents
+    first = corpus.documents.first()
+    first_evaluation = documents.first()
+    if first is not None and first_evaluation is not None and content_of(first) != content_of(first_evaluation):
+        raise RequestError(
+            f"the evaluation data {other.origin} holds {content_of(first_evaluation)}, and the training data {corpus.origin} "
+            f"holds {content_of(first)}; give two of the same kind"
+        )
+    return replace(corpus, evaluation=documents)
 
 
 def _outside_vocabulary(corpus: Corpus, tokenized: TokenizedCorpus, vocab_size: int) -> RequestError:

@@ -180,7 +180,10 @@ def tokenize_corpus(
         return hold_out_evaluation(training, sequence_length=sequence_length)
     evaluation = tokenize_part(corpus.evaluation, None)
     if evaluation.num_tokens and (evaluation.labels is None) != (training.labels is None):
-        raise RequestError(f"{corpus.origin}: one of train and validation has labels, the other has none; give both or neither")
+        raise RequestError(
+            f"one of {corpus.documents.origin} and {corpus.evaluation.origin} has labels, the other has none; give both or "
+            "neither"
+        )
     return training, evaluation
 
 

@@ -21,6 +21,7 @@ from upshift.planning.plan import ALONE
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.record import Record
 from upshift.settings import read_settings
+from upshift.training.arguments import Arguments
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.distributed.parallelize import why_cannot_run
@@ -32,6 +33,7 @@ from upshift.training.loop.loop import RunResult, train
 from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
+from upshift.training.neftune import check_neftune
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
@@ -70,7 +72,7 @@ def open_job(job: Job, data: TrainingData) -> Job:
     """Check the job, and then its output directory. Return the job as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
-    return open_run(job, data.training)
+    return open_run(job, data)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
@@ -84,6 +86,9 @@ def check_job(job: Job, data: TrainingData) -> None:
     problem = why_cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
+    will_evaluate = bool(job.arguments.eval_steps or job.evaluate_at_steps or job.evaluate_at_tokens)
+    check_evaluations(job.arguments, will_evaluate=will_evaluate, data=data)
+    check_neftune(job.plan, job.arguments.neftune_noise_alpha)
     if job.heal:
         check_healing(job.plan)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
@@ -104,6 +109,23 @@ def check_job(job: Job, data: TrainingData) -> None:
         raise RequestError(
             f"the data has {len(data.training)} sequences of up to {data_length} tokens, one global batch takes "
             f"{job.global_batch}; use a smaller global batch or more data"
+        )
+
+
+def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: TrainingData | None = None) -> None:
+    """Raise RequestError if an argument needs evaluations during the run, and there are none.
+
+    ``data``: None if it is not read yet.
+    """
+    argument = arguments.option_for_evaluations()
+    if argument is None:
+        return
+    option = f"--{argument.replace('_', '-')}"
+    if not will_evaluate:
+        raise RequestError(f"{option} needs evaluations during the run, and --eval-steps is 0; add for example --eval-steps 100")
+    if data is not None and data.evaluation is None:
+        raise RequestError(
+            f"{option} needs held-out data, and {data.summary.origin} is too little to hold any out; add --eval-data PATH"
         )
 
 
@@ -136,6 +158,8 @@ def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]
         "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
+        "logged_steps": [logged.model_dump() for logged in outcome.logged_steps],
+        "model_step": outcome.model_step,
         "memory_samples": [[sample.seconds, sample.phase, sample.resident] for sample in thin_samples(outcome.memory_samples)],
     }
 

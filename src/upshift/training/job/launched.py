@@ -82,7 +82,7 @@ def _send_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) 
         host, processes = _join_hosts(store, ranks, global_batch)
         job, data = make_job(host, processes)
         check_job(job, data)
-        job = open_run(job, data.training)
+        job = open_run(job, data)
         _share_data(data, Path(job.output), ranks)
     except UpshiftError as error:
         kind = type(error) if type(error) in (RequestError, Interrupted) else JobFailed

@@ -9,6 +9,8 @@ from typing import get_args
 
 from upshift.value import Value
 
+EARLY_STOPPING = "early stopping"  # the reason of a run that ends because its held-out loss no longer falls
+
 
 @dataclass(frozen=True)
 class Started:
@@ -31,6 +33,7 @@ class StepDone:
     tokens_per_second: float  # over the last steps; real tokens
     seconds_left: float
     resident_bytes: int  # of this process; on a GPU, in use on the device
+    logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Finished:
     step: int
     tokens: int
     seconds: float
-    reason: str  # "finished", or the requested early end: "tokens" or "seconds"
+    reason: str  # "finished", or the requested early end: "tokens", "seconds" or EARLY_STOPPING
 
 
 Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Saved | Finished

@@ -11,7 +11,7 @@ from pathlib import Path
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
 from upshift.debugging.step_signs import LOOP_DATA_FIX
-from upshift.errors import Interrupted, JobFailed
+from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.models.source import find_model
 from upshift.record import Numbers
 from upshift.training.batches.plan_layout import layout_for
@@ -21,13 +21,14 @@ from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import all_reduce_max, init_mesh, rank_0_first
+from upshift.training.distributed.mesh import all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.events import (
+    EARLY_STOPPING,
     Doubted,
     Evaluated,
     Event,
@@ -42,16 +43,18 @@ from upshift.training.loop.events import (
 )
 from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMeter
 from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
-from upshift.training.loop.save import CheckpointSaver
+from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
-from upshift.training.loop.state import Progress
+from upshift.training.loop.state import LoggedStep, Progress
+from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
 from upshift.training.step import Shape, TrainStep
 from upshift.units import GIB, gib
 
-REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
+# Why to stop before max_steps; the later one wins.
+REASONS = ("", "tokens", "seconds", EARLY_STOPPING, "interrupted", "not saved")
 HELD_LIMIT_FACTOR = 1.05  # times the predicted memory; above it, free heap memory goes back to the system
 LOSS_STEPS = 10  # the Record's loss is the mean of this many last steps
 
@@ -64,6 +67,8 @@ class RunResult:
     measured: Numbers
     loss_curve: list[tuple[int, float]]  # tokens, loss
     evaluations: tuple[tuple[int, int, float], ...]  # step, tokens, loss
+    logged_steps: tuple[LoggedStep, ...]
+    model_step: int  # the final model has the weights after this step
     memory_samples: list[MemorySample]
     resumed_step: int
     seconds: float
@@ -167,6 +172,7 @@ class TrainingLoop:
             loaded = prepare_model(whole, self.plan, self.mesh), count
             del whole
         model, self.num_parameters = loaded
+        add_embedding_noise(model, self.arguments.neftune_noise_alpha)
         self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
             # Tensor-parallel ranks need the same dropout for the activations that they all have.
@@ -203,14 +209,17 @@ class TrainingLoop:
             self._interrupt()
         self.saver.finish()
         self._evaluate()
+        best_evaluation = self._load_best()
         self._save_model()
         seconds = time.perf_counter() - self.start
         self._send_event(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
         return RunResult(
             reason=reason,
-            measured=self._numbers(),
+            measured=self._numbers(best_evaluation),
             loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations),
+            logged_steps=tuple(self.progress.logged_steps),
+            model_step=best_evaluation[0] if best_evaluation else self.progress.step,
             memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step,
             seconds=seconds,
@@ -247,6 +256,9 @@ class TrainingLoop:
             self.recorder.phase = "steady"
             if self.progress.evaluation_is_due:
                 self._evaluate()
+                is_last = self.progress.step == self.arguments.max_steps
+                if self.arguments.load_best and self.progress.has_best_weights and not is_last:
+                    self._save()
             if self.arguments.save_steps and self.progress.step % self.arguments.save_steps == 0:
                 self._save()
         return "finished"
@@ -279,6 +291,7 @@ class TrainingLoop:
             tokens_per_second=self.meter.recent_tokens_per_second,
             seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=resident,
+            logged_loss=self.progress.log(result, self.meter.recent_tokens_per_second),
         )
         self._send_event(event)
 
@@ -304,13 +317,15 @@ class TrainingLoop:
         """Return the reason to stop, or an empty text. All ranks return the same: rank 0's clock and signals decide."""
         number = 0
         if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
-            number = 1
+            number = REASONS.index("tokens")
         if self.job.stop_after_seconds and self.rank == 0 and self.meter.seconds >= self.job.stop_after_seconds:
-            number = 2
+            number = REASONS.index("seconds")
+        if self.progress.patience_is_over:
+            number = REASONS.index(EARLY_STOPPING)
         if self.stop.requested and self.rank == 0:
-            number = 3
+            number = REASONS.index("interrupted")
         if self.saver.has_failed:
-            number = 4
+            number = REASONS.index("not saved")
         decision = all_reduce_max(number, self.plan) if self.copies is None else self.copies.agreed_max(number)
         return REASONS[decision]
 
@@ -345,7 +360,7 @@ class TrainingLoop:
             if self.rank == 0:
                 self.progress.write_run(self.output)
         with self._phase("save"):
-            self.saver.save(self.output, self.progress.state, self.data.tokenizer)
+            self.saver.save(self.output, self.progress.state, self.data.tokenizer, best_step=self.progress.best_step)
         self.saved_step = self.progress.step
 
     @property
@@ -363,18 +378,36 @@ class TrainingLoop:
                 self.progress.write_run(self.output, finished=True)
                 self._send_event(Saved(str(self.output), self.progress.step))
 
-    def _numbers(self) -> Numbers:
+    def _load_best(self) -> tuple[int, int, float] | None:
+        """Load the checkpoint of the lowest held-out loss, if the run asks for it and has gone on since.
+
+        Return its evaluation, or None if the model stays as it is. Raise JobFailed if the checkpoint cannot be loaded.
+        """
+        best = self.progress.best_evaluation
+        if not self.arguments.load_best or best is None or self.progress.has_best_weights:
+            return None
+        if not self._is_silent:
+            checkpoint = self.output / f"checkpoint-{best[0]}"
+            try:
+                with gather_errors(self.plan):
+                    load_training_state(checkpoint, self.train_step, self.mesh)
+            except RequestError as error:
+                raise JobFailed(f"the best checkpoint cannot be loaded: {error}; {still_loadable(self.output)}") from None
+        return best
+
+    def _numbers(self, best_evaluation: tuple[int, int, float] | None) -> Numbers:
+        """Return the measured numbers. ``best_evaluation``: of the checkpoint that was loaded at the end, or None."""
         tokens_per_second = self.meter.tokens_per_second
         flops_per_token = self.job.model_flops_per_token
         last_losses = self.progress.losses[-LOSS_STEPS:]
-        evaluations = self.progress.evaluations
+        evaluation = best_evaluation or next(reversed(self.progress.evaluations), None)
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
             resident_gib=gib(self.meter.held_peak()),
             step_ms=self.meter.step_ms,
             tokens_per_second=tokens_per_second,
             loss=sum(last_losses) / len(last_losses) if last_losses else None,
-            evaluation_loss=evaluations[-1][2] if evaluations else None,
+            evaluation_loss=evaluation[2] if evaluation else None,
             model_flops_per_second=tokens_per_second * flops_per_token if tokens_per_second and flops_per_token else None,
             one_time_seconds=self.meter.one_time_seconds,
         )

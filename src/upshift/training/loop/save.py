@@ -40,8 +40,11 @@ class CheckpointSaver:
     def has_failed(self) -> bool:
         return self._writer.has_failed
 
-    def save(self, output: Path, state: TrainState, tokenizer: Any | None) -> None:
-        """Start to save a checkpoint, and return when training may go on. All ranks call it together, after ``finish``."""
+    def save(self, output: Path, state: TrainState, tokenizer: Any | None, *, best_step: int | None = None) -> None:
+        """Start to save a checkpoint, and return when training may go on. All ranks call it together, after ``finish``.
+
+        The checkpoint of ``best_step`` stays, however old it is.
+        """
         train_step = self.train_step
         device = next(train_step.model.parameters()).device
         options: dict[str, Any] = dict(
@@ -54,6 +57,7 @@ class CheckpointSaver:
             rngs=all_gather_objects(capture_rng(device), self.plan),
             writer=self._writer,
             keep=self.keep,
+            best_step=best_step,
         )
         self.meter.exclude_save(begins=True)
         if self._shares:

@@ -6,6 +6,7 @@ The file lies beside the checkpoints. It holds the run's request, and the tokens
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import zlib
 from pathlib import Path
@@ -20,6 +21,7 @@ from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
 from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, seal, unseal
+from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
@@ -31,11 +33,25 @@ from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
+TENSORBOARD_FOLDER = "upshift_tensorboard"
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER, TENSORBOARD_FOLDER)
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
-CHANGEABLE_ARGUMENTS = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # a resumed run may change these
+CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
+    "max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "early_stopping_patience",
+)  # fmt: skip
+
+
+class LoggedStep(Value):
+    """Hold what a run logs every ``logging_steps`` steps."""
+
+    step: int
+    tokens: int  # seen until the end of the step
+    loss: float  # mean since the previous logged step
+    learning_rate: float
+    gradient_norm: float | None  # None: not computed, or infinite in fp16
+    tokens_per_second: float
 
 
 class Run(Value):
@@ -43,6 +59,7 @@ class Run(Value):
 
     model: str  # the plan's hash of the model's config
     data: str  # fingerprint of the training sequences
+    eval_data: str | None = None  # fingerprint of the held-out sequences; None: there are none, or an earlier version wrote this
     global_batch: int
     sequence_length: int
     arguments: Arguments
@@ -50,6 +67,7 @@ class Run(Value):
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen until the end of each step
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
+    logged_steps: tuple[LoggedStep, ...] = ()
 
     def write(self, directory: Path) -> None:
         with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
@@ -73,13 +91,15 @@ class Run(Value):
     def as_of_step(self, step: int) -> Run:
         """Return the run as it was after ``step``. The file may be ahead of the checkpoint."""
         evaluations = tuple(evaluation for evaluation in self.evaluations if evaluation[0] <= step)
-        return self.changed(tokens=self.tokens[:step], evaluations=evaluations, finished=False)
+        logged_steps = tuple(logged for logged in self.logged_steps if logged.step <= step)
+        return self.changed(tokens=self.tokens[:step], evaluations=evaluations, logged_steps=logged_steps, finished=False)
 
 
-def new_run(job: Job, sequences: Sequences) -> Run:
+def new_run(job: Job, data: TrainingData) -> Run:
     return Run(
         model=job.plan.model,
-        data=fingerprint(sequences),
+        data=fingerprint(data.training),
+        eval_data=None if data.evaluation is None else fingerprint(data.evaluation),
         global_batch=job.global_batch,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
@@ -87,13 +107,13 @@ def new_run(job: Job, sequences: Sequences) -> Run:
     )
 
 
-def open_run(job: Job, sequences: Sequences) -> Job:
+def open_run(job: Job, data: TrainingData) -> Job:
     """Write the file of a new run, or check that this job may resume the one in the output directory.
 
     Return the job with the checkpoint from which it resumes, so that all processes take the same one.
     """
     directory = Path(job.output)
-    run = new_run(job, sequences)
+    run = new_run(job, data)
     previous_run = Run.read(directory) if (directory / RUN_NAME).exists() else None
     checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
@@ -114,7 +134,7 @@ def open_run(job: Job, sequences: Sequences) -> Job:
         )
     if state.run != previous_run.id:
         raise RequestError(f"{checkpoint} is of another run than {directory / RUN_NAME}; move it away, then --resume")
-    previous_run.as_of_step(state.step).changed(arguments=job.arguments).write(directory)
+    previous_run.as_of_step(state.step).changed(arguments=job.arguments, eval_data=run.eval_data).write(directory)
     return job.changed(checkpoint=str(checkpoint))
 
 
@@ -128,6 +148,8 @@ def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
     names = ("global_batch", "sequence_length", "model", "data")
     compared = [(name, getattr(previous_run, name), getattr(run, name)) for name in names]
+    if previous_run.eval_data is not None:
+        compared.append(("eval_data", previous_run.eval_data, run.eval_data))
     for name, value in previous_run.arguments:
         if name not in CHANGEABLE_ARGUMENTS:
             compared.append((name, value, getattr(run.arguments, name)))
@@ -160,12 +182,31 @@ class Progress:
         self.tokens = [0]
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
+        self.logged_steps = list(self.run.logged_steps)
 
     def add(self, batch: GlobalBatch, result: StepResult) -> None:
         self.step += 1
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + result.num_tokens)
         self.losses.append(result.loss)
+
+    def log(self, result: StepResult, tokens_per_second: float) -> float | None:
+        """Log the step if it is due. Return the mean loss since the previous logged step, or None if it is not due."""
+        every = self.job.arguments.logging_steps
+        if not every or self.step % every:
+            return None
+        losses = self.losses[-every:]
+        norm = result.gradient_norm
+        logged = LoggedStep(
+            step=self.step,
+            tokens=self.tokens[-1],
+            loss=sum(losses) / len(losses),
+            learning_rate=result.learning_rate,
+            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            tokens_per_second=tokens_per_second,
+        )
+        self.logged_steps.append(logged)
+        return logged.loss
 
     def resume_from(self, checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> None:
         state = load_training_state(checkpoint, train_step, mesh)
@@ -184,6 +225,30 @@ class Progress:
         is_requested_step = self.step in self.job.evaluate_at_steps
         has_crossed_target = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
         return is_requested_step or has_crossed_target or (eval_steps > 0 and self.step % eval_steps == 0)
+
+    @property
+    def best_evaluation(self) -> tuple[int, int, float] | None:
+        """Return the first evaluation with the lowest loss (step, tokens, loss), or None before the first one."""
+        return min(self.evaluations, key=lambda evaluation: evaluation[2], default=None)
+
+    @property
+    def has_best_weights(self) -> bool:
+        """Return whether no earlier weights have a lower held-out loss than the weights of now, which are evaluated."""
+        return self.best_evaluation is not None and self.best_evaluation[0] == self.step
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Return whether as many evaluations as the run has patience for had no lower loss than the best one before them."""
+        patience = self.job.arguments.early_stopping_patience
+        if patience is None or self.best_evaluation is None:
+            return False
+        return len(self.evaluations) - 1 - self.evaluations.index(self.best_evaluation) >= patience
+
+    @property
+    def best_step(self) -> int | None:
+        """Return the step whose checkpoint has to stay until the end of the run, or None."""
+        best = self.best_evaluation
+        return best[0] if self.job.arguments.load_best and best is not None else None
 
     def seconds_left(self, meter: StepMeter) -> float:
         """Return the estimated seconds until the first of the requested ends."""
@@ -214,7 +279,12 @@ class Progress:
 
         It is written before each checkpoint, so it may be ahead of the newest checkpoint but never behind it.
         """
-        run = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
+        run = self.run.changed(
+            tokens=tuple(self.tokens[1:]),
+            evaluations=tuple(self.evaluations),
+            logged_steps=tuple(self.logged_steps),
+            finished=finished,
+        )
         run.write(folder)
 
     def write_to(self, folder: Path, train_step: TrainStep) -> None:
@@ -236,4 +306,5 @@ class Progress:
         assert checkpoint is not None
         self.run = Run.read(folder)
         self.evaluations = list(self.run.evaluations)
+        self.logged_steps = list(self.run.logged_steps)
         self.resume_from(checkpoint, train_step, mesh)

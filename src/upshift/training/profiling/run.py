@@ -54,10 +54,13 @@ def profile(request: TrainRequest, *, output: Path, steps: int, watcher: Watcher
     with claimed(output):
         _remove_old_profile(output)
         prepared, _ = prepare_run(request, watcher=watcher)
-        job = prepared.job(request.arguments_for(steps).changed(eval_steps=0, save_steps=0), output=output)
+        arguments = request.arguments_for(steps).changed(
+            eval_steps=0, save_steps=0, logging_steps=0, early_stopping_patience=None, load_best=False
+        )
+        job = prepared.job(arguments, output=output)
         check_job(job, prepared.data)
         watcher.ready(prepared)
-        open_run(job, prepared.data.training)
+        open_run(job, prepared.data)
         run_in_processes(job, prepared.data, watcher.event, module=WORKER)
         (output / RUN_NAME).unlink()  # there is no run to resume
         ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Required, TypedDict
+from typing import Literal, Required, Self, TypedDict
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from upshift.errors import RequestError
 from upshift.training.arguments import Arguments, LearningRateSchedule
 
 Optimizer = Literal["adamw", "sgd"]
 Precision = Literal["fp32", "bf16"]
+NOT_USED = ("logging_steps", "early_stopping_patience", "load_best", "neftune_noise_alpha")  # arguments of torch's loop alone
 
 
 class XlaArguments(Arguments):
@@ -17,6 +19,13 @@ class XlaArguments(Arguments):
     optim: Optimizer = "adamw"
     momentum: float = Field(0.0, ge=0, description="of sgd")
     precision: Precision = Field("fp32", description="bf16: computed in bfloat16 over float32 weights (mixed_bfloat16)")
+
+    @model_validator(mode="after")
+    def _reject_unused(self) -> Self:
+        for name in NOT_USED:
+            if getattr(self, name) != Arguments.model_fields[name].default:
+                raise RequestError(f"{name}={getattr(self, name)} is not used by the XLA backend; leave it out")
+        return self
 
 
 class XlaArgumentFields(TypedDict, total=False):

@@ -1,0 +1,46 @@
+"""Add noise to the input embeddings in training, as transformers.Trainer does (NEFTune, https://arxiv.org/abs/2310.05914).
+
+The noise of a number is uniform within plus and minus alpha / sqrt(tokens of a row * hidden size). So it depends on how long rows
+are: packed rows, and rows that ranks share, would have other noise than the Trainer's. Such plans are rejected.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.internals.transformers_names import ACTIVATE_NEFTUNE
+from upshift.planning.plan import Plan
+
+WHOLE_ROWS = {"packing": "false", "tensor_parallel": "1", "context_parallel": "1", "pipeline_parallel": "1"}
+
+
+def fixed_for_neftune(fixed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return assignments of ``--set`` under which every plan has the Trainer's noise. The user's own assignments stay."""
+    user_names = {text.partition("=")[0] for text in fixed}
+    return (*fixed, *(f"{name}={value}" for name, value in WHOLE_ROWS.items() if name not in user_names))
+
+
+def check_neftune(plan: Plan, alpha: float | None) -> None:
+    """Raise RequestError if the noise would be another one than that of transformers.Trainer."""
+    if alpha is None:
+        return
+    if plan.packing:
+        raise RequestError(
+            f"--neftune-noise-alpha {alpha:g} depends on the length of a row, and the plan packs several texts into one; use "
+            "--set packing=false"
+        )
+    layout = plan.layout
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        degree = getattr(layout, name)
+        if degree > 1:
+            raise RequestError(
+                f"--neftune-noise-alpha {alpha:g} needs the embeddings of a whole row on one rank, and {name}={degree} divides "
+                f"the model or the row; use --{name.replace('_', '-')} 1"
+            )
+
+
+def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
+    """Add noise to the input embeddings whenever the model is in training mode. None adds none."""
+    if alpha is not None:
+        ACTIVATE_NEFTUNE.get()(model, alpha)
