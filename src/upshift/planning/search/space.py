@@ -374,6 +374,8 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload
         return f" (it changes the mathematics; add --allow {change})"
     if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":
         return f" ({library} is for CUDA devices)"
+    if name == "optim" and optimizers()[value].compiles and lacks_compiler(host):
+        return f" ({library} compiles its update, and no compiler works here; run  upshift doctor)"
     if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
         check_library(library, purpose=f"{name}={value}")
     return ""
@@ -407,7 +409,7 @@ def _optimizers(host: Host, workload: Workload) -> list[str]:
     names: list[str] = []
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
-        runs_here = host.device == "cuda" or not facts.cuda_only
+        runs_here = (host.device == "cuda" or not facts.cuda_only) and not (facts.compiles and lacks_compiler(host))
         if allowed and runs_here and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
             names.append(name)
     return names
@@ -425,6 +427,13 @@ def can_compile(host: Host) -> bool:
         return host.measured.gpu_compiler
     capability = host.gpu.compute_capability if host.gpu is not None else None
     return capability is None or capability >= TRITON_CAPABILITY
+
+
+def lacks_compiler(host: Host) -> bool:
+    """Return whether torch.compile is known not to work. Of a CPU that was not measured, nothing is known."""
+    if host.device == "cuda":
+        return not can_compile(host)
+    return host.measured is not None and host.measured.compiler is False
 
 
 def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:
