@@ -111,6 +111,7 @@ def read_library_variables() -> dict[str, str]:
 NOISE = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for GPUs that this machine does not have
     "torchao.kernel.intmm": ("Detected no triton",),  # the same
+    "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),  # torch's do it, too
     "torch.utils._pytree": ("is an Enum subclass",),  # torchao's use of torch
     "torch._subclasses.fake_tensor": ("failed while attempting to run meta for",),  # the error is raised as well
 }

@@ -23,9 +23,10 @@ from upshift.value import Value
 
 Choice = bool | int | float | str
 RUN_FIELDS = ("epochs", "global_batch", "lora_rank", "sequence_length")  # fields of a run, not of Arguments
-_ARGUMENTS = tuple(name for name in Arguments.model_fields if name != "dpo_beta")  # a search does not learn from preferences
-NAMES = tuple(sorted({*_ARGUMENTS, *RUN_FIELDS}))
-_KINDS: dict[str, Any] = dict.fromkeys(_ARGUMENTS, Arguments) | dict.fromkeys(RUN_FIELDS, RunNumbers)
+# A trial ends, and is judged, as the study says. It does not learn from preferences.
+NOT_OF_TRIALS = ("logging_steps", "early_stopping_patience", "load_best", "dpo_beta")
+NAMES = tuple(sorted({*Arguments.model_fields, *RUN_FIELDS} - {*NOT_OF_TRIALS}))
+_KINDS: dict[str, Any] = {name: Arguments for name in Arguments.model_fields} | dict.fromkeys(RUN_FIELDS, RunNumbers)
 _FLOATS = {name for name, kind in _KINDS.items() if kind.model_fields[name].annotation is float}
 _WHOLE = {name for name, kind in _KINDS.items() if kind.model_fields[name].annotation in (int, int | None)}
 PLANNED = {  # hints for names that are searched in transformers, and that the planner chooses here

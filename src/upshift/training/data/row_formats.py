@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from upshift.errors import RequestError
@@ -127,6 +128,14 @@ def _preference_columns(names: Collection[str], origin: str) -> Columns:
             f"{list_columns(names)}; rename them, or leave --objective out"
         )
     return Columns(format=PREFERENCE, name=REQUIRED[PREFERENCE][0])
+
+
+def no_table_of_preferences(path: Path) -> RequestError:
+    """Return the error about plain text where rows of preferences are needed."""
+    return RequestError(
+        f"--objective dpo learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
+        "(JSON, CSV, Parquet, Arrow), or leave --objective out"
+    )
 
 
 def check_data_format(text_column: str | None, data_format: str | None, *, with_preferences: bool = False) -> None:
