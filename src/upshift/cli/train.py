@@ -37,6 +37,7 @@ from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
+from upshift.cli.usage.run_file import expand_file
 from upshift.importing import importing
 from upshift.models.source import AdapterOptions
 from upshift.record import Record
@@ -271,6 +272,16 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
     parser: Any = typer.main.get_command(app)
     parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
     return parsed
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """Return the words that follow ``upshift train``, with the options of the file of ``--config`` in place of its name.
+
+    Another host, which runs the command, need not have the file."""
+    app = typer.Typer(add_completion=False)
+    app.command("train", cls=HelpCommand)(command)
+    parser: Any = typer.main.get_command(app)
+    return expand_file(parser, parser.make_context("upshift train", list(words)), words)
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

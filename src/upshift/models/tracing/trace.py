@@ -437,7 +437,7 @@ def _tensor_parallel_or_reason(tracer: Tracer, variants: tuple[Variant, ...], po
         return answer if isinstance(answer, str) else f"its heads or widths are not divisible by {DIVIDED_RANKS}"
     try:
         tracer.measure(divided_variant, batch=point[0], sequence=point[1], ranks=DIVIDED_RANKS)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch.nn.functional asserts the sizes that it gets
         return f"a rank's slice of the model does not run: {' '.join(str(error).split())[:160]}"
     return answer
 
