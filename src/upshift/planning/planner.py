@@ -269,7 +269,8 @@ def plan(
 
     Args:
         on: a described host such as "1xh100"; None: this machine.
-        adapter: fields of ``AdapterOptions``, such as lora_rank=16.
+        adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
+            lora_rslora, lora_dora, load_in_4bit.
     """
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
