@@ -20,7 +20,7 @@ from upshift.cli.train import parse, request_of
 from upshift.errors import Interrupted, RequestError
 from upshift.models.build import build_model, choose_class
 from upshift.models.ops.sequence_loss import sequence_losses, turn_off_dropout, why_no_sequence_losses
-from upshift.models.source import find_model
+from upshift.models.source import AdapterOptions, find_model
 from upshift.planning.plan import Plan
 from upshift.record import Record
 from upshift.training.arguments import Arguments
@@ -173,7 +173,7 @@ def test_ranks_train_as_one_process(
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
 def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path, data: TrainingData, tmp_path: Path) -> None:
-    whole = run_job(a_job(home, tmp_path / "whole", lora_rank=lora_rank), data)
+    whole = run_job(a_job(home, tmp_path / "whole", adapter=AdapterOptions(lora_rank=lora_rank)), data)
     assert losses(whole)[0] == pytest.approx(math.log(2), abs=1e-6) and losses(whole)[-1] < 0.69
 
     def stop(event: Event) -> None:
@@ -182,15 +182,15 @@ def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path,
 
     output = tmp_path / "two"
     with pytest.raises(Interrupted, match="checkpoint-5"):
-        run_job(a_job(home, output, lora_rank=lora_rank), data, on_event=stop)
+        run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank)), data, on_event=stop)
     kept = (output / REFERENCE_NAME).read_bytes()
     (output / REFERENCE_NAME).write_bytes(kept[: len(kept) // 2])
     with pytest.raises(RequestError, match="cannot be read"):
-        run_job(a_job(home, output, lora_rank=lora_rank, resume=True), data)
+        run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True), data)
     (output / REFERENCE_NAME).write_bytes(kept)
     with pytest.raises(RequestError, match="dpo_beta"):
-        run_job(a_job(home, output, lora_rank=lora_rank, resume=True, arguments={"dpo_beta": 0.3}), data)
-    resumed = run_job(a_job(home, output, lora_rank=lora_rank, resume=True), data)
+        run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments={"dpo_beta": 0.3}), data)
+    resumed = run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True), data)
     assert losses(resumed) == losses(whole) and resumed.details["reference_seconds"] == 0.0
 
 

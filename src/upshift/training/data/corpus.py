@@ -3,10 +3,9 @@
 Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
 table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-A table is trained on by the column that the user names, else by its columns (row_formats.py): token ids, text, chats, or prompts
-with completions. No other column is taken for text: a table without these is rejected, with the names of its columns. Beside
-token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may
-say something of each token. The user is told the names of all other columns, which are left out.
+A table is trained on by the column that the user names, else by its columns (row_formats.py). No other column is taken for text.
+Beside token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it
+may say something of each token. The user is told the names of all other columns, which are left out.
 """
 
 from __future__ import annotations
@@ -369,7 +368,7 @@ def read_corpus(
         pattern: a glob that selects the files of a folder of texts.
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
         is_evaluation: read the split for validation in place of the one for training. Data with a single split is read whole.
-        with_preferences: whether the rows are pairs of a chosen and a rejected answer.
+        with_preferences: whether rows are pairs of answers.
     """
     check_data_format(text_column, data_format, with_preferences=with_preferences)
     path = _existing_path(path)
