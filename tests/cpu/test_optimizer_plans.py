@@ -223,7 +223,7 @@ def test_offload_is_predicted_from_the_link_to_the_host_and_only_when_asked_for(
     plain, moved = cost(profile, H100), cost(profile, H100, activation_offload=True)
     assert moved.memory.peak < plain.memory.peak and moved.time.terms["activations to the host and back"] > 0
     unknown = H100.changed(host_to_device=None)
-    with pytest.raises(RequestError, match="whose connection to the host is known"):
+    with pytest.raises(RequestError, match="memory of its own, whose connection to the host is known"):
         parse_fixed(("optim_offload=true",), unknown, profile, workload)
     offloaded = Plan(
         device="cuda", host="", model="", sequence_length=128, per_device_train_batch_size=8, optim_offload=True

@@ -15,12 +15,10 @@ from upshift.cli.options import (
     Allow,
     DataFormat,
     Epochs,
-    FourBits,
     FromConfig,
     GlobalBatch,
     Json,
     LongRowsOption,
-    LoraRank,
     LossOnOption,
     MaxGradNorm,
     Model,
@@ -32,13 +30,16 @@ from upshift.cli.options import (
     option,
     output_folder,
     split_names,
+    with_adapter_options,
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
+from upshift.cli.usage.run_file import expand_file
 from upshift.importing import importing
+from upshift.models.source import AdapterOptions
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.training.arguments import (
@@ -204,9 +205,11 @@ Heal = Annotated[
 
 
 @with_layout_flags
+@with_adapter_options
 def command(
     model: Model,
     data: Data,
+    adapter: AdapterOptions,
     eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
     sequence_length: SequenceLength = None,
@@ -228,8 +231,6 @@ def command(
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
     mup_base: MupBase = None,
-    lora_rank: LoraRank = None,
-    load_in_4bit: FourBits = False,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
@@ -248,7 +249,8 @@ def command(
     init: Init = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
-    request = request_of(locals())
+    request = request_of(locals() | adapter.model_dump())
+    request.check_rank()
     if plan is not None:
         check_file("--plan", plan)
     if train_xla.is_xla(backend):
@@ -257,8 +259,7 @@ def command(
     with importing():
         from upshift.training.run import run_training
 
-    adapter = None if lora_rank is None else tables.adapter_line(lora_rank, load_in_4bit)
-    with RunDisplay(quiet=as_json or not _is_first_rank(), title=adapter) as display:
+    with RunDisplay(quiet=as_json or not _is_first_rank(), title=tables.adapter_line(request)) as display:
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
@@ -271,6 +272,16 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
     parser: Any = typer.main.get_command(app)
     parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
     return parsed
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """Return the words that follow ``upshift train``, with the options of the file of ``--config`` in place of its name.
+
+    Another host, which runs the command, need not have the file."""
+    app = typer.Typer(add_completion=False)
+    app.command("train", cls=HelpCommand)(command)
+    parser: Any = typer.main.get_command(app)
+    return expand_file(parser, parser.make_context("upshift train", list(words)), words)
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

@@ -15,6 +15,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
+from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.layout import Layout
@@ -179,6 +180,7 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
+    check_module_names(source, request)
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
@@ -282,7 +284,7 @@ def _prepare_job(
     output = request.output
     output_lock.enter_context(claimed(output))
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
-    check_run_file(output)
+    check_run_file(output, resume=request.resume, adapter=request.as_adapter_options)
     watcher.checked()
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)

@@ -206,7 +206,7 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: the factor of an added loss, the mean
     over labels of logsumexp(logits) ** 2. The model raises ChunkedHeadError when it runs if ``why_not_chunked`` has a reason.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = _output_embedding(model)
     options = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss)
     uses = HeadUses()
 
@@ -221,9 +221,16 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
         del head.forward
 
 
+def _output_embedding(model: nn.Module) -> Any:
+    """Return the module that computes the logits, or None. Of a head in peft's modules_to_save it is the copy that is trained."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    copies = getattr(head, "modules_to_save", None)
+    return head if head is None or copies is None else copies[head.active_adapters[0]]
+
+
 def why_not_chunked(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str | None:
     """Return why the loss cannot be computed in chunks, or None if it can. Run one forward pass (fake tensors will do)."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _output_embedding(model)
     if type(head) is not nn.Linear:
         description = "no output embedding"
         if head is not None:

@@ -318,10 +318,7 @@ def trace_model(
         **description,
         isolation=isolation,
         parameters=_count_parameters(tracer),
-        stacks=tuple(
-            Stack(path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable)
-            for s in tracer.stacks
-        ),
+        stacks=tuple(Stack(**vars(stack)) for stack in tracer.stacks),
         steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,

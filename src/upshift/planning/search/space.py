@@ -150,12 +150,17 @@ def automatic_weight_places(host: Host) -> list[WeightOffload]:
     return weight_places(host)[1:] if host.device == "cpu" else []
 
 
+def _shares_memory(host: Host) -> bool:
+    """Return whether the GPU's memory is the CPU's, so that moving something to the host frees nothing."""
+    return host.gpu is not None and host.gpu.shares_host_memory
+
+
 def weight_places(host: Host) -> list[WeightOffload]:
     """Return where frozen weights may be kept on this host, the fastest place first."""
     link = host_link(host) if host.device == "cuda" else None
     disk = host.disk_bytes_per_second
     values: list[WeightOffload] = ["none"]
-    if host.num_devices == 1 and link is not None:
+    if host.num_devices == 1 and link is not None and not _shares_memory(host):
         values.append("host")
     if host.num_devices == 1 and disk is not None and (host.device == "cpu" or link is not None):
         values.append("disk")
@@ -255,7 +260,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
-    offload_values = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
+    can_offload = host.device == "cuda" and host_link(host) is not None and not _shares_memory(host)
+    offload_values = [False, True] if can_offload else [False]
     optimizers = _optimizers(host, workload)
     has_several_gpus = host.device == "cuda" and host.num_devices > 1
     return {
@@ -333,9 +339,12 @@ def _reason_not_legal_anywhere(name: str) -> str | None:
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name == WEIGHT_OFFLOAD:
-        return " (frozen weights are read from the host of a CUDA device, or from files on a disk whose rate was measured)"
+        return (
+            " (frozen weights are read from the host of a CUDA device with memory of its own, or from files on a disk whose rate "
+            "was measured)"
+        )
     if name in OFFLOADS:
-        return " (it needs a CUDA device whose connection to the host is known)"
+        return " (it needs a CUDA device with memory of its own, whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
     return None

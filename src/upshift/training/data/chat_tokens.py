@@ -27,7 +27,7 @@ from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, 
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
-from upshift.training.data.special_tokens import ids_around_document, with_special_tokens
+from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, with_special_tokens
 from upshift.training.data.text_files import check_text
 
 Characters = NDArray[np.int64]  # two columns, a row for each token
@@ -35,10 +35,10 @@ Characters = NDArray[np.int64]  # two columns, a row for each token
 BATCH_CHARACTERS = 2**20  # of rows that are tokenized at once
 
 
-def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
+def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, unknown: UnknownTokens) -> Iterator[Document]:
     """Yield the documents, with chats, and prompts with completions, as token rows. Other documents stay as they are.
 
-    Rows without an answer are left out, and the user is told how many.
+    ``unknown`` counts the tokens of these rows. Rows without an answer are left out, and the user is told how many.
     """
     encoder: ChatEncoder | None = None
     unanswered = RowCount()
@@ -55,11 +55,11 @@ def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn) 
         batch.append(document)
         num_characters += document.num_characters
         if num_characters >= BATCH_CHARACTERS:
-            yield from encoder.encode(batch)
+            yield from unknown.counted(encoder.encode(batch))
             batch = []
             num_characters = 0
     if encoder is not None:
-        yield from encoder.encode(batch)
+        yield from unknown.counted(encoder.encode(batch))
         encoder.report()
     if unanswered.number:
         say_once(f"{unanswered.number} rows without an answer are left out; the first is {unanswered.first}")

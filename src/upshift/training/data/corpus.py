@@ -28,6 +28,7 @@ from upshift.training.data.data_files import (
     SPLIT_WORDS,
     Kind,
     find_data_files,
+    find_split,
     first_names,
     say_once,
 )
@@ -351,6 +352,7 @@ def read_corpus(
     data_format: RowFormat | None = None,
     pattern: str | None = None,
     has_decoder: bool = False,
+    is_evaluation: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -362,12 +364,16 @@ def read_corpus(
         data_format: what the rows of a table are.
         pattern: a glob that selects the files of a folder of texts.
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
+        is_evaluation: read the split for validation in place of the one for training. Data with a single split is read whole.
     """
     check_data_format(text_column, data_format)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
     selection = _Selection(text_column, data_format, has_decoder)
-    documents, evaluation = _open_saved_dataset(path, selection) if is_saved else _open_files(path, selection, pattern)
+    if is_saved:
+        documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
+    else:
+        documents, evaluation = _open_files(path, selection, pattern, is_evaluation=is_evaluation)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -414,10 +420,12 @@ class _Selection(NamedTuple):
     has_decoder: bool
 
 
-def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_files(
+    path: Path, selection: _Selection, pattern: str | None, *, is_evaluation: bool
+) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
-        data_files = find_data_files(path, pattern=pattern)
+        data_files = find_data_files(path, pattern=pattern, is_evaluation=is_evaluation)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
     if data_files.kind == "text" and (selection.text_column or selection.data_format):
@@ -528,8 +536,8 @@ def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
         )
 
 
-def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, Documents | None]:
-    """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
+def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:
+    """Return the split to read and, for training data, the validation split of a directory that `save_to_disk` wrote."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
@@ -538,16 +546,18 @@ def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, D
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _incomplete_dataset(path, error) from None
-    if "train" not in names:
-        raise RequestError(f"{path} has no split 'train'; it has {', '.join(names) or 'none'}; give the folder of one split")
-    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
-    other_names = [name for name in names if name not in ("train", evaluation_name)]
+    split = find_split(names, is_evaluation=is_evaluation)
+    if split is None:
+        missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
+        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
+    evaluation_name = None if is_evaluation else next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
+    other_names = [name for name in names if name not in (split, evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
         evaluation = _saved_split(_load_saved(path / evaluation_name), selection, f"{path} split {evaluation_name}")
-    return _saved_split(_load_saved(path / "train"), selection, f"{path} split train"), evaluation
+    return _saved_split(_load_saved(path / split), selection, f"{path} split {split}"), evaluation
 
 
 def _load_saved(folder: Path) -> Any | None:

@@ -89,7 +89,7 @@ def prepare_data(
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = _read_corpus(source, data_path, options)
     if eval_data is not None:
-        corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options))
+        corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options, is_evaluation=True))
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
     objective = _find_objective(source, tokenizer)
     _check_loss_on(corpus, options)
@@ -126,10 +126,16 @@ def prepare_data(
     )
 
 
-def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions) -> Corpus:
+def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions, *, is_evaluation: bool = False) -> Corpus:
     """Return the corpus of a path. The labels of an encoder-decoder may be more or fewer than its token ids."""
     has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
-    corpus = read_corpus(data_path, text_column=options.text_column, data_format=options.data_format, has_decoder=has_decoder)
+    corpus = read_corpus(
+        data_path,
+        text_column=options.text_column,
+        data_format=options.data_format,
+        has_decoder=has_decoder,
+        is_evaluation=is_evaluation,
+    )
     if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
         raise RequestError(
             f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"
@@ -138,13 +144,13 @@ def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOption
 
 
 def _with_evaluation_data(corpus: Corpus, other: Corpus) -> Corpus:
-    """Return the corpus with the documents of another path for evaluation: its validation split, if it has one, else all.
+    """Return the corpus with the documents of another path for evaluation.
 
     Raise RequestError if the two hold different kinds of documents.
     """
     if corpus.evaluation is not None:
         say_once(f"{corpus.evaluation.origin} is left alone, because {other.origin} is the evaluation data")
-    documents = other.evaluation or other.documents
+    documents = other.documents
     first = corpus.documents.first()
     first_evaluation = documents.first()
     if first is not None and first_evaluation is not None and content_of(first) != content_of(first_evaluation):

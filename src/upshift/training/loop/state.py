@@ -16,6 +16,7 @@ import numpy as np
 from upshift.benchmarking.environment import library_versions
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
@@ -63,6 +64,7 @@ class Run(Value):
     global_batch: int
     sequence_length: int
     arguments: Arguments
+    adapter: AdapterOptions | None = None  # None: the file is older than this field
     id: str  # the same in each of its checkpoints
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen until the end of each step
@@ -103,6 +105,7 @@ def new_run(job: Job, data: TrainingData) -> Run:
         global_batch=job.global_batch,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
+        adapter=job.adapter,
         id=secrets.token_hex(8),
     )
 
@@ -138,10 +141,15 @@ def open_run(job: Job, data: TrainingData) -> Job:
     return job.changed(checkpoint=str(checkpoint))
 
 
-def check_run_file(directory: Path) -> None:
-    """Raise RequestError if the run file is damaged. Call it before anything slow."""
-    if (directory / RUN_NAME).exists():
-        Run.read(directory)
+def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) -> None:
+    """Raise RequestError if the run file is damaged, or if a run that resumes had another adapter.
+
+    Call it before anything slow."""
+    if not (directory / RUN_NAME).exists():
+        return
+    previous_run = Run.read(directory)
+    if resume and previous_run.adapter is not None and newest_checkpoint(directory) is not None:
+        adapter.check_same(previous_run.adapter, directory)
 
 
 def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:

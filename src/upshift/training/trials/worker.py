@@ -116,7 +116,7 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     mesh = init_mesh(plan)
     base_bytes = held_bytes(plan) + bytes_left_with_parent()
     reset_held_peak(plan)
-    source = find_model_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
+    source = find_model_to_train(request.model_reference, request.adapter)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, mesh)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, mesh)
