@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -22,6 +22,7 @@ import upshift
 from upshift.cli.main import app
 from upshift.cli.usage.messages import MissingValue, WrongValue
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.planning.inference import space as inference
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -173,6 +174,21 @@ def signature(name: str) -> ast.arguments | None:
     return node.args if isinstance(node, ast.FunctionDef) else None
 
 
+def keywords_of(name: str, arguments: ast.arguments) -> set[str] | None:
+    """Return the names that ``**options: Unpack[Keywords]`` of upshift.NAME takes. None: it takes any name."""
+    if arguments.kwarg is None:
+        return set()
+    if not ast.unparse(arguments.kwarg.annotation or ast.Constant(None)).startswith("Unpack["):
+        return None
+    (keywords,) = get_args(get_type_hints(getattr(upshift, name))[arguments.kwarg.arg])
+    return {*keywords.__annotations__}  # with those of the classes it extends
+
+
+def test_the_reference_has_every_option_of_an_adapter() -> None:
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## upshift.plan")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == [*AdapterOptions.model_fields]
+
+
 def wrong_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "upshift":
@@ -189,8 +205,9 @@ def wrong_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{inner} has no {node.attr}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"upshift.{name}" for name in upshift.__all__}:
             taken = signature(ast.unparse(node.func).removeprefix("upshift."))
-            if taken is not None and taken.kwarg is None:
-                names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)}
+            keywords = set() if taken is None else keywords_of(ast.unparse(node.func).removeprefix("upshift."), taken)
+            if taken is not None and keywords is not None:
+                names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)} | keywords
                 for keyword in node.keywords:
                     if keyword.arg not in names:
                         yield node.lineno, f"{ast.unparse(node.func)} takes no {keyword.arg}"
