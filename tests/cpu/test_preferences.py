@@ -33,7 +33,7 @@ from upshift.training.data.data_options import DataOptions
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.distributed.mesh import init_mesh
 from upshift.training.job.job import Job, run_job
-from upshift.training.loop.events import Event, StepDone
+from upshift.training.loop.events import Event, Referenced, ReferenceStarted, StepDone
 from upshift.training.out_of_memory import halve, stand_in
 from upshift.training.prepare import prepare_model
 from upshift.training.run import PreparedRun, Watcher, run_training
@@ -190,7 +190,10 @@ def test_a_resumed_run_has_the_same_reference(lora_rank: int | None, home: Path,
     (output / REFERENCE_NAME).write_bytes(kept)
     with pytest.raises(RequestError, match="dpo_beta"):
         run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True, arguments={"dpo_beta": 0.3}), data)
-    resumed = run_job(a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True), data)
+    events: list[Event] = []
+    job = a_job(home, output, adapter=AdapterOptions(lora_rank=lora_rank), resume=True)
+    resumed = run_job(job, data, on_event=events.append)
+    assert not any(isinstance(event, ReferenceStarted | Referenced) for event in events)
     assert losses(resumed) == losses(whole) and resumed.details["reference_seconds"] == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -120,8 +121,8 @@ class RunDisplay:
             self._print(f"[yellow]{event.words}[/yellow]")
         elif kind == "Waited":
             self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
-        elif kind in ("Evaluated", "Referenced"):
-            self._print(f"[dim]{_held_out_text(event) if kind == 'Evaluated' else _reference_text(event)}[/dim]")
+        elif kind in _TEXTS:
+            self._print(f"[dim]{_TEXTS[kind](event)}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
         elif kind == "Finished" and event.reason == "early stopping":
@@ -162,5 +163,20 @@ def _held_out_text(event: Any) -> str:
     return f"held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{_rewards_text(event)}"
 
 
-def _reference_text(event: Any) -> str:
+def _reference_started_text(event: Any) -> str:
+    seconds = "an unknown time" if event.predicted_seconds is None else f"about {format_seconds(event.predicted_seconds)}"
+    return (
+        f"before the first step, the log-probabilities of all {event.num_pairs:,} pairs by the model as it is are computed once: "
+        f"{seconds} predicted"
+    )
+
+
+def _referenced_text(event: Any) -> str:
     return f"log-probabilities of {event.num_pairs:,} pairs before the training: {format_seconds(event.seconds)}"
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {  # of the events that are printed as one dim line
+    "Evaluated": _held_out_text,
+    "ReferenceStarted": _reference_started_text,
+    "Referenced": _referenced_text,
+}

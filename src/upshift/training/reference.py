@@ -6,10 +6,12 @@ So no second model is in memory. They lie in the output folder, because a resume
 from __future__ import annotations
 
 import io
-import time
 import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,105 +19,135 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from upshift.atomic_file import write_whole
-from upshift.errors import RequestError
-from upshift.planning.plan import Plan
+from upshift.errors import JobFailed, RequestError
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective
-from upshift.training.batches.sampler import evaluation_batches
-from upshift.training.checkpoint.directory import REFERENCE_NAME, writing
+from upshift.training.batches.sampler import GlobalBatch, evaluation_batches
+from upshift.training.checkpoint.directory import REFERENCE_NAME, replace_bytes, writing
 from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.fsdp import reshard_weights
-from upshift.training.distributed.mesh import Mesh, rank_0_first
+from upshift.training.distributed.mesh import Mesh, all_reduce_max, rank_0_first
 from upshift.training.prepare import chunked_loss, compute_log_probabilities
 
+_RUN = "run"  # the name of the run's id in the file
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class ReferencePass:
-    """The data with the log-probabilities, and the seconds that computing them took. 0.0: they were read."""
+    """Finds the log-probabilities of each sequence's labels by the model before the training. All ranks call its methods."""
 
-    data: TrainingData
-    seconds: float
+    model: nn.Module  # as it was loaded
+    mesh: Mesh
+    layout: Layout
+    objective: Objective
+    global_batch: int  # sequences that are computed together
+    output: Path  # the folder of the run, in which the log-probabilities are kept
+    run_id: str
+    check_stop: Callable[[], None]  # called between batches. It raises Interrupted
 
+    def read(self, data: TrainingData) -> TrainingData:
+        """Return the data with the log-probabilities in the file. Raise RequestError if there is no such file of these pairs."""
+        return self._add_arrays(data, self._read_arrays())
 
-def add_reference(
-    data: TrainingData, model: nn.Module, mesh: Mesh, layout: Layout, *, global_batch: int, output: Path, resumes: bool
-) -> ReferencePass:
-    """Return the data with the log-probabilities of each sequence's labels by the model. All ranks call it.
+    def recall(self, data: TrainingData) -> TrainingData | None:
+        """Return the data with the log-probabilities that this run computed before it ended without a checkpoint.
 
-    Args:
-        model: as it was loaded.
-        global_batch: sequences that are computed together.
-        output: the folder of the run, in which the log-probabilities are kept.
-        resumes: whether the weights are those of a checkpoint. Then the log-probabilities are read.
-    """
-    if resumes:
-        return ReferencePass(_read(data, output / REFERENCE_NAME), 0.0)
-    start = time.perf_counter()
+        Return None if there are none, or if the model gives the first batch others than the file has.
+        """
+        recalled: TrainingData | None = None
+        with suppress(RequestError):  # then they are computed
+            arrays = self._read_arrays()
+            if str(arrays.get(_RUN)) == self.run_id:
+                recalled = self._add_arrays(data, arrays)
+        if all_reduce_max(int(recalled is None), self.mesh.plan) or recalled is None:
+            return None
+        batch = next(self._batches(data.training))
+        values = self._compute_batches(len(data.training), [batch])[batch.sequence_ids]
+        assert recalled.training.reference is not None
+        is_same = np.array_equal(values, recalled.training.reference[batch.sequence_ids])
+        return None if all_reduce_max(int(not is_same), self.mesh.plan) else recalled
 
-    def compute(sequences: Sequences) -> Sequences:
-        values = _log_probabilities(sequences, model, mesh.plan, layout, data.objective, global_batch)
+    def compute(self, data: TrainingData) -> TrainingData:
+        """Return the data with the log-probabilities, and write them. Raise JobFailed if one of them is not finite."""
+        evaluation = None if data.evaluation is None else self._add_to(data.evaluation)
+        data = replace(data, training=self._add_to(data.training), evaluation=evaluation)
+        with rank_0_first(self.mesh.plan):
+            if self.mesh.rank == 0:
+                self._write(data)
+        return data
+
+    def _add_to(self, sequences: Sequences) -> Sequences:
+        values = self._compute_batches(len(sequences), self._batches(sequences))
+        num_wrong = int((~np.isfinite(values.reshape(-1, 2))).any(axis=1).sum())
+        if num_wrong:
+            precision = self.mesh.plan.precision
+            advice = "check its weights" if precision == "fp32" else "use --set precision=fp32, or check its weights"
+            raise JobFailed(
+                f"the model before the training gives {num_wrong:,} of {len(values) // 2:,} pairs no finite log-probability with "
+                f"precision={precision}; {advice}"
+            )
         return replace(sequences, reference=values)
 
-    evaluation = None if data.evaluation is None else compute(data.evaluation)
-    data = replace(data, training=compute(data.training), evaluation=evaluation)
-    with rank_0_first(mesh.plan):
-        if mesh.rank == 0:
-            _write(data, output)
-    return ReferencePass(data, time.perf_counter() - start)
+    def _batches(self, sequences: Sequences) -> Iterator[GlobalBatch]:
+        batches = evaluation_batches(sequences, global_batch=self.global_batch, layout=self.layout, objective=self.objective)
+        return iter(batches)
 
+    def _compute_batches(self, num_sequences: int, batches: Iterable[GlobalBatch]) -> NDArray[np.float32]:
+        """Return the log-probability of each sequence's labels [num_sequences], and 0 for those of no batch.
 
-def _log_probabilities(
-    sequences: Sequences, model: nn.Module, plan: Plan, layout: Layout, objective: Objective, global_batch: int
-) -> NDArray[np.float32]:
-    """Return the log-probability of each sequence's labels. Each rank computes its part of every batch."""
-    values = torch.zeros(len(sequences), dtype=torch.float32)
-    batches = evaluation_batches(sequences, global_batch=global_batch, layout=layout, objective=objective)
-    was_training = model.training
-    model.train(False)
-    with torch.no_grad(), chunked_loss(model, plan):
-        for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
-            ids = torch.from_numpy(micro_batch.sequence_ids)
-            if len(ids) or plan.layout.exchanges:
-                values[ids] = compute_log_probabilities(model, plan, micro_batch)[: len(ids)].cpu()
-    model.train(was_training)
-    reshard_weights(model)
-    if plan.num_processes > 1:
-        on_device = values.to(plan.device)
-        dist.all_reduce(on_device)
-        values = on_device.cpu()
-    return np.asarray(values.numpy(), np.float32)
+        Each rank computes its part of every batch.
+        """
+        plan = self.mesh.plan
+        values = torch.zeros(num_sequences, dtype=torch.float32)
+        was_training = self.model.training
+        self.model.train(False)
+        with torch.no_grad(), chunked_loss(self.model, plan):
+            for batch in batches:
+                self.check_stop()
+                for micro_batch in batch.micro_batches:
+                    ids = torch.from_numpy(micro_batch.sequence_ids)
+                    if len(ids) or plan.layout.exchanges:
+                        values[ids] = compute_log_probabilities(self.model, plan, micro_batch)[: len(ids)].cpu()
+        self.model.train(was_training)
+        reshard_weights(self.model)
+        if plan.num_processes > 1:
+            on_device = values.to(plan.device)
+            dist.all_reduce(on_device)
+            values = on_device.cpu()
+        return np.asarray(values.numpy(), np.float32)
 
+    def _write(self, data: TrainingData) -> None:
+        parts = {"training": data.training.reference}
+        if data.evaluation is not None:
+            parts["evaluation"] = data.evaluation.reference
+        content = io.BytesIO()
+        np.savez(content, **{_RUN: np.array(self.run_id)}, **parts)
+        with writing(self.output, name=REFERENCE_NAME, temporary=None):
+            replace_bytes(self.output / REFERENCE_NAME, content.getvalue())
 
-def _write(data: TrainingData, output: Path) -> None:
-    assert data.training.reference is not None
-    content = io.BytesIO()
-    if data.evaluation is None or data.evaluation.reference is None:
-        np.savez(content, training=data.training.reference)
-    else:
-        np.savez(content, training=data.training.reference, evaluation=data.evaluation.reference)
-    with writing(output, name=REFERENCE_NAME, temporary=None):
-        write_whole(output / REFERENCE_NAME, content.getvalue())
-
-
-def _read(data: TrainingData, path: Path) -> TrainingData:
-    """Return the data with the log-probabilities in a file. Raise RequestError for a file that is not of these pairs."""
-    try:
-        with np.load(path, allow_pickle=False) as parts:
-            arrays = {name: np.asarray(parts[name], np.float32) for name in parts.files}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RequestError(
-            f"{path} cannot be read ({str(error)[:80]}), and without it a run with --objective dpo cannot go on, because the "
-            "model has changed; copy it back from a backup, or start anew in another output folder"
-        ) from None
-    sequences = {"training": data.training, "evaluation": data.evaluation}
-    for name, part in sequences.items():
-        if len(arrays.get(name, ())) != (0 if part is None else len(part)):
+    def _read_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the file by name. Raise RequestError if it cannot be read."""
+        path = self.output / REFERENCE_NAME
+        try:
+            with np.load(path, allow_pickle=False) as parts:
+                return {name: parts[name] for name in parts.files}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise RequestError(
-                f"{path} is of other data; resume with the data of that run, or start anew in another output folder"
-            )
-    evaluation = None
-    if data.evaluation is not None:
-        evaluation = replace(data.evaluation, reference=arrays["evaluation"])
-    return replace(data, training=replace(data.training, reference=arrays["training"]), evaluation=evaluation)
+                f"{path} cannot be read ({str(error)[:80]}), and without it a run with --objective dpo cannot go on, because the "
+                "model has changed; copy it back from a backup, or start anew in another output folder"
+            ) from None
+
+    def _add_arrays(self, data: TrainingData, arrays: dict[str, NDArray[Any]]) -> TrainingData:
+        """Return the data with the log-probabilities. Raise RequestError if they are of other data."""
+        for name, part in (("training", data.training), ("evaluation", data.evaluation)):
+            if len(arrays.get(name, ())) != (0 if part is None else len(part)):
+                raise RequestError(
+                    f"{self.output / REFERENCE_NAME} is of other data; resume with the data of that run, or start anew in "
+                    "another output folder"
+                )
+        evaluation = None
+        if data.evaluation is not None:
+            evaluation = replace(data.evaluation, reference=np.asarray(arrays["evaluation"], np.float32))
+        training = replace(data.training, reference=np.asarray(arrays["training"], np.float32))
+        return replace(data, training=training, evaluation=evaluation)

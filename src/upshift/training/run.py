@@ -34,7 +34,6 @@ from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainReq
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
@@ -45,7 +44,6 @@ from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
 from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
-from upshift.units import format_seconds
 
 
 def requested_processes(fixed: tuple[str, ...]) -> int | None:
@@ -218,8 +216,6 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         proof = _prove(request, data, planning, fixed, watcher)
     candidate = _choose_candidate(planning, proof, existing_plan)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    if request.has_pairs:
-        _announce_reference(data, planning.numbers(candidate), steps_per_epoch=num_sequences / global_batch)
     return PreparedRun(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
 
 
@@ -350,21 +346,6 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
     problem = why_no_sequence_losses(config, model_class)
     if problem is not None:
         raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
-
-
-def _announce_reference(data: TrainingData, predicted: Numbers, *, steps_per_epoch: float) -> None:
-    """Tell the user how long the pass before the first step takes.
-
-    A forward pass has a third of a step's products: the backward pass has two for each of its own. Compiling comes on top.
-    """
-    seconds = "an unknown time"
-    if predicted.step_ms is not None:
-        forward_seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch / 3
-        seconds = f"about {format_seconds(forward_seconds + (predicted.one_time_seconds or 0.0))}"
-    say_once(
-        f"before the first step, the log-probabilities of all {len(data.training) // 2:,} pairs by the model as it is are "
-        f"computed once: {seconds} predicted"
-    )
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:

@@ -272,8 +272,13 @@ def write_latest(directory: Path, name: str) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file's text. At every moment the file holds either the old or the new text."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content as ``replace_text`` does. A process that is killed meanwhile leaves the file NAME.tmp."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     sync_path(temporary)
     temporary.replace(path)
     sync_path(path.parent)

@@ -84,6 +84,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class ReferenceStarted:
+    """Report that the log-probabilities of all pairs by the model before the training are being computed."""
+
+    num_pairs: int
+    predicted_seconds: float | None  # None: the plan has no prediction
+
+
+@dataclass(frozen=True)
 class Referenced:
     """Report that the log-probabilities of all pairs by the model before the training were computed."""
 
@@ -105,7 +113,9 @@ class Finished:
     reason: str  # "finished", or the requested early end: "tokens", "seconds" or EARLY_STOPPING
 
 
-Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Referenced | Saved | Finished
+Event = (
+    Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | ReferenceStarted | Referenced | Saved | Finished
+)
 OnEvent = Callable[[Event], None]
 _CLASSES = {kind.__name__: kind for kind in get_args(Event)}
 

@@ -38,6 +38,7 @@ from upshift.training.loop.events import (
     OnEvent,
     OutOfMemory,
     Referenced,
+    ReferenceStarted,
     Saved,
     Started,
     StepDone,
@@ -53,7 +54,7 @@ from upshift.training.out_of_memory import make_autopsy
 from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
-from upshift.training.reference import add_reference
+from upshift.training.reference import ReferencePass
 from upshift.training.step import Shape, TrainStep
 from upshift.units import GIB, gib
 
@@ -143,8 +144,6 @@ class TrainingLoop:
             self.checkpoint = newest_checkpoint(self.output)
         self._load()
         self.reference_seconds = 0.0
-        if data.objective.has_pairs:
-            self._add_reference()
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
@@ -195,22 +194,46 @@ class TrainingLoop:
         self.progress.resume_from(self.checkpoint, self.train_step, self.mesh)
 
     def _add_reference(self) -> None:
-        """Compute what the model before the training makes of each pair, or read it if the run is resumed."""
+        """Compute what the model before the training makes of each pair, or read it if the run has computed it already."""
         with self._phase("reference"):
-            reference = add_reference(
-                self.data,
-                self.train_step.model,
-                self.mesh,
-                self.layout,
+            reference = ReferencePass(
+                model=self.train_step.model,
+                mesh=self.mesh,
+                layout=self.layout,
+                objective=self.data.objective,
                 global_batch=self.job.global_batch,
                 output=self.output,
-                resumes=self.checkpoint is not None,
+                run_id=self.progress.run.id,
+                check_stop=self._stop_reference,
             )
-        self.data = reference.data
-        self.source = replace(self.source, sequences=self.data.training)
-        self.reference_seconds = reference.seconds
-        if reference.seconds:
-            self._send_event(Referenced(len(self.data.training) // 2, reference.seconds))
+            data = reference.read(self.data) if self.checkpoint is not None else reference.recall(self.data)
+            if data is None:
+                data = self._compute_reference(reference)
+        self.data = data
+        self.source = replace(self.source, sequences=data.training)
+
+    def _compute_reference(self, reference: ReferencePass) -> TrainingData:
+        """Return the data with the log-probabilities. Tell the user before how long that takes, and then how long it took.
+
+        A forward pass has a third of a step's products: the backward pass has two for each of its own. Compiling comes on top.
+        """
+        start = time.perf_counter()
+        predicted = self.job.predicted
+        seconds = None
+        if predicted is not None and predicted.step_ms is not None:
+            steps_per_epoch = len(self.data.training) / self.job.global_batch
+            seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch / 3 + (predicted.one_time_seconds or 0.0)
+        num_pairs = len(self.data.training) // 2
+        self._send_event(ReferenceStarted(num_pairs, seconds))
+        data = reference.compute(self.data)
+        self.reference_seconds = time.perf_counter() - start
+        self._send_event(Referenced(num_pairs, self.reference_seconds))
+        return data
+
+    def _stop_reference(self) -> None:
+        """Raise Interrupted on all ranks if rank 0 was asked to stop."""
+        if all_reduce_max(int(self.stop.requested and self.rank == 0), self.plan):
+            raise Interrupted("interrupted before the first step; nothing is saved, start again")
 
     def write_to(self, folder: Path) -> None:
         """Write the state that a restarted copy needs."""
@@ -229,6 +252,8 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.is_leader
 
     def run(self) -> RunResult:
+        if self.data.objective.has_pairs:
+            self._add_reference()
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)

@@ -36,7 +36,7 @@ RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
 TENSORBOARD_FOLDER = "upshift_tensorboard"
 _OF_EVERY_RUN = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-OWN_FILES = (*_OF_EVERY_RUN, TENSORBOARD_FOLDER, REFERENCE_NAME)
+OWN_FILES = (*_OF_EVERY_RUN, TENSORBOARD_FOLDER, REFERENCE_NAME, f"{REFERENCE_NAME}.tmp")
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
@@ -116,6 +116,7 @@ def new_run(job: Job, data: TrainingData) -> Run:
 def open_run(job: Job, data: TrainingData) -> Job:
     """Write the file of a new run, or check that this job may resume the one in the output directory.
 
+    A run that is resumed before its first checkpoint begins again, and keeps its id if it is the same.
     Return the job with the checkpoint from which it resumes, so that all processes take the same one.
     """
     directory = Path(job.output)
@@ -128,6 +129,8 @@ def open_run(job: Job, data: TrainingData) -> Job:
                 f"the run in {directory} is finished and has no checkpoint to resume from; "
                 "use --overwrite to train again, or another output directory"
             )
+        if job.resume and previous_run is not None and _first_difference(previous_run, run) is None:
+            run = run.changed(id=previous_run.id)
         run.write(directory)
         return job
     if previous_run is None:
@@ -157,6 +160,17 @@ def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) ->
 
 def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
+    difference = _first_difference(previous_run, run)
+    if difference is not None:
+        name, old, new = difference
+        raise RequestError(
+            f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
+            "resume with the value of that run, or start anew in another output directory"
+        )
+
+
+def _first_difference(previous_run: Run, run: Run) -> tuple[str, object, object] | None:
+    """Return the first name whose value differs, with the previous value and the new one, or None for the same run."""
     names = ("global_batch", "sequence_length", "model", "objective", "data")
     compared = [(name, getattr(previous_run, name), getattr(run, name)) for name in names]
     if previous_run.eval_data is not None:
@@ -164,12 +178,7 @@ def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     for name, value in previous_run.arguments:
         if name not in CHANGEABLE_ARGUMENTS:
             compared.append((name, value, getattr(run.arguments, name)))
-    for name, old, new in compared:
-        if old != new:
-            raise RequestError(
-                f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
-                "resume with the value of that run, or start anew in another output directory"
-            )
+    return next(((name, old, new) for name, old, new in compared if old != new), None)
 
 
 def fingerprint(sequences: Sequences) -> str:

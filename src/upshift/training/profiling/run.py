@@ -17,6 +17,7 @@ from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected, cost_plan
 from upshift.settings import read_ranks
 from upshift.training.arguments import TrainRequest
+from upshift.training.checkpoint.directory import REFERENCE_NAME
 from upshift.training.job.job import check_job
 from upshift.training.job.processes import run_in_processes
 from upshift.training.loop.state import RUN_NAME, open_run
@@ -83,7 +84,7 @@ def _remove_old_profile(output: Path) -> None:
 
 
 def _is_profile_file(name: str) -> bool:
-    if name in (REPORT_FILE, RUN_NAME, REPORT_FOLDER, LOCK_NAME):
+    if name in (REPORT_FILE, RUN_NAME, REFERENCE_NAME, REPORT_FOLDER, LOCK_NAME):
         return True
     for pattern in (RANK_FILE, TRACE_FILE):
         start, _, end = pattern.partition("{}")
