@@ -89,6 +89,12 @@ def test_a_rank_of_gpus_is_traced_in_some_precision_whatever_is_fixed(gpus: str,
     assert any(variant.divided for variant in variants_for(describe(gpus), workload, fixed))
 
 
+def test_fp32_is_traced_as_one_of_two_ranks_if_it_is_fixed_and_weights_in_bf16_are_allowed() -> None:
+    workload = Workload(sequence_length=128, global_batch=16, allow=("bf16-weights",))
+    variants = variants_for(describe("2xh100"), workload, ("precision=fp32", "tensor_parallel=2"))
+    assert any(variant.precision == "fp32" and variant.divided for variant in variants)
+
+
 def test_a_field_is_fixed_once() -> None:
     with pytest.raises(RequestError, match="fixes precision twice, to bf16 and to fp32; give one of them"):
         parse_fixed(("precision=bf16", "optim=adamw_torch", "precision=fp32"), describe("h100"), PROFILE, workload())

@@ -96,9 +96,10 @@ def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...],
     """Return the variants for GPUs that share a job.
 
     bf16 is also traced as one of two ranks, and with weights that were gathered in bf16. fp32 is traced as one of two ranks only
-    if no other precision is: tensor parallelism is never fastest in fp32 where there is bf16, and its trace takes time.
+    if bf16 is not traced: tensor parallelism is never fastest in fp32 where there is bf16, and its trace takes time. Weights in
+    bf16 alone are no substitute, because another precision may be fixed.
     """
-    divides_fp32 = precisions == ["fp32"]
+    divides_fp32 = "bf16" not in precisions
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
         Variant(precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=True)
