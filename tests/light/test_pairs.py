@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from made_profile import make_profile
+from made_up_plans import made_up_planning
 
 from upshift.errors import RequestError
 from upshift.hardware import describe
@@ -13,6 +14,8 @@ from upshift.planning.search.ranking import Ranking
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
 from upshift.planning.workload import LengthHistogram, Workload
+from upshift.reports.plan.page import plan_page_html
+from upshift.reports.plan.what_if_grid import family_grid
 
 PROFILE = make_profile()
 SHORT = LengthHistogram(sequence_length=4096, lengths=(64, 512), counts=(30, 10), num_tokens=30 * 64 + 10 * 512)
@@ -48,7 +51,9 @@ def test_the_plain_default_holds_whole_pairs(host: str) -> None:
 @pytest.mark.parametrize(
     ("host", "fixed", "words"),
     [
-        ("1xh100", "per_device_train_batch_size=3", "use an even number"),
+        ("1xh100", "per_device_train_batch_size=3", "per_device_train_batch_size=3 is not for --objective dpo"),
+        ("1xh100", "per_device_train_batch_size=10", "the global batch of 12 pairs; use divisors of it: 1, 2, 3, 4, 6, 12 (per_"),
+        ("1xh100", "gradient_accumulation_steps=24", "does not divide the global batch of 12 pairs"),
         ("4xh100", "tensor_parallel=2", "tensor_parallel=2 is not for --objective dpo"),
         ("4xh100", "pipeline_parallel=2", "pipeline_parallel=2 is not for --objective dpo"),
         ("1xh100", "packing=true", "compares two rows"),
@@ -58,6 +63,16 @@ def test_a_choice_that_is_not_for_pairs_is_rejected_in_one_line(host: str, fixed
     with pytest.raises(RequestError) as caught:
         searched(host, fixed)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_page_of_a_planning_shows_micro_batches_of_whole_pairs() -> None:
+    planning = made_up_planning(on="1xa100-40gb", global_batch=24, rows_together=2)
+    grid = family_grid(planning)
+    assert grid is not None and grid.micro_batches == (2, 4, 6, 8, 12, 24)
+    for row in grid.cells:
+        for candidate in (candidate for cell in row for candidate in cell.plans):
+            assert conflict_with_pairs(candidate.plan) is None
+    assert "global batch 12 pairs of sequences of" in plan_page_html(planning, model="MODEL")
 
 
 def test_a_model_of_another_kind_is_rejected() -> None:

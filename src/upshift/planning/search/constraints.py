@@ -124,11 +124,15 @@ def conflict_with_pairs(plan: Plan) -> str | None:
     if plan.loss_kernel != "eager":
         return f"loss_kernel={plan.loss_kernel} is not for --objective dpo, which needs the loss of each token; use eager"
     if plan.per_device_train_batch_size % 2:
-        return (
-            f"per_device_train_batch_size={plan.per_device_train_batch_size} is not for --objective dpo, whose pairs are two "
-            "sequences each; use an even number"
-        )
+        return odd_micro_batch(plan.per_device_train_batch_size)
     return None
+
+
+def odd_micro_batch(size: int) -> str:
+    """Return why micro-batches of an odd number of sequences are not for pairs."""
+    return (
+        f"per_device_train_batch_size={size} is not for --objective dpo, whose pairs are two sequences each; use an even number"
+    )
 
 
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:

@@ -36,7 +36,7 @@ from upshift.planning.plan import (
     changes_of_mathematics,
 )
 from upshift.planning.row_sharing import can_pack, why_never_packed
-from upshift.planning.search.constraints import PACKED_KERNELS, read_base, why_kernel_unusable
+from upshift.planning.search.constraints import PACKED_KERNELS, odd_micro_batch, read_base, why_kernel_unusable
 from upshift.planning.search.layouts import check_layout, check_processes, shares_work
 from upshift.planning.workload import Workload
 from upshift.text import did_you_mean
@@ -169,7 +169,8 @@ def weight_places(host: Host) -> list[WeightOffload]:
 
 BLOCK_ATTENTION_LIMIT = 8192  # the probabilities that it saves grow with the square of the length
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
-BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+MICRO_BATCH = "per_device_train_batch_size"
+BATCH_FACTORS = (MICRO_BATCH, "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Only chosen on request: no run on a GPU has confirmed what they are predicted to cost.
 OFFLOADS = ("optim_offload", "activation_offload")
@@ -303,21 +304,29 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
 
 
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
-    """Raise RequestError if the fixed batch factors do not make up the global batch.
+    """Raise RequestError if the fixed batch factors do not make up the global batch, or if a micro-batch divides a pair.
 
     Where ranks share the job, the number of processes is no factor: the layout says how many have their own sequences.
     """
     factor_names = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
     factors = {name: fixed[name] for name in factor_names if name in fixed}
-    total = workload.global_batch
-    if total % prod(factors.values()):
+    words = " x ".join(f"{name}={value}" for name, value in factors.items())
+    together = workload.rows_together
+    micro_batch = factors.get(MICRO_BATCH, together)
+    if micro_batch % together:
+        raise RequestError(odd_micro_batch(micro_batch))
+    total = workload.num_units
+    product = prod((factors | {MICRO_BATCH: micro_batch // together}).values())
+    if total % product:
+        unit = "sequences" if together == 1 else "pairs"
+        twice = "" if together == 1 else f" ({MICRO_BATCH} counts sequences: twice such a number)"
         raise RequestError(
-            f"{' x '.join(f'{name}={value}' for name, value in factors.items())} does not divide the global batch of {total} "
-            f"sequences; use divisors of it: {', '.join(map(str, divisors(total)[:16]))}"
+            f"{words} does not divide the global batch of {total} {unit}; use divisors of it: "
+            f"{', '.join(map(str, divisors(total)[:16]))}{twice}"
         )
-    if set(factors) == set(BATCH_FACTORS) and prod(factors.values()) != total:
-        product = " x ".join(map(str, factors.values()))
-        raise RequestError(f"{product} sequences are not the global batch of {total}; leave one of them out")
+    if set(factors) == set(BATCH_FACTORS) and product != total:
+        numbers = " x ".join(map(str, factors.values()))
+        raise RequestError(f"{numbers} sequences are not the global batch of {workload.global_batch}; leave one of them out")
 
 
 def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:

@@ -148,13 +148,15 @@ def request_facts(planning: Planning, model: str) -> Facts:
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
     size = "images" if sample_unit(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
+    if workload.rows_together > 1:
+        size = f"pairs of {size}"
     return Facts(
         [
             ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
             ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
             (
                 "workload",
-                f"{workload.task}: global batch {workload.global_batch:,} {size}{lengths}, {workload.total_steps:,} steps",
+                f"{workload.task}: global batch {workload.num_units:,} {size}{lengths}, {workload.total_steps:,} steps",
             ),
             ("allowed to change", ", ".join(workload.allow) or "nothing of the mathematics"),
             ("best plan", sentence(planning.best, profile.num_layers)),

@@ -105,8 +105,12 @@ def sequence_lengths(planning: Planning) -> tuple[int, ...]:
 
 
 def micro_batches(planning: Planning) -> tuple[int, ...]:
-    """Return sizes that divide a data-parallel rank's share of the global batch: a few, the ends, and the best plan's size."""
-    sizes = divisors(planning.workload.global_batch // planning.best.data_parallel)
+    """Return sizes that divide a data-parallel rank's share of the global batch: a few, the ends, and the best plan's size.
+
+    They are numbers of sequences, and hold whole pairs.
+    """
+    together = planning.workload.rows_together
+    sizes = [together * units for units in divisors(planning.workload.num_units // planning.best.data_parallel)]
     step = -(-len(sizes) // MAX_MICRO_BATCHES)
     return tuple(sorted({*sizes[::step], sizes[-1], planning.best.per_device_train_batch_size}))
 
