@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Never
 
-from gpu_archive import hidden_texts, hide, write_archive
+from gpu_archive import ARCHIVE, CONTENT, PARTIAL, hidden_texts, hide, write_archive
 from gpu_parts import MINUTES, NAMES, Part, choose_parts
 from gpu_process import run_part
 from gpu_rows import (
@@ -44,7 +44,7 @@ from upshift.hardware import detect
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "benchmarks" / "cases"
 OUTPUT = Path("build/gpu_check")
-OUR_FILES = (ROWS, "cache", "parts", "results", "work", "upshift-gpu-check.tar.gz")
+OUR_FILES = (ROWS, "cache", "parts", "results", "work", ARCHIVE, PARTIAL)
 TORCH_SECONDS = 120.0  # to import torch and count GPUs; a network disk may need a minute
 ASK_TORCH = """
 import json, torch
@@ -207,7 +207,7 @@ class Check:
         print(f"\n{summary_line(rows)}")
         archive = write_archive(self.folder, ROOT)
         print(f"Send {archive}: attach it to a new issue of Upshift's repository, titled GPU check: {self.gpus.names[0]}.")
-        print("It holds the rows, the logs and the versions of packages. It holds no paths and no secrets of yours.")
+        print(CONTENT)
         return 1 if any(row.status == "failed" for row in rows) else 0
 
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_process import ANSWER, PartRequest
-from gpu_rows import Answer
+from gpu_rows import Answer, compare_speed
 from gpu_sizes import case_for, sizes_for
 
 from upshift.record import Record
 
+UNIT = "tokens/s"
 GLOBAL_BATCH = 8
 STEPS = 8
 LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums over ranks are in another order, and differences grow with the steps
@@ -60,21 +61,23 @@ def train_layout(request: PartRequest, processes: int, *options: str) -> Answer:
     losses = [loss for _, loss in record.details["loss_curve"]]
     case = case_for(request, "gpu_layouts", {**vars(sizes.small), "steps": STEPS, "global_batch": GLOBAL_BATCH})
     case.add(request.part, plan=record.plan, predicted=record.predicted, measured=record.measured, details={"losses": losses})
-    return judge(request, record, processes, losses)
-
-
-def judge(request: PartRequest, record: Record, processes: int, losses: list[float]) -> Answer:
     speed = record.measured.tokens_per_second if record.measured else None
     predicted = record.predicted.tokens_per_second if record.predicted else None
-    common: dict[str, Any] = {"unit": "tokens/s", "predicted": predicted, "measured": speed, "details": {"losses": losses}}
-    words = f"{processes} GPUs: {speed or 0:,.0f} tokens/s, predicted {predicted or 0:,.0f}"
+    return judge(request, speed or 0.0, predicted, processes, losses)
+
+
+def judge(request: PartRequest, speed: float, predicted: float | None, processes: int, losses: list[float]) -> Answer:
+    """Return the answer: failed if the losses are not those of one GPU, slower if the layout is slower than predicted."""
+    common: dict[str, Any] = {"unit": UNIT, "predicted": predicted, "measured": speed, "details": {"losses": losses}}
+    slower, compared = compare_speed(speed, predicted, UNIT)
+    words = f"{processes} GPU{'s' if processes > 1 else ''}: {compared}"
     if processes == 1:
-        return Answer(reason=words, **common)
+        return Answer(reason=words, slower=slower, **common)
     alone = json.loads((request.folder / "parts" / "layout-one" / ANSWER).read_bytes())["details"]["losses"]
     wrong = loss_difference(losses, alone)
     if wrong is not None:
         return Answer(reason=f"{wrong}; {words}", failed=True, **common)
-    return Answer(reason=f"the losses of one GPU; {words}", **common)
+    return Answer(reason=f"the losses of one GPU; {words}", slower=slower, **common)
 
 
 def loss_difference(losses: Sequence[float | None], alone: Sequence[float | None]) -> str | None:

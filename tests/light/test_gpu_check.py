@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import getpass
+import sys
 import tarfile
 from pathlib import Path
 
 import gpu_check
 import psutil
 import pytest
-from gpu_archive import ARCHIVE
-from gpu_layouts import loss_difference
+from gpu_archive import ARCHIVE, CONTENT, PARTIAL, hidden_texts, hide
+from gpu_layouts import judge, loss_difference
 from gpu_parts import MINUTES, PARTS, Part
-from gpu_process import Answer, run_part
+from gpu_process import Answer, PartRequest, run_part
 from gpu_rows import PartRow, compare_speed, verdict_table
 
 from upshift.benchmarking.environment import environment
@@ -127,6 +129,27 @@ def test_every_end_of_a_part_is_a_row_and_a_second_run_goes_on(folder: Path, cap
     assert packed_secrets(folder) == []
 
 
+def test_paths_of_python_and_caches_and_the_login_name_are_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/data/envs/of-alice")
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setenv("HF_HOME", "/scratch/alice/hub")
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice.miller")
+    text = "/data/envs/of-alice/bin/python /usr/lib/libc.so /scratch/alice/hub/x owner alice.miller"
+    shown = hide(text, hidden_texts(folder, folder / "clone"))
+    assert shown == "[python]/bin/python /usr/lib/libc.so [cache]/x owner [user]"
+
+
+def test_a_check_that_was_ended_while_it_packed_may_be_repeated(folder: Path) -> None:
+    (folder / PARTIAL).write_bytes(b"half")
+    gpu_check.check_output(folder)
+
+
+def test_what_is_printed_about_the_file_stands_on_the_page() -> None:
+    page = " ".join((FOLDER.parents[1] / "docs" / "gpu_check.md").read_text(encoding="utf-8").replace("`", "").split())
+    for sentence in CONTENT.removesuffix(".").split(". ")[1:]:
+        assert sentence in page
+
+
 def packed_secrets(folder: Path) -> list[str]:
     """Return the files of the archive in which a path or the secret is, after a check that the archive has the logs."""
     with tarfile.open(folder / ARCHIVE) as archive:
@@ -239,3 +262,19 @@ def test_slower_is_beyond_the_goal_of_predictions() -> None:
 )
 def test_a_layout_with_other_losses_is_wrong(losses: list[float | None], words: str | None) -> None:
     assert loss_difference(losses, [9.0, 8.0]) == words
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "losses", "status"),
+    [(100.0, 100.0, [9.0, 8.0], "works"), (50.0, 100.0, [9.0, 8.0], "slower"), (50.0, 100.0, [9.0, 7.0], "failed")],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_layout_is_judged_by_its_losses_and_its_speed(
+    processes: int, measured: float, predicted: float, losses: list[float], status: str, tmp_path: Path
+) -> None:
+    request = PartRequest(part="layout", function="", folder=tmp_path, quick=True, names=("GPU",) * processes, free_bytes=0)
+    alone = tmp_path / "parts" / "layout-one"
+    alone.mkdir(parents=True)
+    (alone / "answer.json").write_text(Answer(reason="", details={"losses": [9.0, 8.0]}).to_json())
+    answer = judge(request, measured, predicted, processes, list(losses))
+    assert answer.status == ("slower" if processes == 1 and status == "failed" else status)
