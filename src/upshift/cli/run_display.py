@@ -137,13 +137,13 @@ class RunDisplay:
         if self.predicted_bytes:
             memory += f" of {format_bytes(self.predicted_bytes)} predicted"
         speed = f"{event.tokens_per_second:,.0f} tokens/s"
-        text = f"loss {event.loss:.3f}{_rewards_text(event)} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
+        rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
+        text = f"loss {event.loss:.3f}{rewards} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         if event.logged_loss is not None:
             norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"
-            numbers = (
-                f"loss {event.logged_loss:.4f}{_rewards_text(event)} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
-            )
+            rewards = _rewards_text(event.logged_reward_accuracy, event.logged_reward_margin)
+            numbers = f"loss {event.logged_loss:.4f}{rewards} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
             self._print(f"{name} {event.step}/{event.max_steps}: {numbers}", soft_wrap=True)
 
     def _print(self, text: str, *, soft_wrap: bool = False) -> None:
@@ -152,15 +152,16 @@ class RunDisplay:
             self.progress.console.print(text, highlight=False, soft_wrap=soft_wrap)
 
 
-def _rewards_text(event: Any) -> str:
+def _rewards_text(accuracy: float | None, margin: float | None) -> str:
     """Return the rewards of pairs, or nothing for other sequences."""
-    if event.reward_accuracy is None:
+    if accuracy is None or margin is None:
         return ""
-    return f" · reward accuracy {event.reward_accuracy:.0%} · margin {event.reward_margin:.3f}"
+    return f" · reward accuracy {accuracy:.0%} · margin {margin:.3f}"
 
 
 def _held_out_text(event: Any) -> str:
-    return f"held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{_rewards_text(event)}"
+    rewards = _rewards_text(event.reward_accuracy, event.reward_margin)
+    return f"held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{rewards}"
 
 
 def _reference_started_text(event: Any) -> str:

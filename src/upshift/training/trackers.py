@@ -99,7 +99,8 @@ class RunTrackers:
         elif isinstance(event, StepDone):
             self._send_step(event)
         elif isinstance(event, Evaluated):
-            self._send(event.step, {"eval_loss": event.loss, "num_input_tokens_seen": event.tokens})
+            rewards = _reward_logs(event.reward_accuracy, event.reward_margin, prefix="eval_")
+            self._send(event.step, {"eval_loss": event.loss, "num_input_tokens_seen": event.tokens, **rewards})
         elif isinstance(event, Finished):
             self._send(event.step, {"train_runtime": event.seconds})
         self._on_event(event)
@@ -116,6 +117,10 @@ class RunTrackers:
         }
         if event.gradient_norm is not None:
             logs["grad_norm"] = event.gradient_norm
+        if is_logged:
+            logs |= _reward_logs(event.logged_reward_accuracy, event.logged_reward_margin)
+        else:
+            logs |= _reward_logs(event.reward_accuracy, event.reward_margin)
         self._send(event.step, logs)
 
     def _send(self, step: int, logs: dict[str, Any]) -> None:
@@ -130,6 +135,13 @@ class RunTrackers:
         except Exception as error:  # each tracker raises its own classes
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise RequestError(f"--report-to {name}: {name} failed ({reason[:200]}); set {name} up, or leave it out") from error
+
+
+def _reward_logs(accuracy: float | None, margin: float | None, *, prefix: str = "") -> dict[str, float]:
+    """Return the rewards of pairs under the names of TRL's DPOTrainer, or nothing for other sequences."""
+    if accuracy is None or margin is None:
+        return {}
+    return {f"{prefix}rewards/accuracies": accuracy, f"{prefix}rewards/margins": margin}
 
 
 def check_installed(name: Tracker) -> None:

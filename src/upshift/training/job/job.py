@@ -36,7 +36,6 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
 from upshift.training.neftune import check_neftune
-from upshift.training.preference_loss import Rewards
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
@@ -172,12 +171,9 @@ def _reward_details(data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     if not data.objective.has_pairs:
         return {}
 
-    def rows(rewards: tuple[tuple[int, Rewards], ...]) -> list[list[float]]:
-        return [[step, values.accuracy, values.margin] for step, values in rewards]
-
     return {
-        "rewards": rows(outcome.rewards),
-        "evaluation_rewards": rows(outcome.evaluation_rewards),
+        "rewards": [list(row) for row in outcome.rewards],
+        "evaluation_rewards": [list(row) for row in outcome.evaluation_rewards],
         "reference_seconds": outcome.reference_seconds,
     }
 

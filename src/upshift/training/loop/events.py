@@ -36,6 +36,8 @@ class StepDone:
     reward_accuracy: float | None = None  # of pairs: the share whose chosen answer has the larger reward
     reward_margin: float | None = None  # of pairs: the mean reward of the chosen answer over that of the rejected one
     logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
+    logged_reward_accuracy: float | None = None  # of pairs: means since the previous logged step
+    logged_reward_margin: float | None = None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from upshift.training.loop.metrics import MAX_WATCHED_STEP, NUM_WARMUP, StepMete
 from upshift.training.loop.monitor import RunMonitor, explaining_out_of_memory, reporting_death, warnings_before_start
 from upshift.training.loop.save import CheckpointSaver, load_training_state
 from upshift.training.loop.signals import StopRequest
-from upshift.training.loop.state import LoggedStep, Progress
+from upshift.training.loop.state import LoggedStep, Progress, RewardRow
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy
 from upshift.training.preference_loss import PreferenceLoss, Rewards
@@ -79,8 +79,8 @@ class RunResult:
     seconds: float
     waited_share: float  # of the steady steps' time: waiting for a core that another program used
     cpu_seconds: float  # of this process in a steady step
-    rewards: tuple[tuple[int, Rewards], ...] = ()  # of pairs: step, and its rewards; only of the steps after a resumption
-    evaluation_rewards: tuple[tuple[int, Rewards], ...] = ()
+    rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
+    evaluation_rewards: tuple[RewardRow, ...] = ()
     reference_seconds: float = 0.0
 
 
@@ -135,8 +135,6 @@ class TrainingLoop:
             seed=self.arguments.seed,
         )
         self.progress = Progress(job)
-        self.rewards: list[tuple[int, Rewards]] = []  # of pairs: step, and its rewards
-        self.evaluation_rewards: list[tuple[int, Rewards]] = []
         self.checkpoint: Path | None = None
         if job.checkpoint:
             self.checkpoint = Path(job.checkpoint)
@@ -282,8 +280,8 @@ class TrainingLoop:
             seconds=seconds,
             waited_share=self.meter.waited_share,
             cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
-            rewards=tuple(self.rewards),
-            evaluation_rewards=tuple(self.evaluation_rewards),
+            rewards=tuple(self.progress.rewards),
+            evaluation_rewards=tuple(self.progress.evaluation_rewards),
             reference_seconds=self.reference_seconds,
         )
 
@@ -339,8 +337,7 @@ class TrainingLoop:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(result.num_tokens, time.perf_counter() - start)
         self.progress.add(batch, result)
-        if result.rewards is not None:
-            self.rewards.append((self.progress.step, result.rewards))
+        logged = self.progress.log(result, self.meter.recent_tokens_per_second)
         resident = self.meter.held_bytes()
         self.held_memory.after_step(resident)
         event = StepDone(
@@ -355,7 +352,9 @@ class TrainingLoop:
             resident_bytes=resident,
             reward_accuracy=None if result.rewards is None else result.rewards.accuracy,
             reward_margin=None if result.rewards is None else result.rewards.margin,
-            logged_loss=self.progress.log(result, self.meter.recent_tokens_per_second),
+            logged_loss=None if logged is None else logged.loss,
+            logged_reward_accuracy=None if logged is None else logged.reward_accuracy,
+            logged_reward_margin=None if logged is None else logged.reward_margin,
         )
         self._send_event(event)
 
@@ -409,7 +408,7 @@ class TrainingLoop:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         progress.evaluations.append((progress.step, progress.tokens[-1], loss))
         if rewards is not None:
-            self.evaluation_rewards.append((progress.step, rewards))
+            progress.evaluation_rewards.append((progress.step, rewards.accuracy, rewards.margin))
         event = Evaluated(
             progress.step,
             progress.tokens[-1],

@@ -45,6 +45,9 @@ CHANGEABLE_ARGUMENTS = (  # a resumed run may change these
 )  # fmt: skip
 
 
+RewardRow = tuple[int, float, float]  # step; reward accuracy and margin, as in Rewards
+
+
 class LoggedStep(Value):
     """Hold what a run logs every ``logging_steps`` steps."""
 
@@ -54,6 +57,8 @@ class LoggedStep(Value):
     learning_rate: float
     gradient_norm: float | None  # None: not computed, or infinite in fp16
     tokens_per_second: float
+    reward_accuracy: float | None = None  # of pairs: means since the previous logged step
+    reward_margin: float | None = None
 
 
 class Run(Value):
@@ -64,13 +69,15 @@ class Run(Value):
     eval_data: str | None = None  # fingerprint of the held-out sequences; None: there are none, or an earlier version wrote this
     global_batch: int
     sequence_length: int
-    objective: str | None = None  # that the user asked for
+    objective: str | None = None  # dpo; None: the model's own, whether or not the user named it
     arguments: Arguments
     adapter: AdapterOptions | None = None  # None: the file is older than this field
     id: str  # the same in each of its checkpoints
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen until the end of each step
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
+    rewards: tuple[RewardRow, ...] = ()  # of the pairs of each step
+    evaluation_rewards: tuple[RewardRow, ...] = ()
     logged_steps: tuple[LoggedStep, ...] = ()
 
     def write(self, directory: Path) -> None:
@@ -94,9 +101,14 @@ class Run(Value):
 
     def as_of_step(self, step: int) -> Run:
         """Return the run as it was after ``step``. The file may be ahead of the checkpoint."""
-        evaluations = tuple(evaluation for evaluation in self.evaluations if evaluation[0] <= step)
-        logged_steps = tuple(logged for logged in self.logged_steps if logged.step <= step)
-        return self.changed(tokens=self.tokens[:step], evaluations=evaluations, logged_steps=logged_steps, finished=False)
+        return self.changed(
+            tokens=self.tokens[:step],
+            evaluations=tuple(evaluation for evaluation in self.evaluations if evaluation[0] <= step),
+            rewards=tuple(row for row in self.rewards if row[0] <= step),
+            evaluation_rewards=tuple(row for row in self.evaluation_rewards if row[0] <= step),
+            logged_steps=tuple(logged for logged in self.logged_steps if logged.step <= step),
+            finished=False,
+        )
 
 
 def new_run(job: Job, data: TrainingData) -> Run:
@@ -105,7 +117,7 @@ def new_run(job: Job, data: TrainingData) -> Run:
         data=fingerprint(data.training),
         eval_data=None if data.evaluation is None else fingerprint(data.evaluation),
         global_batch=job.global_batch // job.data_options.rows_together,
-        objective=job.data_options.objective,
+        objective=job.data_options.objective if job.data_options.has_pairs else None,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
         adapter=job.adapter,
@@ -201,7 +213,13 @@ class Progress:
         self.position = Position()
         self.tokens = [0]
         self.losses: list[float] = []
+        self._read_lists()
+
+    def _read_lists(self) -> None:
+        """Go on with the lists of the run file."""
         self.evaluations = list(self.run.evaluations)
+        self.rewards = list(self.run.rewards)
+        self.evaluation_rewards = list(self.run.evaluation_rewards)
         self.logged_steps = list(self.run.logged_steps)
 
     def add(self, batch: GlobalBatch, result: StepResult) -> None:
@@ -209,13 +227,16 @@ class Progress:
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + result.num_tokens)
         self.losses.append(result.loss)
+        if result.rewards is not None:
+            self.rewards.append((self.step, result.rewards.accuracy, result.rewards.margin))
 
-    def log(self, result: StepResult, tokens_per_second: float) -> float | None:
-        """Log the step if it is due. Return the mean loss since the previous logged step, or None if it is not due."""
+    def log(self, result: StepResult, tokens_per_second: float) -> LoggedStep | None:
+        """Log the step if it is due. Return what is logged, or None if it is not due."""
         every = self.job.arguments.logging_steps
         if not every or self.step % every:
             return None
         losses = self.losses[-every:]
+        rewards = [row for row in self.rewards[-every:] if row[0] > self.step - every]
         norm = result.gradient_norm
         logged = LoggedStep(
             step=self.step,
@@ -224,9 +245,11 @@ class Progress:
             learning_rate=result.learning_rate,
             gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
             tokens_per_second=tokens_per_second,
+            reward_accuracy=sum(accuracy for _, accuracy, _ in rewards) / len(rewards) if rewards else None,
+            reward_margin=sum(margin for _, _, margin in rewards) / len(rewards) if rewards else None,
         )
         self.logged_steps.append(logged)
-        return logged.loss
+        return logged
 
     def resume_from(self, checkpoint: Path, train_step: TrainStep, mesh: Mesh) -> None:
         state = load_training_state(checkpoint, train_step, mesh)
@@ -302,6 +325,8 @@ class Progress:
         run = self.run.changed(
             tokens=tuple(self.tokens[1:]),
             evaluations=tuple(self.evaluations),
+            rewards=tuple(self.rewards),
+            evaluation_rewards=tuple(self.evaluation_rewards),
             logged_steps=tuple(self.logged_steps),
             finished=finished,
         )
@@ -325,6 +350,5 @@ class Progress:
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
         self.run = Run.read(folder)
-        self.evaluations = list(self.run.evaluations)
-        self.logged_steps = list(self.run.logged_steps)
+        self._read_lists()
         self.resume_from(checkpoint, train_step, mesh)
