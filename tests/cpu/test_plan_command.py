@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import Command
-from transformers import DebertaV2Config, LlamaConfig, ViTConfig
+from transformers import DebertaV2Config, LlamaConfig, Qwen3MoeConfig, ViTConfig
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +77,15 @@ def test_long_rows_are_planned_with_eager_attention_on_request(upshift: Command,
     assert json.loads(out)["plans"][0]["plan"]["attention"] == "eager"
     code, out, err = upshift(*arguments)
     assert code == 0 and json.loads(out)["plans"][0]["plan"]["attention"] == "sdpa", err
+
+
+def test_a_model_that_cannot_be_trained_on_pairs_is_not_planned_for_them(upshift: Command, tmp_path: Path) -> None:
+    """Router losses are of all tokens of a batch, so they belong to no answer."""
+    Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=1.0, architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    code, out, err = upshift("plan", tmp_path, "--objective", "dpo", "--sequence-length", 64, "--on", "1xh100")
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert "its loss is not the log-probability of its labels alone; use another model" in " ".join(err.split())

@@ -75,6 +75,12 @@ def test_the_page_of_a_planning_shows_micro_batches_of_whole_pairs() -> None:
     assert "global batch 12 pairs of sequences of" in plan_page_html(planning, model="MODEL")
 
 
+def test_a_model_that_padding_changes_is_rejected() -> None:
+    changed = PROFILE.model_copy(update={"isolation": PROFILE.isolation.model_copy(update={"padding": "none"})})
+    with pytest.raises(RequestError, match="pads two answers to one length, and padding changes the results"):
+        search(describe("1xh100"), changed, PAIRS, fixed={})
+
+
 def test_a_model_of_another_kind_is_rejected() -> None:
     masked = PROFILE.model_copy(update={"objective": "masked-lm"})
     with pytest.raises(RequestError, match="is of the kind masked-lm"):

@@ -338,14 +338,9 @@ def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
         raise RequestError(
             f"--lora-dropout {request.lora_dropout:g} is not for --objective dpo, which trains without dropout; leave it out"
         )
-    from upshift.models.build import choose_class
-    from upshift.models.ops.sequence_loss import why_no_sequence_losses
+    from upshift.models.ops.sequence_loss import check_sequence_losses
 
-    config = source.hf_config
-    model_class, _ = choose_class(config, source.reference)
-    problem = why_no_sequence_losses(config, model_class)
-    if problem is not None:
-        raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
+    check_sequence_losses(source)
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:

@@ -45,7 +45,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
-from upshift.models.source import AdapterOptions
+from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
@@ -135,13 +135,15 @@ def command(
     _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
     source = find_source(model, adapter)
+    if options.has_pairs:
+        _check_takes_pairs(source)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
         clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
         lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
-    lengths_at = None if data is None else _lengths_at(model, data, options)
+    lengths_at = None if data is None or options.has_pairs else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
     if asked.answer_instead(request):
         return
@@ -177,6 +179,14 @@ def _check_data_options(risk: float | None, data: str | None, options: DataOptio
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
+
+
+def _check_takes_pairs(source: ModelSource) -> None:
+    """Raise RequestError for a model that ``upshift train --objective dpo`` refuses because of its loss."""
+    with tables.step("Testing whether the model can compare pairs"):
+        from upshift.models.ops.sequence_loss import check_sequence_losses  # it imports torch
+
+        check_sequence_losses(source)
 
 
 def _read_lengths(model: str, data: str | None, *, sequence_length: int, options: DataOptions) -> LengthHistogram | None:

@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from upshift.models.build import build_model, disable_cache
+from upshift.errors import RequestError
+from upshift.models.build import build_model, choose_class, disable_cache
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.ops.chunked_loss import DeferredLogits
+from upshift.models.source import ModelSource
 
 TOLERANCE = 1e-4  # share of the losses; fp32 sums in another order differ by about 1e-6, and other losses by far more
 CHECKED_ROWS = 2
@@ -76,6 +78,20 @@ def _losses_of_tokens() -> Iterator[None]:
         yield
     finally:
         functional.cross_entropy = original
+
+
+def check_sequence_losses(source: ModelSource) -> None:
+    """Raise RequestError for a model whose loss of each answer of a pair cannot be computed."""
+    config = source.hf_config
+    model_class, kind = choose_class(config, source.reference)
+    if kind != "causal-lm":
+        raise RequestError(
+            f"--objective dpo is for causal language models, and {source.reference!r} is of the kind {kind}; leave it out, or "
+            "use a causal language model"
+        )
+    problem = why_no_sequence_losses(config, model_class)
+    if problem is not None:
+        raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
 
 
 def why_no_sequence_losses(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:

@@ -68,6 +68,11 @@ class PlanSpace:
                 f"--objective dpo is for causal language models, and {profile.architecture} is of the kind {profile.objective}; "
                 "leave it out, or use a causal language model"
             )
+        if workload.rows_together > 1 and profile.isolation.padding == "none":
+            raise RequestError(
+                f"--objective dpo pads two answers to one length, and padding changes the results of {profile.architecture}; use "
+                "another model"
+            )
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
