@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from upshift import settings
 from upshift.errors import RequestError
 from upshift.training import run, trackers
-from upshift.training.arguments import TrainRequest
+from upshift.training.arguments import Tracker, TrainRequest
 from upshift.training.loop.events import Evaluated, Event, Finished, Started, StepDone
 from upshift.training.trackers import PACKAGES, RunTrackers
 
@@ -66,7 +67,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeTrackers:
 
         monkeypatch.setattr(trackers, "TRACKER_CALLBACKS", SimpleNamespace(get=lambda: callbacks))
         for name in failing:
-            monkeypatch.setitem(PACKAGES, name, ("json",))
+            monkeypatch.setitem(PACKAGES, cast(Tracker, name), ("json",))
         request = TrainRequest(model="MODEL", data="DATA", output=tmp_path / "run", report_to=tuple(failing))
         return RunTrackers(request, on_event)
 
@@ -121,7 +122,12 @@ def test_an_event_is_passed_on_before_the_trackers_get_it(make: MakeTrackers) ->
 
 def test_a_tracker_that_is_named_twice_gets_the_numbers_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names: list[str] = []
-    monkeypatch.setattr(trackers, "TRACKER_CALLBACKS", SimpleNamespace(get=lambda: lambda given: names.extend(given) or []))
+
+    def no_callbacks(requested: list[str]) -> list[Any]:
+        names.extend(requested)
+        return []
+
+    monkeypatch.setattr(trackers, "TRACKER_CALLBACKS", SimpleNamespace(get=lambda: no_callbacks))
     request = TrainRequest(model="MODEL", data="DATA", output=tmp_path, report_to=("tensorboard", "wandb", "tensorboard"))
     monkeypatch.setitem(PACKAGES, "wandb", ("json",))
     with pytest.raises(ValueError, match="shorter"):  # there are no callbacks
@@ -164,7 +170,7 @@ def test_the_callers_own_checked_is_called_as_well(tmp_path: Path) -> None:
     order: list[str] = []
     watcher = run.Watcher(checked=lambda: order.append("caller"))
     request = TrainRequest(model="MODEL", data="DATA", output=tmp_path / "run", report_to=("tensorboard",))
-    with run.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunTrackers, "begin", lambda self: order.append("trackers"))
         run._with_trackers(request, watcher, stack).checked()
     assert order == ["caller", "trackers"]
