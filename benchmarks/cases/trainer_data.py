@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, LlamaConfig
-
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import tokenize, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus
@@ -35,10 +33,12 @@ FULL = Size(16384, 768, 2048, 10, 12, 512, 40)
 QUICK = Size(4096, 192, 512, 4, 3, 128, 8)
 
 
-def write_inputs(folder: Path, size: Size, *, full_length: bool) -> tuple[str, str]:
-    """(model directory, data path). The data is tokenized once, so that no contender's time holds tokenization."""
-    files = [text for text in read_corpus(sysconfig.get_paths()["stdlib"], pattern="*.py").documents]
-    tokenizer = cached_tokenizer(files, size.vocab_size)
+def write_inputs(folder: Path, size: Size, *, full_length: bool, max_files: int | None = None) -> tuple[str, str]:
+    """Write a model's config and the tokens of the standard library's source, and return (model directory, data path).
+
+    The data is tokenized once, so that no contender's time holds tokenization. max_files: of the source, None for all."""
+    files = [text for text in read_corpus(sysconfig.get_paths()["stdlib"], pattern="*.py").documents][:max_files]
+    tokenizer = cached_tokenizer(files, size.vocab_size, f"-{max_files}" if max_files else "")
     documents = files if full_length else [part for text in files for part in definitions(text)]  # type: ignore[arg-type]
     tokenized = tokenize(documents, tokenizer)
     data = folder / "data.jsonl"
@@ -68,8 +68,11 @@ def pieces(tokenized: TokenizedCorpus, length: int, *, full_length: bool) -> lis
     return [tokenized.tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
 
 
-def cached_tokenizer(texts: Any, vocab_size: int) -> Any:
-    name = f"upshift-benchmark-tokenizer-{vocab_size}-{platform.python_version()}"
+def cached_tokenizer(texts: Any, vocab_size: int, texts_name: str = "") -> Any:
+    """Return a tokenizer of these texts. It is kept: ``texts_name`` tells texts apart for which another one is kept."""
+    from transformers import AutoTokenizer
+
+    name = f"upshift-benchmark-tokenizer-{vocab_size}{texts_name}-{platform.python_version()}"
     folder = Path(tempfile.gettempdir()) / name
     if not (folder / "tokenizer.json").exists():
         tokenizer = train_byte_level_bpe(texts, vocab_size - 1)
@@ -79,6 +82,8 @@ def cached_tokenizer(texts: Any, vocab_size: int) -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, size: Size) -> str:
+    from transformers import LlamaConfig
+
     config = LlamaConfig(
         vocab_size=size.vocab_size, hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_layers, num_attention_heads=size.num_heads, num_key_value_heads=size.num_heads,

@@ -125,11 +125,15 @@ def collator(kind: str, tokenizer: Any, length: int) -> Any:
     return DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=64 if kind == "pad-64" else None)
 
 
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run_trainer(request: dict[str, Any]) -> dict[str, Any]:
     """transformers.Trainer with the request's flags and collator, everything else its default."""
     source = find_model(request["model"])
     data = prepare_data(source, request["data"], sequence_length=request["sequence_length"])
-    plain = Plan(device="cpu", host="", model="", sequence_length=request["sequence_length"],
+    plain = Plan(device=device(), host="", model="", sequence_length=request["sequence_length"],
                  per_device_train_batch_size=request["global_batch"], threads_per_process=torch.get_num_threads())  # fmt: skip
     rows, tokens = ordered_rows(request, data, plain)
     model = load_or_build(source, plain, from_config=True, seed=request["seed"])
@@ -140,17 +144,18 @@ def run_trainer(request: dict[str, Any]) -> dict[str, Any]:
         arguments = TrainingArguments(
             output_dir=output, max_steps=request["steps"], seed=request["seed"], report_to="none", save_strategy="no",
             per_device_train_batch_size=request["global_batch"], learning_rate=request["learning_rate"],
-            disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **request["flags"],
+            disable_tqdm=True, use_cpu=device() == "cpu", **request["flags"],
         )  # fmt: skip
         collate = collator(request["collator"], data.tokenizer, request["sequence_length"])
         trainer = RecordingTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[clock])
         trainer.step_losses = []
         trainer.train()
     resident = resident_peak_bytes()
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device() == "cuda" else None
     return {
         "seconds": [end - clock.start for end in clock.ends], "losses": [float(loss) for loss in trainer.step_losses],
         "tokens": tokens, "evaluation_loss": held_out_loss(model, data, plain), "resident_gib": resident / 2**30,
-        "peak_gib": None,
+        "peak_gib": peak_gib,
     }  # fmt: skip
 
 

@@ -47,6 +47,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "OPTConfig",
         SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
     ),
+    "opt without layers": (  # all are left out in training, and run in evaluation
+        "OPTConfig",
+        SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 1.0},
+    ),
     # Nothing was made with these in mind.
     "gpt neox": ("GPTNeoXConfig", SMALL | {"intermediate_size": 64}),
     "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}),

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 from upshift.models.ops.chunked_loss import ChunkedHeadError, chunked_head, why_not_chunked
-from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, linear_cross_entropy, linear_token_losses
 
 WORDS, CHUNK = 96, 7
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -176,6 +176,33 @@ def test_any_head(drawn: dict[str, Any]) -> None:
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5, abs=1e-6)
     for gradient, expected in zip(found, torch.autograd.grad(3 * theirs, doubled), strict=True):
         assert (gradient - expected).norm() <= 1e-5 * max(float(expected.norm()), 1.0)
+
+
+@settings(max_examples=40)
+@given(heads())
+def test_losses_of_tokens_with_any_factors(drawn: dict[str, Any]) -> None:
+    """As the sum above: how much each token's loss counts is decided after all are computed."""
+    torch.manual_seed(drawn["seed"])
+    head: HeadLoss = drawn["head"]
+    hidden = torch.randn(drawn["tokens"], drawn["width"], requires_grad=True)
+    weight = torch.randn(drawn["words"], drawn["width"], requires_grad=True)
+    bias = torch.randn(drawn["words"], requires_grad=True) if drawn["bias"] else None
+    labels = torch.randint(drawn["words"], (drawn["tokens"],))
+    labels[torch.rand(drawn["tokens"]) < drawn["ignored"]] = head.ignore_index
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    ours = linear_token_losses(hidden, weight, bias, labels, head)
+    assert float(ours.sum().detach()) == pytest.approx(
+        float(linear_cross_entropy(hidden, weight, bias, labels, head).detach()), rel=1e-5, abs=1e-6
+    )
+    factors = torch.randn(drawn["tokens"])
+    gradients = torch.autograd.grad((ours * factors).sum(), inputs)
+    parts = []
+    for row in range(drawn["tokens"]):
+        loss = linear_cross_entropy(hidden[row : row + 1], weight, bias, labels[row : row + 1], head)
+        parts.append(torch.autograd.grad(factors[row] * loss, inputs))
+    for number, gradient in enumerate(gradients):
+        expected = torch.stack([part[number] for part in parts]).sum(0)
+        assert (gradient - expected).norm() <= 1e-4 * max(float(expected.norm()), 1.0)
 
 
 def test_autocast_is_no_further_from_the_truth_than_the_plain_head() -> None:

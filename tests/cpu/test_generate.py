@@ -56,7 +56,7 @@ from upshift.inference.race.types import EXACT_DIFFERENCE, cosines
 from upshift.inference.registry import QUANTIZED, EngineSetup
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights
-from upshift.models.generation_config import start_token
+from upshift.models.generation_config import read_defaults, start_token
 
 SMALL = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 CONFIGS: dict[str, Any] = {
@@ -267,7 +267,7 @@ def test_encoder_decoders_give_the_text_of_transformers(tmp_path: Path, kind: st
     ending = by_reference(eos_token_id=end)
     assert len({len(row) for row in ending}) > 1
     source = find_weights(model)
-    read, start = read_options(source, {**options, "eos_token_id": end}), start_token(source)
+    read, start = read_options(read_defaults(source), {**options, "eos_token_id": end}), start_token(source)
     found = {}
     for engine in ("torch", "openvino"):
         decoder = decoder_of(model, engine, task="seq2seq")
@@ -372,7 +372,7 @@ def test_what_comes_first_keeps_16_bits(made: dict[str, str], kind: str) -> None
 def test_options_are_those_of_transformers(made: dict[str, str], options: dict[str, Any]) -> None:
     model = made["llama"]
     prompts = ids_of(TEXTS, model)
-    read = read_options(find_weights(model), {**options, "max_new_tokens": NEW})
+    read = read_options(read_defaults(find_weights(model)), {**options, "max_new_tokens": NEW})
     assert run(decoder_of(model, "torch"), prompts, 3, read) == by_transformers(model, prompts, **options)
 
 
@@ -474,13 +474,14 @@ def test_a_model_that_does_not_fit_is_not_loaded(made: dict[str, str]) -> None:
 def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
     source = find_weights(model)
-    assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
+    expected = GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
+    assert read_options(read_defaults(source), {}).changed(seed=0) == expected
     (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4, "num_return_sequences": 1, "top_k": 5}')
     with pytest.raises(RequestError, match=r"says num_beams=4, which Upshift does not do here; .* --set num_beams=1"):
-        read_options(source, {})
-    assert read_options(source, {"num_beams": 1}).top_k == 5
-    assert read_options(source, {"num_beams": 1, "do_sample": False, "temperature": None}).do_sample is False
-    assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
+        read_options(read_defaults(source), {})
+    assert read_options(read_defaults(source), {"num_beams": 1}).top_k == 5
+    assert read_options(read_defaults(source), {"num_beams": 1, "do_sample": False, "temperature": None}).do_sample is False
+    assert read_options(read_defaults(find_weights(save(tmp_path / "n", CONFIGS["llama"]))), {"top_p": 0.5}).do_sample
 
 
 def test_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) -> None:

@@ -17,6 +17,7 @@ from upshift.inference.generation.options import read_options
 from upshift.inference.generation.prompt_lookup import MAX_MATCH, PAUSE_PASSES, TRIAL_PASSES, Lookup, find_continuation
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.weights import find_weights
+from upshift.models.generation_config import read_defaults
 
 PROMPTS = ["the same words " * 6, "nothing again"]
 
@@ -48,7 +49,7 @@ def test_the_text_is_that_without_guesses(made: dict[str, str], engine: str, kin
     model, decoder = made[kind], decoder_of(made[kind], engine)
     prompts = ids_of(PROMPTS, model)
     expected = by_transformers(model, prompts)
-    options = read_options(find_weights(model), {"max_new_tokens": NEW})
+    options = read_options(read_defaults(find_weights(model)), {"max_new_tokens": NEW})
     for prompt, tokens in zip(prompts, expected, strict=True):
         for lookup in (Oracle(prompt, tokens), Lookup(4)):
             decoder.keep([])

@@ -25,6 +25,7 @@ from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import Contest
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import find_weights, needed_memory, weights_size
+from upshift.models.generation_config import read_defaults
 
 FEW = ("--engine", "torch", "--max-new-tokens", 4)
 
@@ -103,13 +104,13 @@ def test_stop_strings_of_characters_that_are_several_tokens(model: str, stop: st
 
 def test_what_a_file_says_of_sampling_counts_where_it_samples(tmp_path: Path) -> None:
     source = find_weights(save(tmp_path, CONFIGS["llama"], temperature=0.0, do_sample=False, top_k=7))
-    assert read_options(source, {}) == GenerationOptions(top_k=7)
-    assert read_options(source, {"temperature": 0.5}).top_k == 7
+    assert read_options(read_defaults(source), {}) == GenerationOptions(top_k=7)
+    assert read_options(read_defaults(source), {"temperature": 0.5}).top_k == 7
     with pytest.raises(RequestError, match="temperature: must be at least"):
-        read_options(source, {"top_p": 0.5})
+        read_options(read_defaults(source), {"top_p": 0.5})
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(RequestError, match="is no JSON object; save the model again, or remove it"):
-        read_options(source, {})
+        read_options(read_defaults(source), {})
 
 
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])

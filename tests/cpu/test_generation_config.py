@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import upshift
 from upshift.errors import RequestError
-from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT
+from upshift.inference.generation.generator import Generator
+from upshift.inference.generation.options import GenerationOptions
+from upshift.models.generation_config import READ_ELSEWHERE, START_TOKENS, WITHOUT_EFFECT, read_defaults
 from upshift.models.source import find_model
 from upshift.xla.generation.options import read_options as read_xla_options
 
@@ -64,10 +68,18 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, kind
 
 
+class RereadingGenerator(Generator):
+    """Reads generation_config.json in each call, so that the tests need one generator for all fields."""
+
+    def options(self, **arguments: Any) -> GenerationOptions:
+        self._defaults = read_defaults(self.source)
+        return super().options(**arguments)
+
+
 @pytest.fixture(scope="module")
 def generator(model: tuple[Path, Any]) -> upshift.Generator:
     write(model[0], {})
-    generator = upshift.Generator(str(model[0]), engine="torch")
+    generator = RereadingGenerator(str(model[0]), engine="torch")
     generator.generate(list(TEXTS))
     return generator
 
@@ -200,7 +212,12 @@ def compiled_generator(folder: Path) -> Any:
     from upshift.xla.generation.generator import XlaGenerator
     from upshift.xla.model import build
 
-    return XlaGenerator(build(str(folder)))
+    class RereadingXlaGenerator(XlaGenerator):
+        def options(self, **options: Any) -> Any:
+            self._defaults = read_defaults(self.model.source)
+            return super().options(**options)
+
+    return RereadingXlaGenerator(build(str(folder)))
 
 
 @pytest.mark.parametrize("name", sorted(set(VALUES) - set(SAMPLING) - {"do_sample"}))
@@ -224,14 +241,36 @@ def test_a_compiled_generator_reads_a_field_of_sampling_or_refuses_it(name: str,
     folder, _ = model
     plain = {} if name == "do_sample" else {"do_sample": True}
     write(folder, plain)
-    before = read_xla_options(find_model(str(folder)), {})
+    before = read_xla_options(read_defaults(find_model(str(folder))), {})
     write(folder, {**plain, name: VALUES[name]})
     try:
-        after = read_xla_options(find_model(str(folder)), {})
+        after = read_xla_options(read_defaults(find_model(str(folder))), {})
     except RequestError as error:
         assert f"says {name}=" in str(error)
         return
     assert getattr(after, name) == VALUES[name] != getattr(before, name)
+
+
+def test_a_request_reads_no_file(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are many, and a file on a network costs milliseconds."""
+    folder, _ = model
+    write(folder, {"max_length": 30, "max_new_tokens": None})
+    ours = upshift.Generator(str(folder), engine="torch")
+    expected = ours.generate(list(TEXTS))
+    opened: list[str] = []
+
+    def counting_open(file: Any, *arguments: Any, **named: Any) -> Any:
+        opened.append(str(file))
+        return io_open(file, *arguments, **named)
+
+    io_open = io.open
+    monkeypatch.setattr(io, "open", counting_open)
+    monkeypatch.setattr(builtins, "open", counting_open)
+    assert (folder / "config.json").read_text() and opened  # else nothing is counted
+    opened.clear()
+    assert ours.generate(list(TEXTS)) == expected
+    assert ours.options(max_new_tokens=3).max_new_tokens == 3
+    assert [path for path in opened if not path.startswith(("/proc", "/sys"))] == []  # those say how much memory is free now
 
 
 def test_the_first_token_of_a_decoder_is_read_and_not_without_effect() -> None:

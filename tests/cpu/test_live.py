@@ -25,7 +25,7 @@ from upshift.models.build import build_model, choose_class
 from upshift.models.live_model import source_of
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import find_model, find_model_to_train
+from upshift.models.source import AdapterOptions, find_model, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, trial_server
 from upshift.training.distributed.mesh import Mesh
@@ -238,7 +238,7 @@ def test_flops_of_lora_leave_out_the_gradients_of_frozen_weights():
 def test_lora_that_a_plan_asks_for_is_what_peft_puts_on(four_bits, tmp_path):
     """QLoRA's weights are stored as bitsandbytes stores them: two to a byte, beside them norms and embeddings as they are."""
     LLAMA.save_pretrained(tmp_path)
-    source = find_model_to_train(str(tmp_path), lora_rank=4, load_in_4bit=four_bits)
+    source = find_model_to_train(str(tmp_path), AdapterOptions(lora_rank=4, load_in_4bit=four_bits))
     with torch.device("meta"):
         config = source.hf_config
         built = complete_model(build_model(config, choose_class(config, "")[0], dtype=torch.float32), source)
@@ -253,10 +253,10 @@ def test_lora_that_a_plan_asks_for_is_what_peft_puts_on(four_bits, tmp_path):
 def test_what_no_lora_goes_around_is_refused(tmp_path):
     LLAMA.save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="--lora-rank 0 is not possible; give 1 or more"):
-        find_model_to_train(str(tmp_path), lora_rank=0)
+        find_model_to_train(str(tmp_path), AdapterOptions(lora_rank=0))
     LlamaConfig(**LLAMA.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="quantized already; give the model that it was made from"):
-        find_model_to_train(str(tmp_path), lora_rank=8)
+        find_model_to_train(str(tmp_path), AdapterOptions(lora_rank=8))
 
 
 def test_a_trial_runs_a_written_source(tmp_path):

@@ -137,6 +137,9 @@ PARTLY_TRAINED: dict[str, tuple[str, Callable[[], torch.nn.Module]]] = {
     "llama, dora of two layers": ("fp32", lambda: get_peft_model(
         LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(use_dora=True, layers_to_transform=[2, 3])
     )),
+    "llama, q and v and a whole head": ("fp32", lambda: get_peft_model(
+        LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    )),
     "bert classifier, lora": ("bf16", lambda: get_peft_model(
         BertForSequenceClassification(BERT_CLASSIFIER), LoraConfig(task_type="SEQ_CLS", r=8)
     )),

@@ -14,7 +14,7 @@ from transformers import CLIPConfig, LlamaConfig, MambaConfig, WhisperConfig
 from upshift.errors import RequestError
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import find_model, find_model_to_train
+from upshift.models.source import AdapterOptions, find_model, find_model_to_train
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_model_that_takes_no_adapter(tmp_path: Path) -> None:
         vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4, architectures=["MambaForCausalLM"]
     ).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="around MambaForCausalLM.*target_modules"):
-        profile_model(find_model_to_train(str(tmp_path), lora_rank=4), sequence_length=8, variants=())
+        profile_model(find_model_to_train(str(tmp_path), AdapterOptions(lora_rank=4)), sequence_length=8, variants=())
 
 
 def test_a_model_of_two_embeddings(upshift: Command, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import describe
@@ -14,6 +15,7 @@ from upshift.hardware.spec import Cpu, Host, Measured, Rates
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import find_model
+from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.planning import optimizers as named
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan
@@ -32,7 +34,7 @@ CPU = Host(
     ),
     measured=Measured(
         torch_version="2", transformers_version="5", num_threads=2, cpu=EIGHT, dispatch_seconds=3e-6,
-        first_touch_seconds_per_byte=1e-10, base_resident_bytes=2**28, compiler=False, probe_seconds=1.0,
+        first_touch_seconds_per_byte=1e-10, base_resident_bytes=2**28, compiler=None, probe_seconds=1.0,
     ),
 )  # fmt: skip
 H100, A100 = describe("1xh100"), describe("1xa100-80gb")
@@ -116,6 +118,32 @@ def test_wrong_requests(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) 
         parse_fixed(("precision=fp8",), A100, profile, a_workload("fp8"))
 
 
+@pytest.mark.parametrize("works", [True, False, None])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_optimizer_that_compiles_its_update_needs_a_compiler(device: str, works: bool | None, profile: ModelProfile) -> None:
+    """torchao calls torch.compile in each step, whatever the plan's torch_compile is. None: nothing is known."""
+    assert CPU.measured is not None
+    measured = CPU.measured.changed(compiler=works if device == "cpu" else True, gpu_compiler=works if device == "cuda" else True)
+    host = (CPU if device == "cpu" else H100).changed(measured=measured)
+    workload = a_workload("8bit-optimizer", "4bit-optimizer")
+    planned = {candidate.optim for candidate in enumerate_plans(host, profile, workload)}
+    for optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        assert (optim in planned) is (works is not False)
+        if works is False:
+            with pytest.raises(RequestError, match="torchao compiles its update, and no compiler works here"):
+                parse_fixed((f"optim={optim}",), host, profile, workload)
+        else:
+            parse_fixed((f"optim={optim}",), host, profile, workload)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 249, 250, 499])
+def test_the_slice_of_a_rank_runs_wherever_the_padding_token_is(padding: int | None, folder: Path) -> None:
+    """A rank of two has 250 of 500 rows. torch refuses an embedding whose padding row is beyond its rows."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder, pad_token_id=padding, num_hidden_layers=1))
+    keep_slice(model, 2)
+    assert model.get_input_embeddings()(torch.arange(250)).shape == (250, 128)
+
+
 def test_two_names_for_one_thing_are_one_plan(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "find_spec", lambda library: object())
     workload = a_workload("8bit-optimizer", "bf16-weights")
@@ -195,7 +223,7 @@ def test_offload_is_predicted_from_the_link_to_the_host_and_only_when_asked_for(
     plain, moved = cost(profile, H100), cost(profile, H100, activation_offload=True)
     assert moved.memory.peak < plain.memory.peak and moved.time.terms["activations to the host and back"] > 0
     unknown = H100.changed(host_to_device=None)
-    with pytest.raises(RequestError, match="whose connection to the host is known"):
+    with pytest.raises(RequestError, match="memory of its own, whose connection to the host is known"):
         parse_fixed(("optim_offload=true",), unknown, profile, workload)
     offloaded = Plan(
         device="cuda", host="", model="", sequence_length=128, per_device_train_batch_size=8, optim_offload=True

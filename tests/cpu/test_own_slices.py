@@ -58,8 +58,10 @@ def test_a_plan_that_does_not_fit_its_layers_is_refused(tmp_path: Path) -> None:
     assert problem is not None and all(word in problem for word in ("tensor_parallel=2", "does not fit", "fully_shard=weights"))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("model", ["llama", "mixture", "phi3", "apertus"])
-def test_one_that_fits_is_not(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fits_is_not(model: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for GPUs runs on fake tensors like another, also where there is no GPU."""
     config = a_config(model)
     config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -67,5 +69,6 @@ def test_one_that_fits_is_not(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     fails = parallelize._rehearsal_error
     monkeypatch.setattr(parallelize, "_rehearsal_error", lambda *given: tried.append(fails(*given)) or tried[-1])
     rehearsals = Rehearsals(find_model(str(tmp_path)))
-    assert rehearsals.why_not(a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True}))) is None
+    plan = a_plan(Case(world=2, layout=LAYOUTS["tensor"] | {"sequence_parallel": True})).changed(device=device)
+    assert rehearsals.why_not(plan) is None
     assert tried == [None], "the divided layers ran"

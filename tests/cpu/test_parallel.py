@@ -11,8 +11,11 @@ BF16 = {"precision": "bf16"}
 ZERO1 = {"fully_shard": "optimizer", "shard_size": 2}
 MODELS = ("llama", "qwen2 tied", "gpt2", "bert", "t5", "mixture", "opt")
 HELD_OUT = ("gpt neox", "bloom", "phi3", "electra", "whole experts")  # nothing was made with these in mind
+DECAY = {"weight_decay": 10.0}  # so much that a weight shows it that has no gradient
 CASES = {
     "data parallel": Case(world=2),
+    "weights that no rank uses": Case("opt without layers", world=2, options=DECAY),
+    "weights that no rank uses, overlapped": Case("opt without layers", world=2, options=DECAY, overlapped=True),
     **{f"zero3 {model}": Case(model, 2, ZERO3) for model in MODELS},
     **{f"zero3 {model}": Case(model, 2, ZERO3, steps=4) for model in HELD_OUT},
     **{f"zero3 {model}": Case(model, 2, ZERO3, {"attention": "eager"}, steps=4) for model in ("gemma2", "mamba")},

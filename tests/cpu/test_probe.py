@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from upshift.hardware import Host, describe, detect, probe_cache
 from upshift.hardware import probe as probe_module
 from upshift.hardware.probe import probe
 from upshift.hardware.probe_cache import measure
+from upshift.hardware.spec import Rates
 from upshift.units import MIB
 
 
@@ -98,7 +101,7 @@ def test_what_was_measured_beside_others_is_soon_measured_again(
 
 
 def test_torch_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = {"resident_bytes": None, "compiler": None, "exchanges": {}}
+    nothing = {"resident_bytes": None, "compiler": None, "exchanges": None}
     monkeypatch.setattr(probe_module, "_run_base_process", lambda *_, **__: nothing)
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
@@ -122,6 +125,19 @@ def test_torch_settings_are_restored_after_a_failure(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="planted"):
         probe(detect(), budget_seconds=1)
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+
+
+def test_a_probe_says_which_measurements_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answer = {"resident_bytes": 2**28, "compiler": True, "exchanges": None, "failures": {"exchanges": "RuntimeError: refused"}}
+    code = f"print({json.dumps(json.dumps(answer))})"
+    monkeypatch.setattr(probe_module.parent_process, "command", lambda *_, **__: [sys.executable, "-c", code])
+    monkeypatch.setattr(probe_module, "_check_this_machine", lambda host: host.cpu)
+    monkeypatch.setattr(probe_module, "_cpu_rates", lambda *_, **__: (Rates(fp32=1e12), 1.0))
+    monkeypatch.setattr(probe_module, "dispatch_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(probe_module, "_first_touch_seconds_per_byte", lambda *_: 0.0)
+    numbers = probe(describe("epyc-9654")).measured
+    assert numbers is not None and numbers.failed == ("exchanges",) and numbers.exchanges == {}
+    assert "exchanges of a process are not measured: RuntimeError: refused" in caplog.text
 
 
 def test_another_machine_is_refused(cache: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from test_train import GLOBAL_BATCH, LENGTH, a_job, a_plan, home, prepared, sentences  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -27,6 +28,7 @@ from upshift.training.job.job import TrainingData, run_job
 from upshift.training.loop import loop
 from upshift.training.loop.events import Doubted, Evaluated, Event, Finished, Saved, Started, StepDone
 from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
+from upshift.training.neftune import fixed_for_neftune
 from upshift.training.step import TrainStep
 from upshift.training.trackers import PACKAGES, RunTrackers
 
@@ -130,7 +132,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
 def set_losses(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     """Let the evaluations of the runs that follow give these losses, one after the other."""
     remaining = iter(losses)
-    monkeypatch.setattr(loop, "evaluate", lambda model, plan, batches: next(remaining))
+    monkeypatch.setattr(loop, "evaluate", lambda *_: next(remaining))
 
 
 @pytest.mark.parametrize(
@@ -294,6 +296,35 @@ def test_evaluation_data_of_every_form_are_read_as_the_data_are(home: Path, tmp_
         assert data.evaluation.tokens.tolist() == expected.evaluation.tokens.tolist()
 
 
+def test_evaluation_data_of_a_folder_are_those_of_its_validation_split(home: Path, tmp_path: Path) -> None:
+    source = find_model(str(home / "llama"))
+    texts = [f"row number {number}" for number in range(3)]
+    alone = prepare_data(source, home / "data.jsonl", eval_data=rows(tmp_path / "alone.jsonl", texts), sequence_length=LENGTH)
+    assert alone.evaluation
+    for names in (("validation",), ("train", "dev", "test"), ("eval",), ("train",)):
+        for is_saved in (False, True):
+            folder = tmp_path / f"{' '.join(names)} {is_saved}"
+            split = next((name for name in names if name in ("validation", "dev")), names[0])
+            contents = {name: texts if name == split else ["another text"] for name in names}
+            if is_saved:
+                splits = {name: Dataset.from_dict({"text": members}) for name, members in contents.items()}
+                DatasetDict(splits).save_to_disk(folder)
+            else:
+                folder.mkdir()
+                for name, members in contents.items():
+                    rows(folder / f"{name}.jsonl", members)
+            data = prepare_data(source, home / "data.jsonl", eval_data=folder, sequence_length=LENGTH)
+            assert data.evaluation and data.evaluation.tokens.tolist() == alone.evaluation.tokens.tolist(), folder
+    for folder in ("saved", "files"):
+        (tmp_path / folder).mkdir()
+    DatasetDict({name: Dataset.from_dict({"text": texts}) for name in ("train", "test")}).save_to_disk(tmp_path / "saved")
+    for name in ("train", "test"):
+        rows(tmp_path / "files" / f"{name}.jsonl", texts)
+    for name in ("saved", "files"):
+        with pytest.raises(RequestError, match="no split 'validation' to evaluate on; it.* train, test; give"):
+            prepare_data(source, home / "data.jsonl", eval_data=tmp_path / name, sequence_length=LENGTH)
+
+
 def test_evaluation_data_that_cannot_be_used_are_refused(home: Path, tmp_path: Path) -> None:
     source = find_model(str(home / "llama"))
     (tmp_path / "empty.jsonl").write_text("")
@@ -413,6 +444,16 @@ def test_a_plan_with_other_noise_is_refused(
     job = a_job(home, tmp_path / "run", plan=a_plan(**choices), neftune_noise_alpha=5.0)
     with pytest.raises(RequestError, match=words):
         run_job(job, prepared("llama"))
+
+
+@pytest.mark.parametrize("text", ["packing=true", "tensor_parallel=2", "context_parallel=2", "pipeline_parallel=2"])
+def test_an_assignment_with_other_noise_is_refused_before_planning(text: str) -> None:
+    with pytest.raises(RequestError, match=f"^--neftune-noise-alpha needs {text.partition('=')[0]}=.*, and {text} is set"):
+        fixed_for_neftune(("precision=fp32", text))
+    fixed = fixed_for_neftune(("packing=False", "num_processes=2"))
+    assert {*fixed} == {
+        "packing=False", "num_processes=2", "tensor_parallel=1", "context_parallel=1", "pipeline_parallel=1",
+    }  # fmt: skip
 
 
 # Trackers.

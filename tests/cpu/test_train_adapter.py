@@ -13,26 +13,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
-from upshift.models.source import find_model, find_model_to_train
+from upshift.loading.rewrite.merge import merge
+from upshift.models.profile import Variant
+from upshift.models.profile_model import profile_model
+from upshift.models.source import AdapterOptions, find_model, find_model_to_train
+from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
-from upshift.planning.planner import find_host, plan, plan_training
+from upshift.planning.planner import find_host, find_source, plan, plan_training
 from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.training.arguments import Arguments
+from upshift.training.batches.collate import to_tensors
+from upshift.training.batches.plan_layout import layout_for
+from upshift.training.batches.sampler import BatchSource
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.loop.events import Event, StepDone
+from upshift.training.loop.state import check_run_file
 
 LENGTH, GLOBAL_BATCH = 32, 4
 CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
+RANK_4 = AdapterOptions(lora_rank=4)
 FOUR_BITS = pytest.param(True, marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"))
 
 
@@ -64,14 +73,14 @@ def a_job(home: Path, output: Path, *, model: Path | None = None, plan: dict[str
     options = {name: fields.pop(name) for name in list(fields) if name in Arguments.model_fields}
     given = {"max_steps": 6, "learning_rate": 3e-3, "max_grad_norm": 0.5} | options
     reference = str(model or home / "model")
-    rank = {"lora_rank": 4} if model is None else {}
+    adapter = fields.pop("adapter", RANK_4 if model is None else AdapterOptions())
     plain = {
         "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
     }  # fmt: skip
     return Job(
         model_reference=reference, plan=Plan.model_validate(plain | (plan or {})), arguments=Arguments(**given),
-        data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), **(rank | fields),
+        data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), adapter=adapter, **fields,
     )  # fmt: skip
 
 
@@ -108,18 +117,18 @@ def test_train_plans_proves_and_saves_an_adapter(home: Path, data: TrainingData,
 
 @pytest.mark.parametrize("four_bits", [False, FOUR_BITS])
 def test_interrupted_and_resumed_is_undisturbed(four_bits: bool, home: Path, data: TrainingData, tmp_path: Path) -> None:
-    undisturbed = run_job(a_job(home, tmp_path / "one", load_in_4bit=four_bits), data)
+    undisturbed = run_job(a_job(home, tmp_path / "one", adapter=RANK_4.changed(load_in_4bit=four_bits)), data)
 
     def stop(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted, match="checkpoint-3"):
-        run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits), data, on_event=stop)
+        run_job(a_job(home, tmp_path / "two", adapter=RANK_4.changed(load_in_4bit=four_bits)), data, on_event=stop)
     held = sum(file.stat().st_size for file in (tmp_path / "two" / "checkpoint-3").glob("*.safetensors"))
     trained = sum(tensor.nbytes for tensor in load_file(tmp_path / "one" / "adapter_model.safetensors").values())
     assert held < 3 * trained + 65536, "weights and two moments of the adapter, nothing of the model"
-    resumed = run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits, resume=True), data)
+    resumed = run_job(a_job(home, tmp_path / "two", adapter=RANK_4.changed(load_in_4bit=four_bits), resume=True), data)
     assert losses(resumed) == losses(undisturbed)
     final = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
     assert final[0].keys() == final[1].keys()
@@ -163,7 +172,7 @@ def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=words):
             upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
-    four = find_model_to_train(model, lora_rank=4, load_in_4bit=True)
+    four = find_model_to_train(model, AdapterOptions(lora_rank=4, load_in_4bit=True))
     assert four.quantized_from == "float32" and "quantization_config" in four.config
 
 
@@ -177,6 +186,147 @@ def test_an_adapter_is_planned_on_several_devices(home: Path, four_bits: bool) -
     frozen = sum(shape.count * shape.elements for shape in parameters.frozen_shapes)
     assert frozen == parameters.total - parameters.trainable > parameters.trainable
     assert found.best.num_processes == 2
+
+
+# Adapters as people configure them
+
+# By name: the options, and the same in peft's own words.
+CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "some modules, rsLoRA": (
+        {"lora_target": "q_proj,v_proj", "lora_alpha": 5, "lora_rslora": True},
+        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 5, "use_rslora": True},
+    ),
+    "DoRA": ({"lora_dora": True}, {"target_modules": "all-linear", "lora_alpha": 8, "use_dora": True}),
+    "modules trained whole": (
+        {"lora_modules_to_save": "lm_head,embed_tokens,layers.1.mlp"},
+        {"target_modules": "all-linear", "lora_alpha": 8, "modules_to_save": ["embed_tokens", "layers.1.mlp", "lm_head"]},
+    ),
+    "DoRA of an embedding and a head": (
+        {"lora_target": ["embed_tokens", "lm_head"], "lora_alpha": 16, "lora_dora": True},
+        {"target_modules": ["embed_tokens", "lm_head"], "lora_alpha": 16, "use_dora": True},
+    ),
+}
+ONE_MICRO_BATCH = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
+TWO_RANKS = {"num_processes": 2, "gradient_accumulation_steps": 1}
+
+
+def train_by_peft(home: Path, data: TrainingData, job: Job, fields: dict[str, Any]) -> tuple[Any, list[float]]:
+    """Train the job's steps in a plain loop of torch, with the adapter that peft makes of these fields."""
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    arguments = job.arguments
+    torch.manual_seed(arguments.seed)
+    model = get_peft_model(base, LoraConfig(r=4, **fields)).train()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=arguments.learning_rate, weight_decay=0.0)
+    layout = layout_for(job.plan, data.objective, data_rank=0)
+    source = BatchSource(
+        sequences=data.training, global_batch=GLOBAL_BATCH, layout=layout, objective=data.objective, seed=arguments.seed
+    )
+    by_step = []
+    for step, batch in zip(range(arguments.max_steps), source.batches(), strict=False):
+        loss = model(**to_tensors(batch.micro_batches[0])).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, arguments.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = arguments.learning_rate * (1 - step / arguments.max_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_step.append(loss.item())
+    return model, by_step
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_losses_and_weights_are_those_of_pefts_own_loop(name: str, home: Path, data: TrainingData, tmp_path: Path) -> None:
+    options, fields = CONFIGURED[name]
+    adapter = RANK_4.changed(**options)
+    job = a_job(home, tmp_path / "out", adapter=adapter, plan=ONE_MICRO_BATCH, max_steps=3)
+    expected, by_step = train_by_peft(home, data, job, fields)
+    record = run_job(job, data)
+    assert losses(record) == pytest.approx(by_step, abs=1e-5)
+    # The plan counts what peft trains.
+    profile = profile_model(find_source(str(home / "model"), adapter), sequence_length=LENGTH, variants=())
+    assert profile.parameters.trainable == sum(weight.numel() for weight in expected.parameters() if weight.requires_grad)
+    # The adapter says what was asked for, peft reads it, and upshift merges it as peft does.
+    saved = LoraConfig.from_pretrained(tmp_path / "out")
+    by_peft = expected.peft_config["default"]
+    for field in ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora"):
+        assert getattr(saved, field) == getattr(by_peft, field), field
+    assert set(saved.modules_to_save or ()) == set(by_peft.modules_to_save or ())
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model"), tmp_path / "out").merge_and_unload()
+    merge(str(tmp_path / "out"), tmp_path / "merged", progress=lambda *_: None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    trained = expected.merge_and_unload().state_dict()
+    for key, weight in read.state_dict().items():
+        assert torch.equal(merged[key], weight), key
+        torch.testing.assert_close(weight, trained[key], atol=1e-4, rtol=1e-3)
+
+
+def test_dropout_of_an_adapter_is_drawn_in_training_alone(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    plain = run_job(a_job(home, tmp_path / "plain", max_steps=2), data)
+    dropped = run_job(a_job(home, tmp_path / "dropped", adapter=RANK_4.changed(lora_dropout=0.5), max_steps=2), data)
+    assert losses(dropped)[0] == losses(plain)[0], "LoRA begins at zero"
+    assert dropped.measured and plain.measured and dropped.measured.evaluation_loss != plain.measured.evaluation_loss
+    attached = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "dropped")
+    assert attached.peft_config["default"].lora_dropout == 0.5
+    assert next_loss(attached, data) == next_loss(attached, data)
+
+
+def test_fewer_modules_are_another_plan(home: Path) -> None:
+    """An input is kept for the gradient of A: of seven matrices a layer, or of two."""
+    trained, peaks = [], []
+    for target in ("all-linear", "q_proj,v_proj"):
+        source = find_source(str(home / "model"), RANK_4.changed(lora_target=target))
+        profile = profile_model(source, sequence_length=LENGTH, variants=(Variant("fp32", "sdpa", False),))
+        job = a_job(home, Path("out"), plan=ONE_MICRO_BATCH)
+        trained.append(profile.parameters.trainable)
+        peaks.append(predict_memory(profile, profile.steps[0], job.plan).peak)
+    # By layer and rank: inputs and outputs of q, k, v, o, gate, up and down.
+    assert trained == [3 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 128)), 3 * 4 * (64 + 64 + 64 + 32)]
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora_alpha": 8}, "^--lora-alpha is an option of a new adapter; add --lora-rank"),
+        ({"lora_target": "q_proj"}, "^--lora-target is an option of a new adapter"),
+        ({"lora_dora": True}, "^--lora-dora is an option of a new adapter"),
+        ({"lora_rank": 4, "lora_alpha": 0}, "^--lora-alpha 0 is not possible"),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "^--lora-dropout 1 is not possible; give 0 or more and below 1"),
+        ({"lora_rank": 4, "lora_dropout": -0.1}, "^--lora-dropout -0.1 is not possible"),
+        ({"lora_rank": 4, "lora_target": ","}, "^--lora-target , names no module"),
+        ({"lora_rank": 4, "lora_target": ""}, "^--lora-target names no module"),
+        ({"lora_rank": 4, "lora_target": "q_proj,all-linear"}, "^--lora-target all-linear stands alone"),
+        ({"lora_rank": 4, "lora_target": "q_proj,query"}, "^--lora-target query: .* it has .*q_proj.*v_proj"),
+        ({"lora_rank": 4, "lora_target": "norm"}, "LlamaRMSNorm.*name other modules"),
+        ({"lora_rank": 4, "lora_modules_to_save": "head"}, "^--lora-modules-to-save head: .* it has .*lm_head"),
+        ({"lora_rank": 4, "lora_target": "up_proj", "lora_modules_to_save": "mlp"}, "^--lora-target up_proj is within"),
+        ({"lora_rank": 4, "lora_modules_to_save": "lm_head,mlp", "load_in_4bit": True}, "^--lora-modules-to-save mlp: .*4 bits"),
+    ],
+)
+def test_adapters_that_the_model_cannot_have_are_refused(
+    options: dict[str, Any], words: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options.get("load_in_4bit") and find_spec("bitsandbytes") is None:
+        words = "needs bitsandbytes"
+    model = str(home / "model")
+    monkeypatch.setattr("upshift.training.run.prepare_data", lambda *_, **__: pytest.fail("the data was read first"))
+    with pytest.raises(RequestError, match=words):
+        upshift.train(model, str(home / "data.jsonl"), output=tmp_path / "out", **options)
+    with pytest.raises(RequestError, match=words):
+        plan(model, sequence_length=LENGTH, global_batch=4, **options)
+
+
+def test_a_run_resumes_with_its_own_adapter(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    run_job(a_job(home, tmp_path / "out", adapter=RANK_4.changed(lora_target="q_proj"), max_steps=2, save_steps=1), data)
+    for options, words in (
+        ({"lora_rank": 4, "lora_target": "v_proj"}, "^--lora-target is v_proj, and the run in .* has q_proj; resume with"),
+        ({"lora_rank": 4, "lora_target": "q_proj", "lora_alpha": 9}, "^--lora-alpha is 9, and the run in .* has 8"),
+        ({"lora_rank": 4, "lora_target": "q_proj", "lora_dora": True}, "^--lora-dora is given, and the run in .* has not given"),
+        ({}, "^--lora-rank is not given, and the run in .* has 4"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            upshift.train(str(home / "model"), str(home / "data.jsonl"), output=tmp_path / "out", resume=True, **options)
+    check_run_file(tmp_path / "out", resume=True, adapter=RANK_4.changed(lora_target="q_proj", lora_alpha=8))
 
 
 # Frozen weights that are on the disk
@@ -201,7 +351,7 @@ def test_frozen_weights_on_the_disk_train_bit_for_bit(
 
 
 def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
-    source = find_model_to_train(str(home / "model"), lora_rank=4)
+    source = find_model_to_train(str(home / "model"), RANK_4)
     workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
     host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
     # As of another machine: what ran on this one corrects nothing.
@@ -247,7 +397,7 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
 
 
 def test_only_frozen_weights_wait_elsewhere(home: Path, data: TrainingData, tmp_path: Path) -> None:
-    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, lora_rank=None)
+    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, adapter=AdapterOptions())
     with pytest.raises(RequestError, match="is for frozen weights; add an adapter"):
         run_job(whole, data)
     random = a_job(home, tmp_path / "out", plan=ELSEWHERE, from_config=True)

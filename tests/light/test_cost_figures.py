@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, make_profile
+from made_profile import FEED_FORWARD, HIDDEN, LAYER, LAYERS, VOCABULARY, make_profile
 from made_requests import ADAPTER, RANK, model_of
 
 from upshift.errors import RequestError
@@ -15,6 +15,7 @@ from upshift.planning.analysis.compare_hosts import DURATIONS
 from upshift.planning.analysis.lock_file import _moved_numbers
 from upshift.planning.cost import memory, optimizer, process_memory, rates
 from upshift.planning.cost.network import HOP_SECONDS, NETWORK_EFFICIENCY, Group, collective_seconds, point_to_point_seconds
+from upshift.planning.cost.partition import share_of, stage_of
 from upshift.planning.cost.time import idle_micro_batches
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.optimizers import read_optim_args
@@ -103,14 +104,58 @@ def test_outputs_of_weights_are_a_row_for_each_token() -> None:
     last. A mixture's outputs are those of the experts that a token is sent to."""
     inner = LAYERS * (4 * HIDDEN + 3 * FEED_FORWARD)
     plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2))
-    from upshift.planning.cost.partition import stage_of
-
     first, last = (stage_of(PROFILE, plan, rank) for rank in (0, 1))
     assert memory._weight_output_bytes(PROFILE, plan, first, 10) == 10 * 2 * inner / 2
     assert memory._weight_output_bytes(PROFILE, plan, last, 10) == 10 * 2 * (inner / 2 + VOCABULARY)
     mixture = model_of("mixture", "causal-lm", longest=4096)
     each = LAYERS * (4 * HIDDEN + 2 * 3 * FEED_FORWARD // 8)
     assert memory._weight_output_bytes(mixture, plan, first, 10) == 10 * 2 * each / 2
+
+
+def test_the_stage_with_the_head_has_all_that_a_head_trained_whole_needs() -> None:
+    """LoRA in every layer, in two stages of half the layers each. Only the last stage has the moments of the head's copy."""
+    adapted = model_of("lora", "causal-lm", longest=4096)
+    head = HIDDEN * VOCABULARY
+    counts = adapted.parameters
+    parameters = counts.changed(
+        total=counts.total + head, head=counts.head + head, trainable=counts.trainable + head, trainable_head=head,
+        trainable_shapes=(*counts.trainable_shapes, ParameterShape(shape=(VOCABULARY, HIDDEN), count=1)),
+    )  # fmt: skip
+    profile = adapted.changed(parameters=parameters)
+    plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2))
+    first, last = (share_of(profile, plan, stage_of(profile, plan, rank)) for rank in (0, 1))
+    in_layers = counts.trainable / 2
+    assert first.gradients == pytest.approx(4 * in_layers) and last.gradients == pytest.approx(4 * (in_layers + head))
+    assert first.optimizer == pytest.approx(8 * in_layers, rel=1e-3)
+    assert last.optimizer == pytest.approx(8 * (in_layers + head), rel=1e-3)
+    assert first.updated + last.updated == pytest.approx(1.0)
+
+
+def test_a_copy_of_bf16_weights_is_trained_in_bf16() -> None:
+    """In every plan: the model below an adapter keeps its dtype, and so does the copy of its head. LoRA itself is fp32."""
+    counts = model_of("lora", "causal-lm", longest=4096).parameters
+    head = HIDDEN * VOCABULARY
+    lora = counts.trainable
+    frozen = counts.total - lora
+    parameters = counts.changed(
+        total=counts.total + head, trainable=lora + head, trainable_head=head, trainable_bf16=head, always_bf16=frozen
+    )
+    for parameter_bytes in (2, 4):
+        assert parameters.gradient_bytes(parameter_bytes) == 4 * lora + 2 * head
+        assert parameters.weight_bytes(parameter_bytes) == 4 * lora + 2 * (head + frozen)
+
+
+def test_buffers_for_weights_from_the_disk_hold_the_largest_layers() -> None:
+    """Wherever the adapter is: the frozen weights decide. Buffers hold two layers."""
+    adapted = model_of("lora", "causal-lm", longest=4096)
+    stack = adapted.stacks[0].changed(
+        traced_layers=(0, 1), assignment=(0, *[1] * (LAYERS - 1)), layer_trainable=(100, 0), layer_frozen=(LAYER, LAYER)
+    )
+    plan = plan_of(weight_offload="disk")
+    frozen = rates.frozen_bytes(adapted, plan)
+    for layer_frozen, largest in (((LAYER, LAYER), 1 / LAYERS), ((2 * LAYER, LAYER), 2 / (LAYERS + 1))):
+        profile = adapted.changed(stacks=(stack.changed(layer_frozen=layer_frozen),))
+        assert rates.offloaded_weights(profile, plan).buffers == pytest.approx(2 * largest * frozen)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])

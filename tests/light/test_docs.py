@@ -22,6 +22,7 @@ import upshift
 from upshift.cli.main import app
 from upshift.cli.usage.messages import MissingValue, WrongValue
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.planning.inference import space as inference
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -173,6 +174,27 @@ def signature(name: str) -> ast.arguments | None:
     return node.args if isinstance(node, ast.FunctionDef) else None
 
 
+def names_of_unpacked(argument: ast.arg | None, module: str) -> set[str] | None:
+    """Return the names that ``**options: Unpack[Options]`` takes, or None if it takes any."""
+    if argument is None:
+        return set()
+    annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+    return keys_of(annotation[len("Unpack[") : -1], module) if annotation.startswith("Unpack[") else None
+
+
+def keys_of(name: str, module: str) -> set[str]:
+    """Return the keys of a TypedDict and of those that it extends, from the source."""
+    tree = module_tree(module)
+    assert tree is not None, module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+            return keys_of(name, node.module or "")
+    node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    own = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)}
+    bases = [keys_of(base.id, module) for base in node.bases if isinstance(base, ast.Name) and base.id != "TypedDict"]
+    return own.union(*bases)
+
+
 def wrong_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "upshift":
@@ -189,8 +211,10 @@ def wrong_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{inner} has no {node.attr}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"upshift.{name}" for name in upshift.__all__}:
             taken = signature(ast.unparse(node.func).removeprefix("upshift."))
-            if taken is not None and taken.kwarg is None:
-                names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)}
+            module = upshift._MODULE_OF[ast.unparse(node.func).removeprefix("upshift.")]
+            further = None if taken is None else names_of_unpacked(taken.kwarg, module)
+            if taken is not None and further is not None:
+                names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)} | further
                 for keyword in node.keywords:
                     if keyword.arg not in names:
                         yield node.lineno, f"{ast.unparse(node.func)} takes no {keyword.arg}"
@@ -210,10 +234,11 @@ def test_a_mistake_in_python_is_found() -> None:
         "from upshift.debugging import detect_overflw",
         "upshift.plann",
         "upshift.plan('M', seq=3)",
+        "upshift.train('M', 'D', output='O', lora_rnk=3)",
         "upshift.xla.biuld('M')",
     )
     text = "\n".join(["import upshift", *wrong])
-    assert [line for line, _ in wrong_in(ast.parse(text))] == [2, 3, 4, 5]
+    assert [line for line, _ in wrong_in(ast.parse(text))] == [2, 3, 4, 5, 6]
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -234,6 +259,11 @@ TorchScript|ONNX Runtime|OpenVINO|device_map|max_memory|bitsandbytes 4 bits|LLM.
 torchao|continuous batching|static cache|speculative decoding|prompt-lookup|chunked prefill|max_shard_size
 load_sharded_checkpoint|low_cpu_mem_usage|torch_dtype|underflow_overflow|torch-distributed-gpu-test.py|toolkits
 arch list|MPS|Gaudi|ROCm|elastic|XLA text generation"""
+
+
+def test_the_reference_has_every_option_of_an_adapter() -> None:
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## upshift.plan")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == [*AdapterOptions.model_fields]
 
 
 def test_the_reference_lists_the_options_of_a_search() -> None:

@@ -6,11 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_profile import make_profile
 
-from upshift.hardware import Host, describe, probe, probe_cache
+from upshift.hardware import Host, describe, probe, probe_cache, probe_process
 from upshift.hardware.gpu_probe import exchange_path
 from upshift.hardware.probe_cache import has_all_gpu_rates, measure
 from upshift.hardware.spec import Link, Measured, Rates
@@ -63,7 +64,8 @@ def test_a_process_without_an_answer_is_warned_of(code: str, children: list[str]
 
 
 def test_the_base_process_may_print_and_may_give_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for code, expected in ((PRINTING, {"failures": {}, "value": 7}), ("print('x')", probe.UNKNOWN_BASE)):
+    unknown: dict[str, object] = {"resident_bytes": None, "compiler": None, "exchanges": None}
+    for code, expected in ((PRINTING, unknown | {"failures": {}, "value": 7}), ("print('x')", unknown)):
         monkeypatch.setattr(probe.parent_process, "command", lambda *_, code=code, **__: [sys.executable, "-c", code])
         assert probe._run_base_process(1, timeout_seconds=60.0) == expected
 
@@ -100,7 +102,7 @@ def test_a_rate_that_failed_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(probe, "lacks_cuda", lambda *_: False)
     answer = {"gpu": {"fp32": 1.0}, "failures": {"bf16": "CUDA out of memory"}}
     monkeypatch.setattr(probe, "_run_gpu_probe", lambda _: answer)
-    assert probe._gpu_numbers(describe("h100"), 1.0) == {"gpu": {"fp32": 1.0}}
+    assert probe._gpu_numbers(describe("h100"), 1.0) == {"gpu": {"fp32": 1.0}, "failed": ("bf16",)}
     assert "(bf16) is not measured: CUDA out of memory" in caplog.text
 
 
@@ -138,10 +140,39 @@ def test_a_gpus_result_that_lacks_a_rate_is_soon_measured_again(
     assert count_probes(host, numbers, tmp_path, monkeypatch) == (1 if complete else 2)
 
 
-def test_a_result_without_the_base_process_is_soon_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its imports took too long beside other programs."""
-    numbers = measured(None).changed(base_resident_bytes=None)
-    assert count_probes(describe("epyc-9654"), numbers, tmp_path, monkeypatch) == 2
+@pytest.mark.parametrize("failed", [(), ("resident_bytes",), ("compiler",), ("exchanges",), ("host_to_device",)])
+def test_a_measurement_that_failed_is_soon_made_again(
+    failed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure is no result, whichever it is: other programs may have held what it needed."""
+    numbers = measured(None).changed(failed=failed)
+    assert count_probes(describe("epyc-9654"), numbers, tmp_path, monkeypatch) == (2 if failed else 1)
+
+
+@pytest.mark.parametrize("name", ["resident_bytes", "compiler", "exchanges"])
+@pytest.mark.parametrize("error", [RuntimeError("connection refused\nmore"), OSError("no space left on device")])
+def test_each_failure_of_the_base_process_leaves_its_number_unknown(name: str, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    succeeding = {"resident_bytes": lambda: 2**28, "compiler": lambda: False, "exchanges": dict}
+    results = probe_process.answer(succeeding | {name: fail})
+    assert results.pop("failures") == {name: f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    assert results == {"resident_bytes": 2**28, "compiler": False, "exchanges": {}} | {name: None}
+
+
+def test_a_compiler_that_a_signal_ends_is_not_one_that_cannot_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    monkeypatch.setattr(probe_process, "CPP_COMPILER", SimpleNamespace(get=lambda: lambda: str(compiler)))
+    monkeypatch.setattr(probe_process, "NO_COMPILER", SimpleNamespace(get=lambda: RuntimeError))
+    for code, works in (("exit 0", True), ("exit 1", False), ("kill -9 $$", None)):
+        compiler.write_text(f"#!/bin/sh\n{code}\n")
+        compiler.chmod(0o755)
+        if works is None:
+            with pytest.raises(OSError, match="signal 9"):
+                probe_process.compiler_works()
+        else:
+            assert probe_process.compiler_works() is works
 
 
 def count_probes(host: Host, numbers: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:

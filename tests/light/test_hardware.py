@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -33,12 +34,15 @@ from upshift.hardware import (
     torch_build,
 )
 from upshift.hardware.catalog.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
+from upshift.hardware.catalog.interconnect import pcie_link
 from upshift.hardware.catalog.lookup import ALIASES, AMBIGUOUS, find_product
 from upshift.hardware.catalog.nvidia import NVIDIA_GPUS, key_by_nvml
 from upshift.hardware.catalog.row import GpuFacts
 from upshift.hardware.cgroup import read_limits
 from upshift.hardware.nvml import find_gpus, usable_handles
+from upshift.loading.placement.memory_limits import memory_limits
 from upshift.planning import planner
+from upshift.planning.search.space import weight_places
 from upshift.units import GIB, MIB
 
 # --- described hosts -------------------------------------------------------------------------------------------------
@@ -803,11 +807,13 @@ def test_a_gpu_that_shares_the_cpus_memory_has_what_is_free_there(name: str, tot
     host = detect(tmp_path, nvml=Shared((name, 0)))
     assert host.gpu is not None
     assert (host.gpu.memory_bytes, host.gpu.free_memory_bytes) == (total, 100 * GIB)
+    assert host.gpu.shares_host_memory
     for field in ("gpu.memory_bytes", "gpu.free_memory_bytes"):
         assert host.origin[field].endswith("shared with the CPU")
     assert host.origin["gpu.memory_bytes"].startswith(source)
     silent = detect(tmp_path, nvml=Shared((H100, 0)))  # a card with memory of its own, of which the driver says nothing
     assert silent.gpu is not None and silent.gpu.free_memory_bytes is None
+    assert not silent.gpu.shares_host_memory
     plain = detect(tmp_path, nvml=FakeNvml((name, 7 * GIB)))
     assert plain.gpu is not None and plain.gpu.free_memory_bytes == 7 * GIB and "gpu.memory_bytes" not in plain.origin
 
@@ -1001,6 +1007,67 @@ def test_an_unknown_card_is_described_by_its_cores_and_clocks(key: str, tmp_path
         # L40 alone of its generation has half of the tensor cores' rate.
         assert ours is None or ours == pytest.approx(theirs, rel=1.01 if key == "l40" else 0.1), name
     assert host.gpu.peak.memory_bytes_per_second == pytest.approx(listed.peak.memory_bytes_per_second, rel=0.02)
+
+
+FIGURES = {"cores": 10000, "clock": 2000, "fp32": 40e12}  # of made-up cards: cores, MHz, and the FP32 rate that they make
+
+
+@pytest.mark.parametrize("capability", sorted({facts.gpu.compute_capability for facts in NVIDIA_GPUS.values()}))
+@pytest.mark.parametrize("brand", ["GeForce RTX", "RTX", "Tesla"])
+def test_an_unlisted_card_of_a_listed_capability_has_the_rates_of_its_generation(
+    capability: tuple[int, int], brand: str, tmp_path: Path
+) -> None:
+    """Rates over the FP32 rate are within a factor of 3 of the median of the listed cards, and known where theirs are."""
+    listed = [facts.gpu.peak for facts in NVIDIA_GPUS.values() if facts.gpu.compute_capability == capability and facts.gpu.peak]
+    nvml: Any = FakeNvml((f"NVIDIA {brand} {'T4 X' if brand == 'Tesla' else '9999'}", 24 * GIB))
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: capability
+    nvml.nvmlDeviceGetNumGpuCores = lambda handle: FIGURES["cores"]
+    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: FIGURES["clock"]
+    nvml.nvmlDeviceGetMemoryBusWidth = lambda handle: 384
+    host = detect(tmp_path, nvml=nvml)
+    assert host.gpu is not None and host.gpu.peak is not None
+    assert host.gpu.peak.fp32 == FIGURES["fp32"]
+    for name in ("fp32_medium", "bf16", "fp16", "fp8", "int8"):
+        shares = [rate / peak.fp32 for peak in listed if (rate := peak.matrix(name)) and peak.fp32]
+        estimate = host.gpu.peak.matrix(name)
+        assert (estimate is not None) == bool(shares), name
+        if estimate is not None:
+            assert 1 / 3 < estimate / FIGURES["fp32"] / statistics.median(shares) < 3, name
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA T1000", "NVIDIA T400 4GB", "Quadro T2000"])
+def test_turing_cards_without_tensor_cores_have_no_rates_of_them(name: str, tmp_path: Path) -> None:
+    nvml: Any = FakeNvml((name, 4 * GIB))
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (7, 5)
+    nvml.nvmlDeviceGetNumGpuCores = lambda handle: 1000
+    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1500
+    peak = detect(tmp_path, nvml=nvml).gpu.peak  # type: ignore[union-attr]
+    assert peak is not None and (peak.fp32, peak.fp16, peak.int8) == (3e12, 6e12, None)
+
+
+@pytest.mark.parametrize("generation", range(1, 8))
+def test_every_generation_of_pcie_has_a_rate(generation: int) -> None:
+    """Each generation has about twice the rate of the one before it."""
+    link = pcie_link(GPUS["h100-pcie"].gpu.changed(pcie_generation=generation))
+    assert link is not None
+    assert link.bytes_per_second == pytest.approx(4e9 * 2 ** (generation - 1), rel=0.06)
+
+
+def test_memory_that_gpu_and_cpu_share_is_counted_once() -> None:
+    cpu = describe("epyc-9654-768gb").cpu
+    assert cpu is not None
+    free = 100 * GIB
+    own = Host(name="x", cpu=cpu.changed(free_memory_bytes=free), gpus_per_node=1, gpu=GPUS["h100-pcie"].gpu)
+    shared = own.changed(gpu=GPUS["gb10"].gpu.changed(free_memory_bytes=free))
+    link = own.gpu and pcie_link(own.gpu)
+    assert sum(memory_limits(own.changed(gpu=own.gpu and own.gpu.changed(free_memory_bytes=free)), None).values()) > free
+    assert sum(memory_limits(shared, None).values()) <= free
+    divided = memory_limits(shared, {"0": "40GiB"})
+    assert divided["cuda:0"] == 40 * GIB and sum(divided.values()) <= free
+    assert memory_limits(shared, {"0": "40GiB", "cpu": "20GiB"}) == {"cuda:0": 40 * GIB, "cpu": 20 * GIB}
+    assert "host" in weight_places(own.changed(host_to_device=link))
+    assert "host" not in weight_places(shared.changed(host_to_device=link))
+    assert all(facts.gpu.shares_host_memory for key, facts in GPUS.items() if facts.gpu.backend == "mps")
 
 
 def test_amds_gpus_are_named_where_they_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -98,6 +98,7 @@ def test_the_same_option_says_the_same() -> None:
     assert different == {
         "--set": {("None", "FIELD=VALUE"), ("None", "NAME=VALUE")},  # of a plan, and of generation
         "--output": {("None", "PATH"), ("None", "FOLDER")},
+        "--objective": {("None", "NAME"), ("None", "NAME,NAME")},  # of a training, and of a search
     }
 
 
@@ -155,7 +156,7 @@ def test_the_first_page_groups_the_commands() -> None:
 def test_a_shell_completes_options_and_choices() -> None:
     (trained,) = [option for path, option in OPTIONS if path == ("train",) and long_name(option) == "--backend"]
     assert choices_of(trained) == ["torch", "xla"]
-    environment = os.environ | {"_UPSHIFT_COMPLETE": "complete_bash", "COMP_WORDS": "upshift train --lora", "COMP_CWORD": "2"}
+    environment = os.environ | {"_UPSHIFT_COMPLETE": "complete_bash", "COMP_WORDS": "upshift train --lora-ra", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "import sys; sys.argv = ['upshift']; from upshift.cli.main import main; main()"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.stdout.split() == ["--lora-rank"], ended.stderr

@@ -22,8 +22,8 @@ DOCUMENTED = {
     "torch": {
         "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.tensor", "torch.distributed.tensor.placement_types", "torch.export", "torch.export.graph_signature",
-        "torch.fx", "torch.nn", "torch.nn.functional", "torch.optim.adamw", "torch.optim.lr_scheduler", "torch.profiler",
-        "torch.utils.checkpoint", "torch.utils.cpp_extension", "torch.utils.data", "torch.utils.flop_counter",
+        "torch.fx", "torch.nn", "torch.nn.functional", "torch.optim.adamw", "torch.optim.lr_scheduler", "torch.overrides",
+        "torch.profiler", "torch.utils.checkpoint", "torch.utils.cpp_extension", "torch.utils.data", "torch.utils.flop_counter",
         "torch.utils.hooks",
     },
     "transformers": {

@@ -102,6 +102,18 @@ def test_what_a_user_wrote_is_not_lost(tmp_path: Path) -> None:
     assert link.is_symlink() and path.read_text() == written("--slurm")
 
 
+def test_a_file_of_options_is_written_into_the_command(tmp_path: Path) -> None:
+    options = tmp_path / "run.yaml"
+    options.write_text("model: m\ndata: d\nseed: 7\n")
+    job = tmp_path / "job"
+    words = ["launch", "--slurm", "--output", str(job), "--", "train", "--config", str(options)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "--seed=7" in job.read_text() and "run.yaml" not in job.read_text()
+    options.write_text("model: m\ndata: d\noverwrite: true\n")
+    result = CliRunner().invoke(app, [*words, "--overwrite"])
+    assert isinstance(result.exception, RequestError) and "would delete what a restart goes on from" in str(result.exception)
+
+
 def test_a_pipe_is_written_to_and_a_folder_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

@@ -25,6 +25,7 @@ from upshift.planning.search.layouts import enumerate_layouts
 from upshift.planning.search.ranking import Candidate, Coster, Rejected
 from upshift.planning.search.search import search
 from upshift.planning.search.space import parse_fixed
+from upshift.planning.search.variants import variants_for
 from upshift.planning.workload import Workload
 
 PROFILE = make_profile()
@@ -78,6 +79,14 @@ def test_a_layout_that_is_not_possible_is_one_clear_error() -> None:
     ):  # fmt: skip
         with pytest.raises(RequestError, match=words):
             parse_fixed((text,), host, PROFILE, workload())
+
+
+@pytest.mark.parametrize("gpus", ["2xh100", "2xt4", "8x4090", "2x8xh100@ethernet-25"])
+@pytest.mark.parametrize("fixed", [(), ("precision=fp32",), ("precision=tf32",), ("precision=fp16",), ("attention=eager",)])
+def test_a_rank_of_gpus_is_traced_in_some_precision_whatever_is_fixed(gpus: str, fixed: tuple[str, ...]) -> None:
+    """Without such a trace tensor parallelism is refused, as if one device had been asked for."""
+    workload = Workload(sequence_length=128, global_batch=16)
+    assert any(variant.divided for variant in variants_for(describe(gpus), workload, fixed))
 
 
 def test_a_field_is_fixed_once() -> None:

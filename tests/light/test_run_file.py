@@ -13,7 +13,7 @@ from test_train_request import ARGUMENTS, WRITTEN
 from test_wrong_options import check_refusal
 
 from upshift.cli.main import app
-from upshift.cli.train import parse
+from upshift.cli.train import expand, parse
 from upshift.cli.usage.help_page import is_option, long_name
 from upshift.errors import RequestError
 
@@ -79,6 +79,30 @@ def test_words_replace_the_options_of_the_file(tmp_path: Path) -> None:
     assert options("--config", path)["set_"] == ["precision=bf16", "packing=true"]
 
 
+def test_words_set_aside_what_excludes_them(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "max-steps: 100\noverwrite: true\n")
+    assert (options("--config", path, *NEEDED)["max_steps"], options("--config", path, *NEEDED)["overwrite"]) == (100, True)
+    values = options("--config", path, *NEEDED, "--epochs", "3", "--resume")
+    assert (values["max_steps"], values["epochs"]) == (None, 3.0)
+    assert (values["overwrite"], values["resume"]) == (False, True)
+
+
+@pytest.mark.parametrize("form", [["--config", "PATH"], ["--config=PATH"]], ids=" ".join)
+def test_the_words_of_another_host_need_no_file(form: list[str], tmp_path: Path) -> None:
+    path = file_of(tmp_path, "model: OTHER\nseed: 3\nset: [precision=bf16, packing=true]\nload-best: true\neval-steps: 2\n")
+    words = ["--data", "d", *(word.replace("PATH", path) for word in form), "--seed", "5"]
+    expected = options(*words)
+    expanded = expand(words)
+    Path(path).unlink()
+    assert options(*expanded) == expected and not any("config" in word for word in expanded)
+    assert expand(NEEDED) == NEEDED
+
+
+def test_the_help_page_does_not_read_the_file(tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit):
+        parse(["--help", "--config", str(tmp_path / "none")])
+
+
 def test_a_list_may_stand_for_names_with_commas(tmp_path: Path) -> None:
     path = file_of(tmp_path, "report-to: [tensorboard, wandb]\nallow: bf16-weights\n")
     found = options("--config", path, *NEEDED)
@@ -88,9 +112,9 @@ def test_a_list_may_stand_for_names_with_commas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lerning-rate: 1", "unknown key 'lerning-rate'; the keys are learning-rate, "),
+        ("lerning-rate: 1", "unknown key 'lerning-rate'; did you mean learning-rate?"),
         ("config: other.yaml", "unknown key 'config'"),
-        ("--seed: 1", "unknown key '--seed'; the keys are seed, "),
+        ("--seed: 1", "unknown key '--seed'"),
         ("max-steps: 2.5", "key 'max-steps': --max-steps 2.5 is not a whole number of at least 1"),
         ("max-steps: many", "key 'max-steps': --max-steps many is not a whole number"),
         ("max-steps: 0", "key 'max-steps': --max-steps 0 is not a whole number of at least 1"),
@@ -107,6 +131,9 @@ def test_a_list_may_stand_for_names_with_commas(tmp_path: Path) -> None:
         ("seed: 1\nseed: 2", "key 'seed' is given twice"),
         ("eval-steps: 1\neval_steps: 2", "key 'eval_steps' is given twice"),
         ("- seed", "is no mapping of options"),
+        ("? [seed]\n: 1", "has a list as a key"),
+        ("resume: !!bool x", "key 'resume' must be true or false (got 'x')"),
+        ("model: --overwrite", "key 'model' must not begin with a dash"),
         ("seed: [1", "is not YAML"),
         ("seed: 1\x00", "is not YAML"),
     ],

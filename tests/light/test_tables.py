@@ -24,7 +24,7 @@ PLANNINGS = {host: made_up_planning(on=host, global_batch=batch) for host, batch
 def printed(planning: Planning, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     file = io.StringIO()
     monkeypatch.setattr(tables, "out", Console(file=file, width=width))
-    command._print_planning(planning, rows=5)
+    command._print_planning(planning, None, rows=5)
     return file.getvalue()
 
 

@@ -30,18 +30,25 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "allow": ("--allow bf16-weights,8bit-optimizer", ("bf16-weights", "8bit-optimizer")),
     "from_config": ("--from-config", True),
     "lora_rank": ("--lora-rank 4", 4),
+    "lora_alpha": ("--lora-alpha 32", 32),
+    "lora_dropout": ("--lora-dropout 0.1", 0.1),
+    "lora_target": ("--lora-target v_proj,q_proj", ("q_proj", "v_proj")),
+    "lora_modules_to_save": ("--lora-modules-to-save lm_head", ("lm_head",)),
+    "lora_rslora": ("--lora-rslora", True),
+    "lora_dora": ("--lora-dora", True),
     "load_in_4bit": ("--load-in-4bit", True),
     "text_column": ("--text-column body", "body"),
     "data_format": ("--data-format alpaca", "alpaca"),
     "loss_on": ("--loss-on all", "all"),
     "long_rows": ("--long-rows drop", "drop"),
+    "objective": ("--objective dpo", "dpo"),
     "trial_seconds": ("--trial-seconds 1.5", 1.5),
     "mup_base": ("--mup-base narrow", "narrow"),
 }
 ARGUMENTS = {
     "learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine",
-    "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6, "logging_steps": 7, "early_stopping_patience": 8,
-    "neftune_noise_alpha": 0.5,
+    "dpo_beta": 0.4, "seed": 11, "eval_steps": 4, "save_steps": 5, "save_total_limit": 6, "logging_steps": 7,
+    "early_stopping_patience": 8, "neftune_noise_alpha": 0.5,
 }  # fmt: skip
 
 
@@ -63,13 +70,15 @@ def test_an_option_reaches_the_request_and_no_other_field(name: str) -> None:
 
 def test_the_arguments_reach_the_request() -> None:
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ARGUMENTS.items())
-    found = asked(words)
+    with pytest.raises(RequestError, match=r"^--dpo-beta 0.4 is for --objective dpo; add --objective dpo, or leave it out$"):
+        asked(words)
+    found = asked(f"{words} --objective dpo")
     assert found.arguments == Arguments(max_steps=1, **ARGUMENTS)
     assert found.arguments_for(9) == Arguments(max_steps=9, **ARGUMENTS) and not found.clips_gradients
 
 
 def test_python_has_the_options_of_a_plan_by_name() -> None:
-    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "report_to", "max_steps", "arguments"}
+    of_output = {"model", "data", "output", "overwrite", "resume", "heal", "report_to", "max_steps", "arguments", "objective"}
     assert {*PlanOptions.__annotations__} == {*TrainRequest.model_fields} - of_output
 
 

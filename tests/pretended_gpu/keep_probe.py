@@ -19,14 +19,15 @@ def measured(host: Host, *, budget_seconds: float) -> Host:
         torch_version=version("torch"), transformers_version=version("transformers"), num_threads=host.cpu.usable_cores,
         cpu=cpu, gpu=host.gpu.peak.changed(fp8=None, int8=None) if host.gpu.peak else None, dispatch_seconds=4e-6,
         gpu_dispatch_seconds=5e-6, host_to_device_bytes_per_second=2e10, first_touch_seconds_per_byte=2e-10,
-        base_resident_bytes=4 * 10**8, compiler=False, probe_seconds=1.0, core_share=1.0,
+        base_resident_bytes=4 * 10**8, compiler=False, gpu_compiler=False, probe_seconds=1.0, core_share=1.0,
     ))  # fmt: skip
 
 
 probe_cache.probe = measured
 host = probe_cache.measure(detect())
-# It has no exchanges, so it would be valid for ten minutes only: a file of tomorrow is valid for a day more.
-(path,) = (read_settings().cache_dir / "probe").iterdir()
-tomorrow = path.stat().st_mtime + 86400
-os.utime(path, (tomorrow, tomorrow))
+probe_cache.measure(host.one_device())  # for a process that sees one of several
+# They have no exchanges, so they would be valid for ten minutes only: a file of tomorrow is valid for a day more.
+for path in (read_settings().cache_dir / "probe").iterdir():
+    tomorrow = path.stat().st_mtime + 86400
+    os.utime(path, (tomorrow, tomorrow))
 print(host.device, host.num_devices, host.gpu.name if host.gpu else None)

@@ -18,6 +18,7 @@ from upshift.cli.options import (
     LongRowsOption,
     LossOnOption,
     Model,
+    ObjectiveOption,
     SequenceLength,
     TextColumn,
     data_options_of,
@@ -50,7 +51,7 @@ Seed = Annotated[
         least=0, most=SEEDS - 1,
     ),
 ]  # fmt: skip
-Rows = Annotated[int, option("--rows", text="How many sequences to print.", panel=Panel.OUTPUT, metavar="N", least=1)]
+Rows = Annotated[int, option("--rows", text="How many sequences or pairs to print.", panel=Panel.OUTPUT, metavar="N", least=1)]
 LEARNED_STYLE = "bold green"
 LEARNED_BRACKETS = ("[[", "]]")  # around what is learned, where there is no colour
 
@@ -59,6 +60,7 @@ LEARNED_BRACKETS = ("[[", "]]")  # around what is learned, where there is no col
 def show(
     model: Model,
     data: Data,
+    objective: ObjectiveOption = None,
     sequence_length: SequenceLength = None,
     rows: Rows = 3,
     text_column: TextColumn = None,
@@ -73,18 +75,28 @@ def show(
     from upshift.training.data.show import count_tokens, show_sequences
 
     prepared = prepare_data(find_model(model), data, sequence_length=sequence_length, options=options)
-    for number, parts in enumerate(show_sequences(prepared, rows), start=1):
-        tables.out.print(f"[dim]sequence {number}[/dim]", highlight=False)
+    for number, parts in enumerate(show_sequences(prepared, rows * options.rows_together), start=1):
+        tables.out.print(f"[dim]{_title(number, has_pairs=options.has_pairs)}[/dim]", highlight=False)
         tables.out.print(_marked_text(parts), soft_wrap=True)
     counts = count_tokens(prepared)
     learned = "drawn at random while the model is trained"
     if counts.num_learned is not None:
         learned = f"{counts.num_learned:,} ({counts.num_learned / max(counts.num_tokens, 1):.0%})"
+    num_examples = f"{counts.num_sequences:,} sequences"
+    if options.has_pairs:
+        num_examples = f"{counts.num_sequences // 2:,} pairs"
     tables.out.print(
-        f"{prepared.summary.num_documents:,} rows, {counts.num_sequences:,} sequences to train on, {counts.num_tokens:,} tokens; "
-        f"trained on: {learned}",
+        f"{prepared.summary.num_documents:,} rows, {num_examples} to train on, {counts.num_tokens:,} tokens; "
+        f"{'compared' if options.has_pairs else 'trained on'}: {learned}",
         highlight=False,
     )
+
+
+def _title(number: int, *, has_pairs: bool) -> str:
+    """Return the title of a sequence. Sequences of pairs alternate: chosen, rejected."""
+    if not has_pairs:
+        return f"sequence {number}"
+    return f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
 
 
 def _marked_text(parts: Any) -> Text:

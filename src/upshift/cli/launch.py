@@ -17,7 +17,7 @@ from upshift.cli.options import Overwrite, argument, command_line_options, optio
 from upshift.cli.usage.help_page import Panel
 from upshift.errors import RequestError
 from upshift.launching import hosts, kubernetes, mpi, ray, slurm
-from upshift.launching.request import MAX_RESTARTS, RENDEZVOUS_PORT, Launch, current_folder
+from upshift.launching.request import MAX_RESTARTS, OVERWRITES, RENDEZVOUS_PORT, Launch, current_folder
 
 FILES = {  # by launcher: the default of --output, and the command that submits the file
     "slurm": ("upshift.sbatch", "sbatch {}"),
@@ -138,7 +138,10 @@ def command(
     _check_used(launcher, command_line_options(context), host_names)
     min_nodes, max_nodes = _node_range(nodes, host_names, launcher)
     if train and train[0] == "train":
-        train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
+        options = train_command.parse(train[1:])  # a wrong option would stop the job only when it starts
+        if options["overwrite"]:  # of the words, or of the file of --config
+            raise RequestError(OVERWRITES)
+        train = ["train", *train_command.expand(train[1:])]
     in_image = launcher == "kubernetes"
     folder = "" if in_image or launcher == "ray" else current_folder()
     launch = Launch(

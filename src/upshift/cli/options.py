@@ -20,9 +20,10 @@ from upshift.cli.usage.messages import ABOVE_ZERO, WrongValue, check_choice
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.sequence_length import DEFAULT_SEQUENCE_LENGTH
+from upshift.models.source import ALL_LINEAR, AdapterOptions
 from upshift.planning.layout import FullyShard
 from upshift.planning.plan import changes_of_mathematics
-from upshift.training.data.data_options import DataOptions, LongRows, LossOn
+from upshift.training.data.data_options import DataOptions, LongRows, LossOn, ObjectiveName
 from upshift.training.data.row_formats import RowFormat
 
 
@@ -139,8 +140,8 @@ SequenceLength = Annotated[
 GlobalBatch = Annotated[
     int,
     option(
-        "--global-batch", text="Sequences of one optimizer step, over all ranks. No plan changes it.", panel=Panel.TRAINING,
-        metavar="N", least=1, most=LARGEST_BATCH,
+        "--global-batch", text="Sequences (dpo: pairs) of one optimizer step, over all ranks. No plan changes it.",
+        panel=Panel.TRAINING, metavar="N", least=1, most=LARGEST_BATCH,
     ),
 ]  # fmt: skip
 Epochs = Annotated[
@@ -167,10 +168,43 @@ Allow = Annotated[
 LoraRank = Annotated[
     int | None,
     option(
-        "--lora-rank", text="Train a LoRA adapter of this rank on every linear layer except the head.", panel=Panel.TRAINING,
-        metavar="N", default="train all weights", least=1,
+        "--lora-rank", text="Train a LoRA adapter of this rank.", panel=Panel.TRAINING, metavar="N", default="train all weights",
+        least=1,
     ),
 ]  # fmt: skip
+LoraAlpha = Annotated[
+    int | None,
+    option(
+        "--lora-alpha", text="The scale of LoRA is alpha / rank.", panel=Panel.ADAPTER, metavar="N", default="twice the rank",
+        least=1,
+    ),
+]  # fmt: skip
+LoraDropout = Annotated[
+    float,
+    option(
+        "--lora-dropout", text="The probability that LoRA drops an element of its input, from 0 to below 1.",
+        panel=Panel.ADAPTER, metavar="X", least=0.0,
+    ),
+]  # fmt: skip
+LoraTarget = Annotated[
+    str,
+    option(
+        "--lora-target", panel=Panel.ADAPTER, metavar="NAME,NAME",
+        text="The modules with LoRA, such as q_proj,v_proj. all-linear means every linear layer except the head.",
+    ),
+]  # fmt: skip
+LoraModulesToSave = Annotated[
+    str,
+    option(
+        "--lora-modules-to-save", panel=Panel.ADAPTER, metavar="NAME,NAME", default="none",
+        text="Modules to train whole beside LoRA, such as lm_head. The adapter holds a copy of each.",
+    ),
+]  # fmt: skip
+LoraRslora = Annotated[bool, option("--lora-rslora", text="Use the scale alpha / sqrt(rank) (rsLoRA).", panel=Panel.ADAPTER)]
+LoraDora = Annotated[
+    bool,
+    option("--lora-dora", text="Train the magnitude of each weight apart from its direction (DoRA).", panel=Panel.ADAPTER),
+]
 FourBits = Annotated[
     bool,
     option("--load-in-4bit", text="Store the frozen weights in 4 bits (QLoRA). Needs --lora-rank.", panel=Panel.TRAINING),
@@ -278,6 +312,13 @@ LossOnOption = Annotated[
         panel=Panel.ROWS, metavar="NAME", default="assistant", choices=get_args(LossOn),
     ),
 ]  # fmt: skip
+ObjectiveOption = Annotated[
+    str | None,
+    option(
+        "--objective", text="What the model learns; dpo: to prefer chosen answers to rejected ones",
+        panel=Panel.TRAINING, metavar="NAME", default="the model's own", choices=get_args(ObjectiveName),
+    ),
+]  # fmt: skip
 LongRowsOption = Annotated[
     str | None,
     option(
@@ -313,7 +354,12 @@ def read_generation_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
     """Return what the user says of the data. ``options``: options of the command, by name."""
-    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields})
+    return DataOptions.from_fields({name: options[name] for name in DataOptions.model_fields if name in options})
+
+
+def adapter_options_of(options: Mapping[str, Any]) -> AdapterOptions:
+    """Return the adapter that the user wants to train. ``options``: options of the command, by name."""
+    return AdapterOptions.from_fields({name: options[name] for name in AdapterOptions.model_fields})
 
 
 class LayoutFlag(NamedTuple):
@@ -337,20 +383,55 @@ LAYOUT_FLAGS = {  # how ranks share a job
 
 def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the layout flags, too, and passes them to ``command`` as assignments of its ``--set``."""
-    signature = inspect.signature(command, eval_str=True)
 
     @wraps(command)
     def command_with_flags(**arguments: Any) -> None:
         command(**move_flags_to_set(arguments))
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [parameter.replace(kind=kind) for parameter in signature.parameters.values()]
-    for name, flag in LAYOUT_FLAGS.items():
-        parameters.append(inspect.Parameter(name, kind, default=None, annotation=_flag_annotation(name, flag)))
-    command_with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command_with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del command_with_flags.__wrapped__
+    flags = [_parameter(name, _flag_annotation(name, flag), None) for name, flag in LAYOUT_FLAGS.items()]
+    _replace_signature(command_with_flags, command, flags)
     return command_with_flags
+
+
+def with_adapter_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the options of an adapter, and passes them to ``command`` as its argument ``adapter``."""
+
+    @wraps(command)
+    def command_with_options(**arguments: Any) -> None:
+        others = {name: value for name, value in arguments.items() if name not in AdapterOptions.model_fields}
+        command(**others, adapter=adapter_options_of(arguments))
+
+    _replace_signature(command_with_options, command, list(ADAPTER_PARAMETERS), without="adapter")
+    return command_with_options
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+ADAPTER_PARAMETERS = (
+    _parameter("lora_rank", LoraRank, None),
+    _parameter("lora_alpha", LoraAlpha, None),
+    _parameter("lora_dropout", LoraDropout, 0.0),
+    _parameter("lora_target", LoraTarget, ALL_LINEAR),
+    _parameter("lora_modules_to_save", LoraModulesToSave, ""),
+    _parameter("lora_rslora", LoraRslora, False),
+    _parameter("lora_dora", LoraDora, False),
+    _parameter("load_in_4bit", FourBits, False),
+)
+
+
+def _replace_signature(
+    target: Callable[..., None], command: Callable[..., None], added: list[inspect.Parameter], without: str | None = None
+) -> None:
+    """Give ``target`` the parameters of ``command`` but one, and the added ones, so that typer makes them options."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [parameter.replace(kind=kind) for name, parameter in signature.parameters.items() if name != without]
+    parameters += added
+    target.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    target.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del target.__wrapped__  # type: ignore[attr-defined]
 
 
 def move_flags_to_set(arguments: dict[str, Any]) -> dict[str, Any]:

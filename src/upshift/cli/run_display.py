@@ -121,8 +121,8 @@ class RunDisplay:
             self._print(f"[yellow]{event.words}[/yellow]")
         elif kind == "Waited":
             self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
-        elif kind == "Evaluated":
-            self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
+        elif kind in ("Evaluated", "Referenced"):
+            self._print(f"[dim]{_held_out_text(event) if kind == 'Evaluated' else _reference_text(event)}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
         elif kind == "Finished" and event.reason == EARLY_STOPPING:
@@ -137,14 +137,31 @@ class RunDisplay:
         if self.predicted_bytes:
             memory += f" of {format_bytes(self.predicted_bytes)} predicted"
         speed = f"{event.tokens_per_second:,.0f} tokens/s"
-        text = f"loss {event.loss:.3f} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
+        text = f"loss {event.loss:.3f}{_rewards_text(event)} · {speed} · {memory} · {format_seconds(event.seconds_left)} left"
         self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         if event.logged_loss is not None:
             norm = "" if event.gradient_norm is None else f" · gradient norm {event.gradient_norm:.3g}"
-            numbers = f"loss {event.logged_loss:.4f} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
+            numbers = (
+                f"loss {event.logged_loss:.4f}{_rewards_text(event)} · learning rate {event.learning_rate:.3g}{norm} · {speed}"
+            )
             self._print(f"{name} {event.step}/{event.max_steps}: {numbers}", soft_wrap=True)
 
     def _print(self, text: str, *, soft_wrap: bool = False) -> None:
         """Print a line. ``soft_wrap``: never break it, so that a log has one line for it."""
         if not self.quiet:
             self.progress.console.print(text, highlight=False, soft_wrap=soft_wrap)
+
+
+def _rewards_text(event: Any) -> str:
+    """Return the rewards of pairs, or nothing for other sequences."""
+    if event.reward_accuracy is None:
+        return ""
+    return f" · reward accuracy {event.reward_accuracy:.0%} · margin {event.reward_margin:.3f}"
+
+
+def _held_out_text(event: Any) -> str:
+    return f"held-out loss after {event.tokens:,} tokens: {event.loss:.4f}{_rewards_text(event)}"
+
+
+def _reference_text(event: Any) -> str:
+    return f"log-probabilities of {event.num_pairs:,} pairs before the training: {format_seconds(event.seconds)}"

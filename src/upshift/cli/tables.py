@@ -19,6 +19,7 @@ from rich.table import Table
 from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
+from upshift.models.source import ALL_LINEAR, AdapterOptions
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import SampleUnit, sample_unit
 from upshift.planning.cost.uncertainty import Number
@@ -103,9 +104,21 @@ def plans_title(ranked: int, rejected: int, host: Host) -> str:
     return f"Best of {ranked:,} plans{that_fit} ({rejected:,} rejected)"
 
 
-def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:
-    weights = ", whose weights are stored in NF4" if load_in_4bit else ""
-    return f"LoRA of rank {lora_rank} around every linear layer but the head{weights}"
+def adapter_line(options: AdapterOptions) -> str | None:
+    """Return a sentence that describes the new adapter, or None if there is none."""
+    if options.lora_rank is None:
+        return None
+    kind = "DoRA" if options.lora_dora else "LoRA"
+    settings = [] if options.lora_alpha is None else [f"alpha {options.lora_alpha}"]
+    settings += [f"dropout {options.lora_dropout:g}"] if options.lora_dropout else []
+    settings += ["rsLoRA"] if options.lora_rslora else []
+    details = f" ({', '.join(settings)})" if settings else ""
+    is_everywhere = options.lora_target == (ALL_LINEAR,)
+    target = "every linear layer but the head" if is_everywhere else ", ".join(options.lora_target)
+    saved = options.lora_modules_to_save
+    beside = f", beside {', '.join(saved)}, trained whole" if saved else ""
+    weights = "; the frozen weights are stored in NF4" if options.load_in_4bit else ""
+    return f"{kind} of rank {options.lora_rank}{details} around {target}{beside}{weights}"
 
 
 def plans_table(planning: Planning, *, rows: int) -> Table:

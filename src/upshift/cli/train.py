@@ -15,15 +15,14 @@ from upshift.cli.options import (
     Allow,
     DataFormat,
     Epochs,
-    FourBits,
     FromConfig,
     GlobalBatch,
     Json,
     LongRowsOption,
-    LoraRank,
     LossOnOption,
     MaxGradNorm,
     Model,
+    ObjectiveOption,
     Overwrite,
     SequenceLength,
     Set,
@@ -32,16 +31,20 @@ from upshift.cli.options import (
     option,
     output_folder,
     split_names,
+    with_adapter_options,
     with_layout_flags,
 )
 from upshift.cli.run_display import RunDisplay
 from upshift.cli.usage.commands import HelpCommand
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
+from upshift.cli.usage.run_file import expand_file
 from upshift.importing import importing
+from upshift.models.source import AdapterOptions
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.training.arguments import (
+    BETA,
     DEFAULT_OUTPUT,
     SEEDS,
     TRIAL_SECONDS,
@@ -93,6 +96,13 @@ Seed = Annotated[
     option(
         "--seed", text="The seed of the order of the data, of dropout and of random weights.", panel=Panel.OPTIMIZATION,
         metavar="N", least=0, most=SEEDS - 1,
+    ),
+]  # fmt: skip
+DpoBeta = Annotated[
+    float,
+    option(
+        "--dpo-beta", text="With --objective dpo: a larger value keeps the model closer to what it was.",
+        panel=Panel.OPTIMIZATION, metavar="X", least=ABOVE_ZERO,
     ),
 ]  # fmt: skip
 MupBase = Annotated[
@@ -204,11 +214,14 @@ Heal = Annotated[
 
 
 @with_layout_flags
+@with_adapter_options
 def command(
     model: Model,
     data: Data,
+    adapter: AdapterOptions,
     eval_data: EvalData = None,
     output: Output = DEFAULT_OUTPUT,
+    objective: ObjectiveOption = None,
     sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
     max_steps: MaxSteps = None,
@@ -220,6 +233,7 @@ def command(
     lr_scheduler_type: Schedule = "linear",
     neftune_noise_alpha: NeftuneNoiseAlpha = None,
     seed: Seed = 42,
+    dpo_beta: DpoBeta = BETA,
     logging_steps: LoggingSteps = 0,
     eval_steps: EvalSteps = 0,
     early_stopping_patience: EarlyStoppingPatience = None,
@@ -228,8 +242,6 @@ def command(
     save_total_limit: SaveTotalLimit = 2,
     from_config: FromConfig = False,
     mup_base: MupBase = None,
-    lora_rank: LoraRank = None,
-    load_in_4bit: FourBits = False,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
@@ -248,7 +260,8 @@ def command(
     init: Init = None,
 ) -> None:
     """Train or fine-tune a model with the fastest plan that fits. Ctrl-C saves a checkpoint, and --resume continues from it."""
-    request = request_of(locals())
+    request = request_of(locals() | adapter.model_dump())
+    request.check_rank()
     if plan is not None:
         check_file("--plan", plan)
     if train_xla.is_xla(backend):
@@ -257,8 +270,7 @@ def command(
     with importing():
         from upshift.training.run import run_training
 
-    adapter = None if lora_rank is None else tables.adapter_line(lora_rank, load_in_4bit)
-    with RunDisplay(quiet=as_json or not _is_first_rank(), title=adapter) as display:
+    with RunDisplay(quiet=as_json or not _is_first_rank(), title=tables.adapter_line(request)) as display:
         record = run_training(request, display.watcher)
     if record is not None:
         _print_record(record, as_json=as_json)
@@ -271,6 +283,16 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
     parser: Any = typer.main.get_command(app)
     parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
     return parsed
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """Return the words that follow ``upshift train``, with the options of the file of ``--config`` in place of its name.
+
+    Another host, which runs the command, need not have the file."""
+    app = typer.Typer(add_completion=False)
+    app.command("train", cls=HelpCommand)(command)
+    parser: Any = typer.main.get_command(app)
+    return expand_file(parser, parser.make_context("upshift train", list(words)), words)
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:
@@ -293,6 +315,11 @@ def _print_record(record: Record, *, as_json: bool) -> None:
     elif record.predicted is not None and record.measured is not None:
         tables.out.print(tables.prediction_table(record.predicted, record.measured))
         step = record.details["model_step"]
+        for rewarded_step, accuracy, margin in record.details.get("evaluation_rewards", ()):
+            if rewarded_step == step:
+                tables.out.print(
+                    f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}, by {margin:.3f} on average"
+                )
         best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
         loss = tables.number(record.measured.evaluation_loss, 4)
         tables.out.print(f"Held-out loss {loss}{best}. Model saved in {record.checkpoint}")

@@ -13,6 +13,7 @@ from upshift.cli.progress import activity
 from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import check_choice
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.training.arguments import Arguments, TrainRequest
 from upshift.units import format_seconds
 
@@ -24,8 +25,8 @@ Backend = Annotated[
     ),
 ]  # fmt: skip
 TORCH_ONLY = (  # fields of TrainRequest, and of its Arguments
-    "lora_rank", "load_in_4bit", "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to",
-    "logging_steps", "early_stopping_patience", "load_best", "neftune_noise_alpha",
+    *AdapterOptions.model_fields, "plan_file", "allow", "overwrite", "mup_base", "heal", "report_to", "logging_steps",
+    "early_stopping_patience", "load_best", "neftune_noise_alpha", "objective",
 )  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # --set takes these here
 

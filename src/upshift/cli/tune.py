@@ -15,13 +15,11 @@ from upshift.cli.options import (
     Allow,
     DataFormat,
     Epochs,
-    FourBits,
     FromConfig,
     GlobalBatch,
     Html,
     Json,
     LongRowsOption,
-    LoraRank,
     LossOnOption,
     Model,
     SequenceLength,
@@ -32,6 +30,7 @@ from upshift.cli.options import (
     option,
     output_folder,
     split_names,
+    with_adapter_options,
     with_layout_flags,
 )
 from upshift.cli.progress import activity
@@ -39,6 +38,7 @@ from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO, check_choice
 from upshift.errors import MissingExtra
 from upshift.importing import importing
+from upshift.models.source import AdapterOptions
 from upshift.training.arguments import SEEDS
 from upshift.units import format_seconds
 from upshift.versions import installed_version
@@ -171,9 +171,11 @@ TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_ty
 
 
 @with_layout_flags
+@with_adapter_options
 def command(
     model: Model,
     data: Data,
+    adapter: AdapterOptions,
     space: Space,
     output: Output = Path("upshift-tune"),
     trials: Trials = 20,
@@ -193,8 +195,6 @@ def command(
     warm_start: WarmStart = None,
     mup_width: MupWidth = None,
     from_config: FromConfig = False,
-    lora_rank: LoraRank = None,
-    load_in_4bit: FourBits = False,
     text_column: TextColumn = None,
     data_format: DataFormat = None,
     loss_on: LossOnOption = None,
@@ -208,7 +208,7 @@ def command(
 ) -> None:
     """Search the best hyper-parameters of a training. If you start the same command again, it continues the study."""
     _check_request(space, html)
-    of_data = data_options_of(locals())
+    of_data = data_options_of({**locals(), "objective": None})  # here it is what the search optimizes
     with importing():
         from upshift.tuning.tune import tune
 
@@ -219,9 +219,10 @@ def command(
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
             storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
             arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
-            global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split_names(allow),
-            from_config=from_config, load_in_4bit=load_in_4bit, text_column=of_data.text_column, data_format=of_data.data_format,
+            global_batch=global_batch, epochs=epochs, fixed=tuple(set_ or ()), allow=split_names(allow),
+            from_config=from_config, text_column=of_data.text_column, data_format=of_data.data_format,
             loss_on=of_data.loss_on, long_rows=of_data.long_rows, trial_seconds=trial_seconds,
+            **adapter.model_dump(),
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page

@@ -58,7 +58,7 @@ def detect(
     gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
     if not gpus:
         gpu_origin = _unused_amd(root) or gpu_origin
-    shares_memory = any(_shares_memory(gpu) for gpu in gpus)
+    shares_memory = any(_shares_memory(gpu) and gpu.memory_bytes is None for gpu in gpus)
     gpus = tuple(_with_shared_memory(gpu, cpu) if _shares_memory(gpu) else gpu for gpu in gpus)
     is_uniform = len({str(gpu.identity()) for gpu in gpus}) == 1
     gpu = _with_least_free_memory(gpus) if is_uniform else None
@@ -108,14 +108,18 @@ def find_nvml() -> Any:
 
 
 def _shares_memory(gpu: Gpu) -> bool:
-    """Return whether a GPU uses the CPU's memory (NVIDIA GB10, Jetson). NVML reports none for it, and it has no PCI Express."""
-    listed = NVIDIA_GPUS[gpu.table_key].gpu if gpu.table_key else None
-    return gpu.memory_bytes is None and (listed is None or listed.pcie_generation is None)
+    """Return whether a GPU uses the CPU's memory (NVIDIA GB10, Jetson). NVML reports none for a GPU that is not in the table."""
+    return NVIDIA_GPUS[gpu.table_key].gpu.shares_host_memory if gpu.table_key else gpu.memory_bytes is None
 
 
 def _with_shared_memory(gpu: Gpu, cpu: Cpu) -> Gpu:
+    """Return the GPU marked as sharing the CPU's memory, with the CPU's figures where NVML has none."""
+    gpu = gpu.changed(shares_host_memory=True)
+    if gpu.memory_bytes is not None:
+        return gpu
     listed = NVIDIA_GPUS[gpu.table_key].gpu.memory_bytes if gpu.table_key else None
-    return gpu.changed(memory_bytes=listed or cpu.memory_bytes, free_memory_bytes=cpu.free_memory_bytes)
+    memory_bytes = listed or cpu.memory_bytes
+    return gpu.changed(memory_bytes=memory_bytes, free_memory_bytes=cpu.free_memory_bytes)
 
 
 def _with_least_free_memory(gpus: tuple[Gpu, ...]) -> Gpu:

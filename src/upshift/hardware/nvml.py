@@ -7,6 +7,7 @@ use only one of them. ``read_gpus`` returns heat, power, clocks, links, errors a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -130,10 +131,12 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 # Operations of the tensor cores per cycle and CUDA core, over those in FP32, by the first capability that has them: fp32_medium,
 # bf16, fp16, fp8, int8. Source: the rows of catalog/nvidia.py and catalog/rtx.py. GeForce cards accumulate in FP32 at half of it.
 TENSOR_SHARES: dict[tuple[int, int], tuple[float | None, float | None, float | None, float | None, float | None]] = {
-    (12, 0): (2, 4, 4, 8, 8), (10, 0): (15, 30, 30, 60, 60), (9, 0): (7, 15, 15, 30, 30), (8, 9): (2, 4, 4, 8, 8),
-    (8, 6): (2, 4, 4, None, 8), (8, 0): (8, 16, 16, None, 32), (7, 0): (None, None, 8, None, None),
+    (12, 0): (2, 4, 4, 8, 8), (11, 0): (15, 30, 30, 60, 60), (10, 3): (15, 30, 30, 60, 2), (10, 0): (15, 30, 30, 60, 60),
+    (9, 0): (7, 15, 15, 30, 30), (8, 9): (2, 4, 4, 8, 8), (8, 6): (2, 4, 4, None, 8), (8, 0): (8, 16, 16, None, 32),
+    (7, 5): (None, None, 8, None, 16), (7, 0): (None, None, 8, None, None),
     (0, 0): (None, None, None, None, None),
 }  # fmt: skip
+TURING_WITH_TENSOR_CORES = re.compile(r"\bRTX\b|\bT4G?\b")  # NVIDIA calls no other Turing card so
 CLOCK_MEMORY = 2  # NVML_CLOCK_MEM
 BITS_PER_CYCLE = 2  # of a memory pin: NVML's clock is half of the data rate
 MEGA = 10**6
@@ -151,9 +154,10 @@ def _estimated_peak(nvml: Any, handle: Any, name: str, capability: tuple[int, in
         return None  # the driver reports the whole GPU's cores for a MIG instance
     fp32 = 2.0 * cores * clock * MEGA
     shares = next(shares for first, shares in TENSOR_SHARES.items() if capability >= first)
-    if capability == (7, 5):  # some have no tensor cores (GTX 16 series, T1000), and compute in fp16 at twice the rate
+    halved = 2 if "GeForce" in name and capability >= (7, 5) else 1
+    if capability == (7, 5) and not TURING_WITH_TENSOR_CORES.search(name):  # GTX 16 series, T1000: fp16 at twice the rate
         shares = (None, None, 2, None, None)
-    halved = 2 if "GeForce" in name and capability >= (8, 6) else 1
+        halved = 1
     medium, bf16, fp16, fp8, int8 = (None if share is None else fp32 * share / halved for share in shares)
     return Rates(
         fp32=fp32, fp32_medium=medium, bf16=bf16, fp16=fp16, fp8=fp8, int8=None if int8 is None else int8 * halved,

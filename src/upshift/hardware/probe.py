@@ -41,7 +41,7 @@ MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
 POLL_SECONDS = 0.05
-UNKNOWN_BASE: dict[str, Any] = {"resident_bytes": None, "compiler": None, "exchanges": {}}
+BASE_NAMES = ("resident_bytes", "compiler", "exchanges")  # of the measurements of the base process
 
 
 def memory_rate(host: Host) -> float:
@@ -74,11 +74,12 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         cpu=cpu_rates,
         dispatch_seconds=dispatch,
         first_touch_seconds_per_byte=touch,
-        exchanges=_links("gloo", base["exchanges"]),
+        exchanges=_links("gloo", base["exchanges"] or {}),
         base_resident_bytes=base["resident_bytes"],
         compiler=base["compiler"],
         probe_seconds=time.perf_counter() - start,
         core_share=core_share,
+        failed=(*(name for name in BASE_NAMES if base[name] is None), *gpu.pop("failed", ())),
         **gpu,
     )
     return with_measured(host, measured)
@@ -100,21 +101,24 @@ def _check_this_machine(host: Host) -> Cpu:
 
 
 def _run_base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
-    """Return the measurements of a process that imports torch and transformers; unknown ones if it times out."""
+    """Return the measurements of a process that imports torch and transformers. One that failed, or came too late, is None."""
+    unknown = dict.fromkeys(BASE_NAMES)
     command = parent_process.command("upshift.hardware.probe_process", str(num_threads), options=("-P",))
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:
         logger.warning("no imports of torch, transformers in %.0f s: nothing is compiled, memory is underrated", timeout_seconds)
-        return UNKNOWN_BASE
+        return unknown
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise JobFailed(f"a process that imports torch and transformers fails here: {last_line}") from None
     answer = _read_answer(process.stdout)
     if answer is None:
         logger.warning("a process that imports torch and transformers gave no answer: nothing is compiled, memory is underrated")
-        return UNKNOWN_BASE
-    return answer
+        return unknown
+    for name, message in answer.get("failures", {}).items():
+        logger.warning("%s of a process are not measured: %s", name, message)
+    return unknown | answer
 
 
 def _read_answer(stdout: str) -> dict[str, Any] | None:
@@ -265,7 +269,9 @@ def _gpu_numbers(host: Host, limit_seconds: float) -> dict[str, Any]:
     numbers = _run_gpu_probe([["rates", str(limit_seconds), *unsupported]])
     if numbers is None:
         return {}
-    for name, message in numbers.pop("failures").items():
+    failures = numbers.pop("failures")
+    numbers["failed"] = tuple(failures)
+    for name, message in failures.items():
         logger.warning("the GPU's rate (%s) is not measured: %s", name, message)
     ranks = host.gpus_per_node if host.gpu is not None else 1
     if ranks > 1:

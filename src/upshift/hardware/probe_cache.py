@@ -16,7 +16,7 @@ from upshift.versions import installed_version
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "3"  # raise it when the probe measures more
+FORMAT = "4"  # raise it when the probe measures more
 MIN_CORE_SHARE = 0.75  # of the cores' time; a probe that runs alone gets more; beside six busy processes rates were a twentieth
 SHORT_SECONDS = 600.0  # how long a probe is valid that had less of the cores' time, or measured only a part
 GPU_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp32_medium", "bf16", "fp16")  # those that the probe measures
@@ -33,8 +33,7 @@ def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) 
         try:
             cached = Measured.from_file(path)
             ran_alone = cached.core_share is None or cached.core_share >= MIN_CORE_SHARE
-            has_base = cached.base_resident_bytes is not None  # else the imports of a process took too long
-            is_lasting = ran_alone and has_base and has_all_gpu_rates(host, cached)
+            is_lasting = ran_alone and not cached.failed and has_all_gpu_rates(host, cached)
             if is_lasting or time.time() - path.stat().st_mtime < SHORT_SECONDS:
                 return with_measured(host, cached)
         except RequestError as error:

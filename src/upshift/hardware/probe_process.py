@@ -2,7 +2,8 @@
 
 It measures the memory of the process after importing torch and transformers, checks whether compiling works, and measures how
 fast gloo exchanges tensors with another process. It prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation:
-[seconds of a small tensor, bytes per second of a large one]}}. A trial is a process of its own, so this is one, too.
+[seconds of a small tensor, bytes per second of a large one]}, "failures": {measurement: reason}}. A measurement that failed is
+null. Exchanges are empty where there is no gloo. A trial is a process of its own, so this is one, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from upshift.errors import MissingInternal
@@ -38,7 +40,9 @@ def measure_resident_bytes(num_threads: int) -> int:
 
 
 def compiler_works() -> bool:
-    """Return whether the C++ compiler that torch inductor chooses can compile the headers of its CPU kernels."""
+    """Return whether the C++ compiler that torch inductor chooses can compile the headers of its CPU kernels.
+
+    Raise OSError if the compiler could not do its work, such as for lack of memory or of space on the disk."""
     try:
         find = CPP_COMPILER.get()
         no_compiler = NO_COMPILER.get()
@@ -59,7 +63,10 @@ def compiler_works() -> bool:
         source.write_text(f"#include <Python.h>\n#include <cmath>\n{openmp}int main() {{ return 0; }}\n")
         include = sysconfig.get_path("include")
         command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{include}", str(source)]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        status = subprocess.run(command, capture_output=True, check=False).returncode
+    if status < 0:  # a signal ended it, as the kernel's does when memory runs out
+        raise OSError(f"{compiler} was ended by signal {-status}")
+    return status == 0
 
 
 def fork_exchange_partner(port: int) -> int | None:
@@ -74,26 +81,43 @@ def fork_exchange_partner(port: int) -> int | None:
         try:
             end_with(parent)
             measure_gloo(1, port)
+        except RuntimeError:  # rank 0 has one, too, and reports it
+            pass
         finally:
             os._exit(0)
     return child
 
 
 def measure_gloo(rank: int, port: int) -> dict[str, tuple[float, float]]:
-    """Return the exchanges of gloo between two processes. Return nothing if gloo fails."""
-    try:
-        return measure_exchanges("gloo", "cpu", rank=rank, ranks=2, port=port, large_bytes=LARGE_BYTES)
-    except RuntimeError:  # torch raises this type for errors of a process group
-        return {}
+    """Return the exchanges of gloo between two processes. Raise RuntimeError, as torch does, if gloo fails."""
+    return measure_exchanges("gloo", "cpu", rank=rank, ranks=2, port=port, large_bytes=LARGE_BYTES)
+
+
+def answer(measurements: dict[str, Callable[[], object]]) -> dict[str, object]:
+    """Return the results by name, and None and its reason for each measurement that fails."""
+    results: dict[str, object] = {}
+    failures: dict[str, str] = {}
+    for name, run in measurements.items():
+        try:
+            results[name] = run()
+        except (OSError, RuntimeError) as error:
+            results[name] = None
+            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return results | {"failures": failures}
 
 
 if __name__ == "__main__":
     stdout = take_stdout()
     port = free_port()
     child = fork_exchange_partner(port)
-    alone = {"resident_bytes": measure_resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
-    together = {"exchanges": {} if child is None else measure_gloo(0, port)}
+    measured = answer(
+        {
+            "resident_bytes": lambda: measure_resident_bytes(int(sys.argv[1])),
+            "compiler": compiler_works,
+            "exchanges": lambda: {} if child is None else measure_gloo(0, port),
+        }
+    )
     if child is not None:
         os.waitpid(child, 0)
-    stdout.write(json.dumps(alone | together) + "\n")
+    stdout.write(json.dumps(measured) + "\n")
     stdout.flush()

@@ -136,6 +136,7 @@ class Gpu(Value):
     table_key: str | None = None
     memory_bytes: Bytes | None
     free_memory_bytes: Bytes | None = None
+    shares_host_memory: bool = False  # its memory is the CPU's, so that moving something to the host frees nothing
     compute_capability: tuple[int, int] | None = None  # CUDA's
     pcie_generation: Count | None = None
     pcie_width: Count | None = None  # lanes
@@ -159,7 +160,7 @@ class Gpu(Value):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that identify the product: no free memory and no catalog figures. The name implies the backend."""
-        fields = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "tdp_watts", "peak"})
+        fields = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "shares_host_memory", "tdp_watts", "peak"})
         return fields | {"memory_bytes": _coarse(self.memory_bytes)}
 
 
@@ -191,6 +192,7 @@ class Measured(Value):
     gpu_compiler: bool | None = None  # whether Triton, which compiles for GPUs, has all that it needs
     compiler: bool | None  # whether the C++ compiler and the headers that torch.compile needs on the CPU work
     probe_seconds: Seconds
+    failed: tuple[str, ...] = ()  # measurements that failed and may succeed later: a cache keeps such a result for minutes only
     core_share: float | None = None  # share of the cores' time that the probe got; other programs had the rest
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.models.source import ModelSource
+from upshift.text import NO_VOCABULARY, has_words
 
 FILES = (
     "tokenizer*.json",
@@ -32,6 +33,8 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise RequestError(f"{source.reference!r} has no tokenizer that loads ({error}); save one beside the model") from None
     if not tokenizer.is_fast:
         raise RequestError(f"{source.reference!r} has no tokenizer.json; save its tokenizer with save_pretrained")
+    if not has_words(tokenizer):
+        raise RequestError(f"{source.reference!r} has no tokenizer that loads ({NO_VOCABULARY}); save one beside the model")
     return tokenizer
 
 

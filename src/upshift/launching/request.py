@@ -15,6 +15,7 @@ from upshift.value import Value
 MAX_RESTARTS = 8  # of all ranks together; one killed worker can cost two, if a peer connects to the group that just ended
 RENDEZVOUS_PORT = 29400  # torchrun's own default
 RESUME_HINT = "the same command goes on from the newest checkpoint"
+OVERWRITES = "--overwrite would delete what a restart goes on from; leave it out, or give an empty --output"
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")  # of Kubernetes objects, which append a suffix to it
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -57,7 +58,7 @@ class Launch(Value):
             command = " ".join(self.train) or "nothing"
             raise RequestError(f"after -- comes the ranks' command, which is train: got {command!r}; write -- train MODEL ...")
         if "--overwrite" in self.train:
-            raise RequestError("--overwrite would delete what a restart goes on from; leave it out, or give an empty --output")
+            raise RequestError(OVERWRITES)
 
     def _check_job(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.models.quantized import keep_trainable, quantize
-from upshift.models.source import ModelSource
+from upshift.models.build import build_model, choose_class, explain_build_errors
+from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
+from upshift.models.source import ALL_LINEAR, AdapterOptions, ModelSource
 
 
 def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
@@ -37,6 +38,13 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
+    for path, _ in four_bit_layers(model):
+        for saved in adapter.get("modules_to_save") or ():
+            if any(_has_name(parent, saved) for parent in _path_and_parents(path)):
+                raise RequestError(
+                    f"--lora-modules-to-save {saved}: {path} is stored in 4 bits, and such weights are never trained themselves; "
+                    "leave it out, or train without --load-in-4bit"
+                )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about a property that transformers renamed, and about unknown layer types
         try:
@@ -45,9 +53,55 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
             reason = " ".join(str(error).split())
             raise RequestError(
                 f"peft puts no such {adapter['peft_type']} adapter around {type(model).__name__}: {reason}; "
-                "save one with other target_modules by peft, and give its directory"
+                "name other modules (--lora-target; target_modules in peft)"
             ) from None
     return peft_model
+
+
+def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
+    """Raise RequestError if the model lacks a module that the options name, or if peft has no adapter for one.
+
+    Builds the model and its adapter on the meta device."""
+    if not options.names_modules or source.adapter is None:
+        return
+    if "quantization_config" in source.config:
+        check_quantization(source.config["quantization_config"], source.reference, adapter=True)
+    config = source.hf_config
+    model_class, _ = choose_class(config, source.reference)
+    with explain_build_errors(repr(source.reference)), torch.device("meta"):
+        model = build_model(config, model_class, dtype=torch.float32)
+        _check_paths([path for path, _ in model.named_modules() if path], source, options)
+        complete_model(model, source)
+
+
+def _check_paths(paths: list[str], source: ModelSource, options: AdapterOptions) -> None:
+    targets = () if options.lora_target == (ALL_LINEAR,) else options.lora_target
+    for option, names in (("--lora-target", targets), ("--lora-modules-to-save", options.lora_modules_to_save)):
+        for name in names:
+            if not any(_has_name(path, name) for path in paths):
+                raise RequestError(f"{option} {name}: {source.base_reference!r} has no such module; it has {_list_names(paths)}")
+    for name in targets:
+        inside = [saved for saved in options.lora_modules_to_save if _is_inside(paths, name, saved)]
+        if inside:
+            raise RequestError(
+                f"--lora-target {name} is within --lora-modules-to-save {inside[0]}, which is trained whole; leave out one"
+            )
+
+
+def _has_name(path: str, name: str) -> bool:
+    """Return whether a name means the module at this path, by peft's rule: it is the whole path, or the end of it."""
+    return path == name or path.endswith(f".{name}")
+
+
+def _is_inside(paths: list[str], name: str, saved: str) -> bool:
+    """Return whether every module of this name is a saved module, or within one."""
+    named = [path for path in paths if _has_name(path, name)]
+    return all(any(_has_name(parent, saved) for parent in _path_and_parents(path)) for path in named)
+
+
+def _list_names(paths: list[str]) -> str:
+    """Return the last names of all modules, without the numbers of layers."""
+    return ", ".join(sorted({name for path in paths if not (name := path.rpartition(".")[2]).isdecimal()}))
 
 
 def name_base(model: Any, source: ModelSource) -> None:

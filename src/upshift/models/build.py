@@ -272,6 +272,7 @@ class LayerStack:
     traced_layers: tuple[int, ...]  # original indices of the layers that are left
     assignment: tuple[int, ...]  # for each original layer, the position in traced_layers of the layer that represents it
     layer_trainable: tuple[int, ...]  # trainable parameters of each traced layer
+    layer_frozen: tuple[int, ...]  # frozen parameters of each traced layer
 
 
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -318,6 +319,7 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
                 traced_layers=traced_layers,
                 assignment=tuple(traced_layers.index(index) for index in representatives),
                 layer_trainable=tuple(_num_trainable(layers[index]) for index in traced_layers),
+                layer_frozen=tuple(_num_frozen(layers[index]) for index in traced_layers),
             )
         )
         _keep_layers(model, path, layers, traced_layers)
@@ -341,6 +343,10 @@ def _layer_kinds(layers: nn.ModuleList) -> list[str]:
 
 def _num_trainable(layer: nn.Module) -> int:
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+
+
+def _num_frozen(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad)
 
 
 def layer_kind(layer: nn.Module) -> str:

@@ -102,6 +102,7 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         trainable_layers=trainable["layers"],
         trainable_head=trainable["head"],
         always_fp32=always_fp32,
+        trainable_bf16=sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16),
         trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
         looked_up=lookup_table_shapes(model),
         frozen_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(frozen_shapes.items())),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -46,10 +48,44 @@ LENGTHS = ("max_new_tokens", "max_length")
 Options = TypeVar("Options", bound=Value)
 
 
+@dataclass(frozen=True)
+class FileDefaults:
+    """The options of a model's files for choosing text, and what they depend on. They are read once, and serve every request."""
+
+    options: Mapping[str, Any]
+    file_name: str  # that has the options
+    reference: str  # the user's name of the model
+    has_encoder: bool  # max_length counts the decoder's start token
+    positions: int | None  # the most tokens that the model takes; None: no limit, or no option depends on it
+
+
+def read_defaults(source: ModelSource) -> FileDefaults:
+    """Return the options of generation_config.json, or, without it, those of config.json, as transformers does.
+
+    Early BART models have their options only there."""
+    options = _read_file(source)
+    file_name = CONFIG if options else "config.json"
+    if not options:
+        names = _config_fields()
+        options = {name: value for name, value in source.config.items() if name in names}
+    limits_length = _is_length(options.get("max_length"))
+    return FileDefaults(
+        options=options,
+        file_name=file_name,
+        reference=str(source.reference),
+        has_encoder=limits_length and source.hf_config.is_encoder_decoder,
+        positions=positions_of(source) if limits_length else None,
+    )
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
 def merge_options(
-    options_class: type[Options], source: ModelSource, user_options: Mapping[str, Any], *, user_only: tuple[str, ...] = ()
+    options_class: type[Options], file_defaults: FileDefaults, user_options: Mapping[str, Any], *, user_only: tuple[str, ...] = ()
 ) -> Options:
-    """Return the merged options. The user's options come first.
+    """Return the merged options. The user's options come first. No file is read.
 
     ``user_only``: names that are ignored in the file.
 
@@ -59,10 +95,10 @@ def merge_options(
     option_names = options_class.model_fields.keys()
     replaced = {name for name, value in user_options.items() if name not in option_names and _replaces_file(name, value)}
     requested = {name: value for name, value in user_options.items() if value is not None and name not in replaced}
-    file_options = {name: value for name, value in _file_options(source).items() if name not in replaced}
+    file_options = {name: value for name, value in file_defaults.options.items() if name not in replaced}
     defaults = {name: value for name, value in file_options.items() if name in option_names and value is not None}
     defaults = {name: value for name, value in defaults.items() if name not in user_only}
-    _set_length(defaults, file_options, requested, source)
+    _set_length(defaults, requested, file_defaults, file_options.get("max_length"))
     requests_sampling = any(name in requested for name in WARPERS)
     merged = {**defaults, **requested}
     if requests_sampling and "do_sample" not in requested:
@@ -72,7 +108,7 @@ def merge_options(
         for name in WARPERS:
             if name in defaults and not _is_possible(options_class, name, defaults[name]):
                 del merged[name]
-    _check_file(file_options, option_names, merged, source)
+    _check_file(file_options, option_names, merged, file_defaults)
     for name in LIST_OPTIONS:
         takes_list = name in merged and "tuple" in str(options_class.model_fields[name].annotation)
         if takes_list and isinstance(merged[name], int | str):
@@ -83,10 +119,8 @@ def merge_options(
         raise RequestError(f"generation: {first_problem(options_class, error)}") from None
 
 
-def _set_length(
-    defaults: dict[str, Any], file_options: Mapping[str, Any], requested: Mapping[str, Any], source: ModelSource
-) -> None:
-    """Leave one limit of the length in ``defaults``, or none if the user gives one.
+def _set_length(defaults: dict[str, Any], requested: Mapping[str, Any], file_defaults: FileDefaults, length: int | None) -> None:
+    """Leave one limit of the length in ``defaults``, or none if the user gives one. ``length``: max_length of the file.
 
     As in transformers, ``max_new_tokens`` comes before ``max_length``. Beside an encoder, ``max_length`` counts the decoder's
     start token. A ``max_length`` of the file that is above the model's positions ends where they end."""
@@ -97,11 +131,9 @@ def _set_length(
         for name in LENGTHS:
             defaults.pop(name, None)
         return
-    length = file_options.get("max_length")
-    if isinstance(length, int) and length > 1:
-        positions = positions_of(source)
-        length = length if positions is None else min(length, positions)
-        if source.hf_config.is_encoder_decoder:
+    if length is not None and _is_length(length):
+        length = length if file_defaults.positions is None else min(length, file_defaults.positions)
+        if file_defaults.has_encoder:
             defaults.pop("max_length", None)
             defaults.setdefault("max_new_tokens", length - 1)
         elif "max_length" in defaults:
@@ -123,6 +155,7 @@ def _replaces_file(name: str, value: Any) -> bool:
     return name in _config_fields() and _is_neutral(name, value)
 
 
+@cache
 def _config_fields() -> Collection[str]:
     """Return the names that transformers' generate() reads from generation_config.json. It ignores all others."""
     from transformers import GenerationConfig
@@ -138,7 +171,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _check_file(
-    file_options: Mapping[str, Any], option_names: Collection[str], merged: Mapping[str, Any], source: ModelSource
+    file_options: Mapping[str, Any], option_names: Collection[str], merged: Mapping[str, Any], file_defaults: FileDefaults
 ) -> None:
     """Raise RequestError for an option of the file that would change the text and that ``option_names`` lack.
 
@@ -160,18 +193,17 @@ def _check_file(
             or (name == "cache_implementation" and value != QUANTIZED_CACHE)
         )
         if not is_idle:
-            raise RequestError(_describe_unsupported(name, value, source))
+            raise RequestError(_describe_unsupported(name, value, file_defaults))
 
 
-def _describe_unsupported(name: str, value: Any, source: ModelSource) -> str:
-    file_name = CONFIG if _read_file(source) else "config.json"
+def _describe_unsupported(name: str, value: Any, file_defaults: FileDefaults) -> str:
     remedy = f"{name}={json.dumps(NEUTRAL.get(name))}"
     if name == "max_length":
         remedy = "max_new_tokens=128"
     return (
-        f"{file_name} of {source.reference!r} says {name}={value!r}, which Upshift does not do here; to generate without it, "
-        f"give --set {remedy} ({remedy.replace('null', 'None')} in Python) or remove it from the file; to do it, use "
-        "transformers' generate()"
+        f"{file_defaults.file_name} of {file_defaults.reference!r} says {name}={value!r}, which Upshift does not do here; "
+        f"to generate without it, give --set {remedy} ({remedy.replace('null', 'None')} in Python) or remove it from the file; "
+        "to do it, use transformers' generate()"
     )
 
 
@@ -185,17 +217,6 @@ def start_token(source: ModelSource) -> int:
     if token is None:
         raise RequestError(f"{source.reference!r} does not say decoder_start_token_id; put it into its generation_config.json")
     return int(token[0] if isinstance(token, list) else token)
-
-
-def _file_options(source: ModelSource) -> dict[str, Any]:
-    """Return the options of the file. Without it, return the same names from config.json, as transformers does.
-
-    Early BART models have their options only there."""
-    options = _read_file(source)
-    if options:
-        return options
-    names = _config_fields()
-    return {name: value for name, value in source.config.items() if name in names}
 
 
 def _read_file(source: ModelSource) -> dict[str, Any]:

@@ -25,10 +25,12 @@ from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, M
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def source_of(model: nn.Module) -> ModelSource:
+def source_of(model: nn.Module, *, allows_other_forward: bool = False) -> ModelSource:
     """Return the source from which this model can be built again, with random weights.
 
     ``model`` is a transformers model, or a peft model around one. Raise RequestError with the reason for any other.
+    ``allows_other_forward`` accepts a ``forward`` that a library or a script has replaced. The source then describes the layers
+    of the model, and not what its forward returns.
     """
     base = _transformers_model(model)
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
@@ -46,6 +48,8 @@ def source_of(model: nn.Module) -> ModelSource:
     )
     rebuilt = _rebuild_on_meta(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
+    if not allows_other_forward:
+        _check_forwards(model)
     _check_parameters(model, rebuilt)
     if [p.requires_grad for p in model.parameters()] != [p.requires_grad for p in rebuilt.parameters()]:
         return source.changed(frozen=frozen_paths(model))
@@ -142,7 +146,7 @@ def _rebuild_on_meta(source: ModelSource, model_class: type[PreTrainedModel], *,
 
 
 def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
-    """Raise RequestError for modules that were replaced, added or patched, because a rebuilt model would run other code."""
+    """Raise RequestError for modules that were replaced or added, because a rebuilt model would run other code."""
     rebuilt_types = {path: _type_name(module) for path, module in rebuilt.named_modules()}
     model_types = {path: _type_name(module) for path, module in model.named_modules()}
     for path in {**rebuilt_types, **model_types}:
@@ -150,6 +154,10 @@ def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
         expected = rebuilt_types.get(path, "none")
         if rebuilt_types.get(path) != model_types.get(path):
             raise RequestError(f"module {path or 'the model'!r} is {actual} where its config makes {expected}")
+
+
+def _check_forwards(model: nn.Module) -> None:
+    """Raise RequestError for a module whose ``forward`` was replaced, because a rebuilt model would run other code."""
     for path, module in model.named_modules():
         if "forward" in vars(module):
             raise RequestError(f"the forward of {path or 'the model'!r} was replaced by another; plans know the class's own")

@@ -152,6 +152,7 @@ class Stack(Value):
     traced_layers: tuple[int, ...]
     assignment: tuple[int, ...]
     layer_trainable: tuple[int, ...]  # trainable parameters of each traced layer
+    layer_frozen: tuple[int, ...] = ()  # frozen parameters of each traced layer; empty: as many in each
 
     @property
     def num_layers(self) -> int:
@@ -187,6 +188,7 @@ class Parameters(Value):
     trainable_head: int  # including a head that is tied to the embedding
     always_fp32: int  # trainable parameters that stay fp32 if the others are bf16, as in peft's adapters
     always_bf16: int = 0  # frozen parameters below an adapter that are bf16 in every plan
+    trainable_bf16: int = 0  # trainable parameters that are bf16 in every plan: modules trained whole beside an adapter
     quantized: int = 0  # frozen parameters below an adapter that are stored in 4 bits
     quantized_bytes: int = 0  # bytes of these with their scales
     trainable_shapes: tuple[ParameterShape, ...]
@@ -217,13 +219,14 @@ class Parameters(Value):
 
     def weight_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of all parameters. ``parameter_bytes``: the bytes of one weight in the plan's precision."""
-        planned = self.total - self.quantized - self.always_bf16
-        fixed = self.quantized_bytes + 2 * self.always_bf16
+        planned = self.total - self.quantized - self.always_bf16 - self.trainable_bf16
+        fixed = self.quantized_bytes + 2 * (self.always_bf16 + self.trainable_bf16)
         return planned * parameter_bytes + self.always_fp32 * (4 - parameter_bytes) + fixed
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of all gradients. Each has the dtype of its trainable parameter."""
-        return self.trainable * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
+        planned = self.trainable - self.trainable_bf16
+        return planned * parameter_bytes + self.always_fp32 * (4 - parameter_bytes) + 2 * self.trainable_bf16
 
 
 class TensorParallel(Value):
@@ -274,6 +277,7 @@ class Isolation(Value):
     shortest: int = Field(1, description="tokens of the shortest text that a model which encodes computes")
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
     loss_shifts: bool = Field(True, description="a label's loss is of the place before it: the loss of next tokens")
+    drops_layers: bool = Field(False, description="in training it leaves out whole layers at random (LayerDrop)")
 
     def why_not_packed(self, kernel: str) -> str | None:
         """Return why texts must not share a row under this attention kernel, or None if they may."""

@@ -24,7 +24,7 @@ from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "21"  # raise when the meaning of a stored profile changes
+FORMAT = "22"  # raise when the meaning of a stored profile changes
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Value)

@@ -9,12 +9,12 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
-from pydantic import field_serializer, field_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from upshift.errors import RequestError
 from upshift.models.config import decode_floats, encode_floats, read_json
@@ -46,7 +46,137 @@ QLORA = {  # transformers' fields for NF4 with quantized scales (QLoRA, arXiv:23
 HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
 MODEL_HELP = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
 SHOWN_CHARACTERS = 100  # of a reference in a message
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; no pickled files
+
+
+class AdapterOptions(Value):
+    """Hold the adapter that a user wants to train, in the words of peft's LoraConfig. Every command that trains takes these."""
+
+    lora_rank: int | None = Field(None, description="LoRA of this rank (r); None: no new adapter")
+    lora_alpha: int | None = Field(None, description="LoRA's scale times the rank (lora_alpha); None: twice the rank")
+    lora_dropout: float = Field(0.0, description="the probability that LoRA drops an input (lora_dropout)")
+    lora_target: tuple[str, ...] = Field(
+        (ALL_LINEAR,), description="names of the modules with LoRA (target_modules); all-linear: every linear layer but the head"
+    )
+    lora_modules_to_save: tuple[str, ...] = Field(
+        (), description="names of modules that are trained whole beside LoRA (modules_to_save)"
+    )
+    lora_rslora: bool = Field(False, description="divide LoRA's scale by the root of the rank (use_rslora)")
+    lora_dora: bool = Field(False, description="train the magnitude of the weights apart from their direction (use_dora)")
+    load_in_4bit: bool = Field(False, description="store the weights below the adapter in 4 bits, as QLoRA does")
+
+    @field_validator("lora_target", "lora_modules_to_save", mode="before")
+    @classmethod
+    def _split_names(cls, names: Any, info: ValidationInfo) -> Any:
+        """Return names in alphabetical order, because peft does not heed their order. A text has commas between its names."""
+        if isinstance(names, str):
+            split = [name.strip() for name in names.split(",")]
+            if names and not any(split):
+                option = _option_name(str(info.field_name))
+                raise RequestError(f"{option} {names} names no module; give names separated by commas, such as q_proj,v_proj")
+            names = split
+        if isinstance(names, list | tuple | set | frozenset) and all(isinstance(name, str) for name in names):
+            return tuple(sorted({name for name in names if name}))
+        return names
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        """Raise RequestError for numbers and names that no adapter has. The rank may be missing: a search draws it later."""
+        for option, number in (("--lora-rank", self.lora_rank), ("--lora-alpha", self.lora_alpha)):
+            if number is not None and number < 1:
+                raise RequestError(f"{option} {number} is not possible; give 1 or more, such as 16")
+        if not 0 <= self.lora_dropout < 1:
+            raise RequestError(f"--lora-dropout {self.lora_dropout:g} is not possible; give 0 or more and below 1, such as 0.05")
+        if not self.lora_target:
+            raise RequestError(f"--lora-target names no module; give names such as q_proj,v_proj, or {ALL_LINEAR}")
+        if ALL_LINEAR in self.lora_target and len(self.lora_target) > 1:
+            others = ",".join(name for name in self.lora_target if name != ALL_LINEAR)
+            raise RequestError(f"--lora-target {ALL_LINEAR} stands alone; leave it out, or leave out {others}")
+        return self
+
+    @property
+    def as_adapter_options(self) -> AdapterOptions:
+        """Return these options alone."""
+        return AdapterOptions(**{name: getattr(self, name) for name in AdapterOptions.model_fields})
+
+    @property
+    def names_modules(self) -> bool:
+        """Return whether the user named modules, which the model may not have."""
+        return self.lora_target != (ALL_LINEAR,) or bool(self.lora_modules_to_save)
+
+    def check_rank(self) -> None:
+        """Raise RequestError if there is no rank, and another option is of an adapter."""
+        if self.lora_rank is not None:
+            return
+        for name, field in AdapterOptions.model_fields.items():
+            if name.startswith("lora_") and getattr(self, name) != field.default:
+                option = _option_name(name)
+                raise RequestError(f"{option} is an option of a new adapter; add --lora-rank, such as 16, or leave {option} out")
+
+    @property
+    def scale_numerator(self) -> int | None:
+        """Return LoRA's scale times the rank, peft's lora_alpha: twice the rank if the user gave none."""
+        return self.lora_alpha or (None if self.lora_rank is None else 2 * self.lora_rank)
+
+    def check_same(self, previous: AdapterOptions, run: Path) -> None:
+        """Raise RequestError that names the first option in which a run that resumes differs from what it was before."""
+        before = previous.changed(lora_alpha=previous.scale_numerator)
+        now = self.changed(lora_alpha=self.scale_numerator)
+        for name in AdapterOptions.model_fields:
+            old = getattr(before, name)
+            new = getattr(now, name)
+            if old != new:
+                raise RequestError(
+                    f"{_option_name(name)} is {_show_value(new)}, and the run in {run} has {_show_value(old)}; resume with the "
+                    "adapter of that run, or start anew in another output directory"
+                )
+
+    def lora_config(self, task: str | None) -> dict[str, Any]:
+        """Return the fields of peft's LoraConfig that are not its defaults, and the five that every adapter of Upshift has.
+
+        Fields at their defaults are left out, so that hashes of models do not change when a field is added."""
+        assert self.lora_rank is not None
+        fields: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": task,
+            "r": self.lora_rank,
+            "lora_alpha": self.scale_numerator,
+            "target_modules": ALL_LINEAR if self.lora_target == (ALL_LINEAR,) else list(self.lora_target),
+        }
+        optional = {
+            "lora_dropout": self.lora_dropout,
+            "modules_to_save": list(self.lora_modules_to_save),
+            "use_rslora": self.lora_rslora,
+            "use_dora": self.lora_dora,
+        }
+        return fields | {name: value for name, value in optional.items() if value}
+
+
+def _option_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _show_value(value: Any) -> str:
+    """Return a field's value as the command line takes it."""
+    if value is None or value is False or value == ():
+        return "not given"
+    if value is True:
+        return "given"
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
+
+
+class AdapterKeywords(TypedDict, total=False):
+    """The fields of ``AdapterOptions`` as keyword arguments. Names of modules are a sequence, or a text with commas."""
+
+    lora_rank: int | None
+    lora_alpha: int | None
+    lora_dropout: float
+    lora_target: str | Sequence[str]
+    lora_modules_to_save: str | Sequence[str]
+    lora_rslora: bool
+    lora_dora: bool
+    load_in_4bit: bool
 
 
 class ModelSource(Value):
@@ -160,16 +290,17 @@ def _read_adapter(directory: Path) -> ModelSource:
     return _attach_adapter(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), settings)
 
 
-def find_model_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
-    """Return the source to train for a reference.
+def find_model_to_train(reference: str, options: AdapterOptions | None = None) -> ModelSource:
+    """Return the source to train for a reference, with the adapter that the options describe (LoRA: arXiv:2106.09685).
 
-    ``lora_rank``: put LoRA (arXiv:2106.09685) of this rank around every linear layer except the head. ``load_in_4bit``: store
-    the weights below the adapter in 4 bits, as QLoRA does. Raise RequestError if the model already has an adapter or quantized
-    weights."""
+    Raise RequestError for options that need a rank, and if the model already has an adapter or quantized weights. That the model
+    has the named modules is checked by ``models.adapter.check_module_names``, which builds it."""
     source = find_model(reference)
-    if lora_rank is not None:
-        source = _with_lora(source, lora_rank)
-    if not load_in_4bit:
+    options = options or AdapterOptions()
+    options.check_rank()
+    if options.lora_rank is not None:
+        source = _with_lora(source, options)
+    if not options.load_in_4bit:
         return source
     if source.adapter is None:
         raise RequestError("weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
@@ -178,16 +309,13 @@ def find_model_to_train(reference: str, *, lora_rank: int | None = None, load_in
     return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
 
 
-def _with_lora(source: ModelSource, rank: int) -> ModelSource:
-    if rank < 1:
-        raise RequestError(f"--lora-rank {rank} is not possible; give 1 or more, such as 16")
+def _with_lora(source: ModelSource, options: AdapterOptions) -> ModelSource:
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
     _check_not_quantized(source)
     classes = source.config.get("architectures") or [""]
     task = next((task for suffix, task in TASK_OF_HEAD.items() if str(classes[0]).endswith(suffix)), None)
-    adapter = {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return _attach_adapter(source, adapter)
+    return _attach_adapter(source, options.lora_config(task))
 
 
 def _check_not_quantized(source: ModelSource) -> None:

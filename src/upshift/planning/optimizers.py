@@ -85,6 +85,7 @@ class OptimizerFacts:
     allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None
     cuda_only: bool = False
+    compiles: bool = False  # its update is made by torch.compile, which needs a compiler that works
     rounds: bool = False  # its update of bf16 weights is rounded stochastically
     options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
     added: AddedOptimizer | None = None  # if the optimizer is a file of its own
@@ -95,8 +96,8 @@ _NAMED_BY_TRANSFORMERS: dict[str, OptimizerFacts] = {
     "adamw_torch_fused": OptimizerFacts(rounds=True),
     "adamw_torch": OptimizerFacts(rounds=True),
     "adafactor": OptimizerFacts("adafactor"),
-    "adamw_torch_8bit": OptimizerFacts("8bit-optimizer", "torchao", rounds=True, options=LOW_BIT_OPTIONS),
-    "adamw_torch_4bit": OptimizerFacts("4bit-optimizer", "torchao", rounds=True, options=LOW_BIT_OPTIONS),
+    "adamw_torch_8bit": OptimizerFacts("8bit-optimizer", "torchao", compiles=True, rounds=True, options=LOW_BIT_OPTIONS),
+    "adamw_torch_4bit": OptimizerFacts("4bit-optimizer", "torchao", compiles=True, rounds=True, options=LOW_BIT_OPTIONS),
     "adamw_bnb_8bit": OptimizerFacts("8bit-optimizer", "bitsandbytes", cuda_only=True),
     "adamw_8bit": OptimizerFacts("8bit-optimizer", "bitsandbytes", cuda_only=True),
     "muon": OptimizerFacts("muon"),

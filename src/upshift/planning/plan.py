@@ -191,9 +191,12 @@ def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan
     A batch is not split if its loss does not follow from the losses of its parts.
     """
     if profile.isolation.loss_splits:
-        ranks = gcd(host.num_devices, workload.global_batch)
+        together = workload.rows_together
+        ranks = gcd(host.num_devices, workload.num_units)
         sequences_per_rank = workload.global_batch // ranks
-        micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if sequences_per_rank % size == 0)
+        micro_batch = together * max(
+            units for units in range(1, TRAINER_BATCH // together + 1) if sequences_per_rank // together % units == 0
+        )
     else:
         ranks = 1
         sequences_per_rank = workload.global_batch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
@@ -16,7 +16,7 @@ from upshift.hardware.spec import Host
 from upshift.hardware.torch_build import check_torch_uses_gpus
 from upshift.models.profile import ModelProfile
 from upshift.models.profile_model import profile_model
-from upshift.models.source import ModelSource, find_model_to_train
+from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.planning.analysis.explain import Reason, reasons, sample_rejections, shadow_price
 from upshift.planning.analysis.tpu_programs import describe_programs
 from upshift.planning.cost.time import sample_unit
@@ -263,21 +263,30 @@ def plan(
     allow: tuple[str, ...] = (),
     fixed: tuple[str, ...] = (),
     total_steps: int = 1000,
-    lora_rank: int | None = None,
-    load_in_4bit: bool = False,
+    **adapter: Unpack[AdapterKeywords],
 ) -> Planning:
     """Return ranked training plans for a model on a host.
 
     Args:
         on: a described host such as "1xh100"; None: this machine.
-        lora_rank: the rank of LoRA around every linear layer except the head.
-        load_in_4bit: keep the weights below LoRA in NF4.
+        adapter: fields of ``AdapterOptions``: lora_rank, lora_alpha, lora_dropout, lora_target, lora_modules_to_save,
+            lora_rslora, lora_dora, load_in_4bit.
     """
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    source = find_source(model, AdapterOptions.from_fields(dict(adapter)))
     return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
+
+
+def find_source(model: str, adapter: AdapterOptions) -> ModelSource:
+    """Return the source to plan for, with its adapter. Raise RequestError if the model lacks a module that the options name."""
+    source = find_model_to_train(model, adapter)
+    if adapter.names_modules:
+        from upshift.models.adapter import check_module_names  # imports torch, without which a cached model is planned faster
+
+        check_module_names(source, adapter)
+    return source
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:

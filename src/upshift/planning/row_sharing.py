@@ -1,4 +1,4 @@
-"""Decide whether texts of a batch may share a row, and whether a batch may be split, from what a test of the model showed."""
+"""Decide from a test of the model whether texts may share a row, a batch may be split, and ranks may share layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from upshift.planning.plan import Plan
 
 
 def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
-    """Return why this plan would not train on each text independently of the others; None where it would."""
+    """Return why this plan would not train as one process trains on each text alone, or None if it would."""
     if plan.packing:
         reason = isolation.why_not_packed(plan.attention)
         if reason is not None:
@@ -19,6 +19,11 @@ def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
         return (
             "the model's loss is taken over a whole batch and is no mean over its texts, as a router's loss is "
             "(output_router_logits); use gradient_accumulation_steps=1 and one process, or turn that loss off in the config"
+        )
+    if isolation.drops_layers and (plan.layout.exchanges or plan.layout.fully_shard != "no"):
+        return (
+            f"the model leaves out layers at random (LayerDrop), each rank others, and with {plan.layout.label()} ranks wait for "
+            "each other in a layer or its update; use data parallelism alone, or set layerdrop to 0 in the config"
         )
     return None
 

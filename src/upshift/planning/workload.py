@@ -222,14 +222,23 @@ class LengthHistogram(Value):
         return cumulative
 
 
+RowsTogether = Literal[1, 2]
+
+
 class Workload(Value):
     """A training job without its plan: batch, data, and what the user allows."""
 
     task: Literal["train"] = "train"
     sequence_length: int = Field(gt=0)
     global_batch: int = Field(gt=0, description="sequences per optimizer step; no plan changes it")
+    rows_together: RowsTogether = Field(1, description="sequences that stay in one micro-batch: 2 for pairs of preferences")
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
     risk: float | None = Field(None, gt=0, lt=0.5, description="accepted probability of running out; None: 5 % of memory is left")
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")
+
+    @property
+    def num_units(self) -> int:
+        """Return the parts of a global batch that ranks and micro-batches may divide: pairs, or sequences."""
+        return self.global_batch // self.rows_together

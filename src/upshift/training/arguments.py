@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_model_to_train
+from upshift.errors import RequestError
+from upshift.models.source import AdapterKeywords, AdapterOptions, ModelSource, find_model_to_train
 from upshift.planning.trials.runner import ModelChoice
 from upshift.training.data.data_options import DataKeywords, DataOptions
 from upshift.value import Value
@@ -22,6 +23,7 @@ LearningRateSchedule = Literal[
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
+BETA = 0.1  # of DPO, as in TRL's DPOConfig
 SEEDS = 2**32  # number of possible seeds: numpy's generators take no larger ones
 
 
@@ -37,6 +39,7 @@ class Arguments(Value):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    dpo_beta: float = Field(BETA, gt=0, description="of DPO: a larger value keeps the model closer to what it was")
     seed: int = Field(42, ge=0, lt=SEEDS)
     logging_steps: int = Field(0, ge=0, description="0: no step is logged")
     eval_steps: int = Field(0, ge=0, description="0: only at the end")
@@ -67,7 +70,7 @@ TRIAL_SECONDS = 60.0
 DEFAULT_OUTPUT = Path("upshift-output")
 
 
-class PlanOptions(DataKeywords, total=False):
+class PlanOptions(DataKeywords, AdapterKeywords, total=False):
     """Options of ``train`` and ``tune``. The fields of ``TrainRequest`` with these names explain them."""
 
     eval_data: str | None
@@ -78,14 +81,12 @@ class PlanOptions(DataKeywords, total=False):
     fixed: tuple[str, ...]
     allow: tuple[str, ...]
     from_config: bool
-    lora_rank: int | None
-    load_in_4bit: bool
     tokenizer: Any
     trial_seconds: float
     mup_base: str | None
 
 
-class TrainRequest(RunNumbers, DataOptions):
+class TrainRequest(AdapterOptions, RunNumbers, DataOptions):
     """A training run as the user requests it."""
 
     model: str
@@ -102,8 +103,6 @@ class TrainRequest(RunNumbers, DataOptions):
     fixed: tuple[str, ...] = Field((), description="fields of the plan, as in --set")
     allow: tuple[str, ...] = Field((), description="choices that may change the mathematics")
     from_config: bool = Field(False, description="random weights")
-    lora_rank: int | None = Field(None, description="LoRA of this rank around every linear layer but the head")
-    load_in_4bit: bool = Field(False, description="below an adapter (QLoRA)")
     tokenizer: Any = Field(None, description="a tokenizer, or where one is; None: the model's own")
     trial_seconds: float = Field(TRIAL_SECONDS, ge=0, description="the time to try plans in; 0: trust the prediction")
     mup_base: str | None = Field(None, description="a narrower model whose learning rates hold, by muP")
@@ -118,7 +117,10 @@ class TrainRequest(RunNumbers, DataOptions):
         """
         max_steps = arguments.get("max_steps")
         checked = Arguments.from_fields({**arguments, "max_steps": 1 if max_steps is None else max_steps})
-        return cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+        request = cls.from_fields({**fields, "max_steps": max_steps, "arguments": checked.changed(max_steps=1)})
+        if checked.dpo_beta != BETA and not request.has_pairs:
+            raise RequestError(f"--dpo-beta {checked.dpo_beta:g} is for --objective dpo; add --objective dpo, or leave it out")
+        return request
 
     @property
     def resume_from(self) -> Path | None:
@@ -134,12 +136,11 @@ class TrainRequest(RunNumbers, DataOptions):
         return {
             "model_reference": self.model,
             "from_config": self.from_config,
-            "lora_rank": self.lora_rank,
-            "load_in_4bit": self.load_in_4bit,
+            "adapter": self.as_adapter_options,
         }
 
     def source(self) -> ModelSource:
-        return find_model_to_train(self.model, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model, self.as_adapter_options)
 
     def arguments_for(self, steps: int) -> Arguments:
         """Return the arguments for a run of this many optimizer steps."""

@@ -12,22 +12,26 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.sampler import GlobalBatch
 from upshift.training.distributed.fsdp import reshard_weights
 from upshift.training.distributed.pipeline_parallel import Pipeline
+from upshift.training.preference_loss import PreferenceLoss
 from upshift.training.prepare import chunked_loss, compute_loss
 
 
-def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
+def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None = None) -> float:
     """Return the mean loss over all label tokens of all ranks, with dropout off. The model is left in training mode.
 
     Each rank adds up its losses and its labels, and both sums are added over ranks. The ranks of one replica count the same
     labels, or each its own. Ranks that share sequences have a share of the mean. Only the last pipeline stage counts.
+    ``preference`` gets the rewards of pairs.
     """
     total = 0.0
     num_labels = 0
     model.train(False)
     try:
         with torch.no_grad():
-            add_losses = _add_pipeline_losses if plan.layout.pipeline_parallel > 1 else _add_losses
-            total, num_labels = add_losses(model, plan, batches)
+            if plan.layout.pipeline_parallel > 1:
+                total, num_labels = _add_pipeline_losses(model, plan, batches)
+            else:
+                total, num_labels = _add_losses(model, plan, batches, preference)
     finally:
         model.train()
         reshard_weights(model)
@@ -39,13 +43,15 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> fl
     return total / max(num_labels, 1)
 
 
-def _add_losses(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+def _add_losses(
+    model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch], preference: PreferenceLoss | None
+) -> tuple[float, int]:
     total = 0.0
     num_labels = 0
     with chunked_loss(model, plan):
         for micro_batch in (micro_batch for batch in batches for micro_batch in batch.micro_batches):
             if micro_batch.num_label_tokens or plan.layout.exchanges:
-                mean = float(compute_loss(model, plan, micro_batch)) * plan.layout.context_parallel
+                mean = float(compute_loss(model, plan, micro_batch, preference)) * plan.layout.context_parallel
                 total += mean * micro_batch.num_label_tokens
                 num_labels += micro_batch.num_label_tokens
     return total, num_labels

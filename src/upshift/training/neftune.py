@@ -16,9 +16,18 @@ WHOLE_ROWS = {"packing": "false", "tensor_parallel": "1", "context_parallel": "1
 
 
 def fixed_for_neftune(fixed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return assignments of ``--set`` under which every plan has the Trainer's noise. The user's own assignments stay."""
-    user_names = {text.partition("=")[0] for text in fixed}
-    return (*fixed, *(f"{name}={value}" for name, value in WHOLE_ROWS.items() if name not in user_names))
+    """Return assignments of ``--set`` under which every plan has the Trainer's noise.
+
+    Raise RequestError if the user's own assignments allow no such plan.
+    """
+    user_values = dict(text.partition("=")[::2] for text in fixed)
+    for name, value in WHOLE_ROWS.items():
+        if user_values.get(name, value).lower() != value:
+            raise RequestError(
+                f"--neftune-noise-alpha needs {name}={value}, and {name}={user_values[name]} is set: packed or divided rows "
+                "have other noise than the Trainer's; leave one of the two out"
+            )
+    return (*fixed, *(f"{name}={value}" for name, value in WHOLE_ROWS.items() if name not in user_values))
 
 
 def check_neftune(plan: Plan, alpha: float | None) -> None:

@@ -68,8 +68,9 @@ def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
     if not micro_batch.can_be_split:
         return None
     rows, width = micro_batch.shape
-    if rows > 1:
-        middle = (rows + 1) // 2
+    together = 1 if micro_batch.reference is None else 2  # rows of a pair
+    if rows > together:
+        middle = together * ((rows // together + 1) // 2)
         first = _slice_micro_batch(micro_batch, slice(None, middle), slice(None))
         second = _slice_micro_batch(micro_batch, slice(middle, None), slice(None))
         return first, second
@@ -93,10 +94,15 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
     has_all_columns = columns == slice(None)
     cut = {name: array[rows] if has_all_columns else array[rows, columns] for name, array in micro_batch.arrays.items()}
     labels = int(np.count_nonzero(cut["labels"] != IGNORED))
+    reference = None
+    if micro_batch.reference is not None:
+        reference = micro_batch.reference[rows]
+        labels = len(reference) // 2
     share = labels / max(micro_batch.num_label_tokens, 1)
     return replace(
         micro_batch,
         arrays=cut,
+        reference=reference,
         sequence_ids=micro_batch.sequence_ids[:0],  # known only for the whole micro-batch
         num_label_tokens=labels,
         num_tokens=round(micro_batch.num_tokens * share),
@@ -104,8 +110,9 @@ def _slice_micro_batch(micro_batch: MicroBatch, rows: slice, columns: slice) -> 
 
 
 def shrink_to_few_tokens(micro_batch: MicroBatch) -> MicroBatch:
-    """Return one short row of a micro-batch. Only its shapes matter."""
-    few = _slice_micro_batch(micro_batch, slice(0, 1), slice(0, FEW_TOKENS))
+    """Return one short row of a micro-batch, or the two of a pair. Only its shapes matter."""
+    rows = 1 if micro_batch.reference is None else 2
+    few = _slice_micro_batch(micro_batch, slice(0, rows), slice(0, FEW_TOKENS))
     return replace(few, num_tokens=0)
 
 

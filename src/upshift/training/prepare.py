@@ -36,6 +36,7 @@ from upshift.models.build import build_model, choose_class, disable_cache, find_
 from upshift.models.ops.activation_checkpointing import recompute_layers
 from upshift.models.ops.block_attention import set_attention
 from upshift.models.ops.chunked_loss import chunked_head
+from upshift.models.ops.sequence_loss import sequence_losses
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
@@ -50,6 +51,7 @@ from upshift.training.distributed.parallelize import parallelize
 from upshift.training.distributed.pipeline_stage import layers_per_stage, stage_modules
 from upshift.training.held_memory import keep_freed_memory
 from upshift.training.mup import scale_initial_weights
+from upshift.training.preference_loss import PreferenceLoss
 from upshift.training.process_group import rank_environment
 from upshift.training.sharded_init import build_empty_model, can_read_slices, fill_model
 
@@ -437,12 +439,34 @@ def _no_packed_rows(position_ids: Tensor) -> None:
     return None
 
 
-def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none."""
+def compute_loss(model: nn.Module, plan: Plan, micro_batch: MicroBatch, preference: PreferenceLoss | None = None) -> torch.Tensor:
+    """Return the mean loss of a micro-batch's labels, or that of label 0 everywhere if it has none.
+
+    Of pairs, return the mean loss of the pairs by ``preference``.
+    """
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label would be NaN, and so would its gradients
+    with _forward_settings(model, plan, inputs):
+        if micro_batch.reference is None:
+            loss: torch.Tensor = model(**inputs).loss
+            return loss
+        log_probabilities = -sequence_losses(model, inputs)
+    reference = torch.from_numpy(micro_batch.reference).to(plan.device)
+    counts = micro_batch.num_label_tokens > 0
+    return (preference or PreferenceLoss()).mean_loss(log_probabilities, reference, counts=counts)
+
+
+def compute_log_probabilities(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the log-probability of the labels of each row [rows], in fp32."""
+    inputs = to_tensors(micro_batch, plan.device)
+    with _forward_settings(model, plan, inputs):
+        return -sequence_losses(model, inputs)
+
+
+@contextmanager
+def _forward_settings(model: nn.Module, plan: Plan, inputs: dict[str, Tensor]) -> Iterator[None]:
+    """Run the model in the precision and with the memory of the plan while open."""
     offloading = offload_activations(model) if plan.activation_offload else contextlib.nullcontext()
     with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model), without_search_for_packed_rows(inputs, plan):
-        loss: torch.Tensor = model(**inputs).loss
-    return loss
+        yield

@@ -15,12 +15,13 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.files.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
+from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
-from upshift.planning.search.constraints import conflict
+from upshift.planning.search.constraints import conflict, conflict_with_pairs
 from upshift.planning.search.ranking import Candidate, cost_plan
 from upshift.planning.search.space import FIXED_BY_REQUEST, check_allow, parse_value, read_assignments
 from upshift.planning.trials.runner import TrialRequest
@@ -33,7 +34,8 @@ from upshift.training.arguments import Arguments, PlanOptions, Tracker, TrainReq
 from upshift.training.batches.sampler import count_steps
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.data.data_options import DataOptions
+from upshift.training.data.data_files import say_once
+from upshift.training.data.data_options import DataOptions, ObjectiveName
 from upshift.training.elastic.supervisor import fixed_for_healing
 from upshift.training.job.job import Job, TrainingData, check_evaluations, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
@@ -43,6 +45,7 @@ from upshift.training.mup import add_base_widths
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.prepare import check_weights
 from upshift.training.trials.trials import recall_earlier_proof, reject_unrunnable_plans, try_plans
+from upshift.units import format_seconds
 
 
 def requested_processes(fixed: tuple[str, ...]) -> int | None:
@@ -92,16 +95,18 @@ def check_existing_plan(plan: Plan, workload: Workload) -> None:
     """Raise RequestError if an existing plan does not fit the request."""
     for name, planned, requested in (
         ("--sequence-length", plan.sequence_length, workload.sequence_length),
-        ("--global-batch", plan.global_batch, workload.global_batch),
+        ("--global-batch", plan.global_batch / workload.rows_together, workload.num_units),
     ):
         if planned != requested:
             raise RequestError(
-                f"{name} {requested} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
+                f"{name} {requested} is not what the plan was made for ({planned:g}); use {name} {planned:g}, or plan again"
             )
     missing = [name for name in plan.changes_mathematics if name not in workload.allow]
     if missing:
         raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
     conflict_message = conflict(plan, clips_gradients=workload.clips_gradients)
+    if conflict_message is None and workload.rows_together > 1:
+        conflict_message = conflict_with_pairs(plan)
     if conflict_message is not None:
         raise RequestError(conflict_message)
 
@@ -179,8 +184,11 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     watcher = watcher or Watcher()
     check_allow(request.allow)
     source = request.source()
+    check_module_names(source, request)
     sequence_length = sequence_length_of(source, request.sequence_length)
     _check_trainable(source, from_config=request.from_config)
+    if request.has_pairs:
+        _check_pairs(request, source)
     fixed = add_base_widths(source, request.fixed, request.mup_base, from_config=request.from_config)
     if request.arguments.neftune_noise_alpha is not None:
         fixed = fixed_for_neftune(fixed)
@@ -192,11 +200,12 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
     host = host or _host_for_processes(find_host(None), fixed)
     existing_plan = find_existing_plan(request.plan_file, request.resume_from, fixed, host, source)
     num_sequences = len(data.training)
-    global_batch = request.global_batch
+    global_batch = request.global_batch * request.rows_together
     steps = request.max_steps or count_steps(request.epochs, num_sequences=num_sequences, global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length,
         global_batch=global_batch,
+        rows_together=request.rows_together,
         lengths=_histogram_unless_full(data),
         total_steps=steps,
         allow=request.allow,
@@ -209,6 +218,8 @@ def prepare_run(request: TrainRequest, *, host: Host | None = None, watcher: Wat
         proof = _prove(request, data, planning, fixed, watcher)
     candidate = _choose_candidate(planning, proof, existing_plan)
     plan = Plan.model_validate(candidate.plan.model_dump())
+    if request.has_pairs:
+        _announce_reference(data, planning.numbers(candidate), steps_per_epoch=num_sequences / global_batch)
     return PreparedRun(request, source, data, planning, proof, plan, planning.numbers(candidate)), steps
 
 
@@ -221,6 +232,7 @@ def train(
     resume: bool = False,
     heal: bool = False,
     report_to: tuple[Tracker, ...] = (),
+    objective: ObjectiveName | None = None,
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **options: Unpack[PlanOptions],
@@ -237,13 +249,14 @@ def train(
         resume: go on from the folder's newest checkpoint.
         heal: restart a process that is killed, while the others go on.
         report_to: the trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio.
+        objective: what is learned. "dpo": to prefer chosen answers to rejected ones. None: the model's own objective.
         arguments: fields of ``Arguments``.
         watcher: callbacks that show progress.
         options: fields of ``TrainRequest``.
     """
     fields = {
         **options, "model": model, "data": data, "output": output, "overwrite": overwrite, "resume": resume, "heal": heal,
-        "report_to": report_to,
+        "report_to": report_to, "objective": objective,
     }  # fmt: skip
     return run_training(TrainRequest.of(fields, arguments or {}), watcher or Watcher())
 
@@ -287,7 +300,7 @@ def _prepare_job(
     output = request.output
     output_lock.enter_context(claimed(output))
     check_output_directory(output, overwrite=request.overwrite, resume=request.resume, own_files=OWN_FILES)
-    check_run_file(output)
+    check_run_file(output, resume=request.resume, adapter=request.as_adapter_options)
     watcher.checked()
     prepared, steps = prepare_run(request, host=host, watcher=watcher)
     watcher.ready(prepared)
@@ -324,6 +337,39 @@ def _host_for_processes(host: Host, fixed: tuple[str, ...]) -> Host:
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
+
+
+def _check_pairs(request: TrainRequest, source: ModelSource) -> None:
+    """Raise RequestError for an option that is not for pairs, and for a model whose loss of each answer cannot be computed."""
+    if request.heal:
+        raise RequestError("--heal is not for --objective dpo; leave it out, and continue after a failure with --resume")
+    if request.lora_dropout:
+        raise RequestError(
+            f"--lora-dropout {request.lora_dropout:g} is not for --objective dpo, which trains without dropout; leave it out"
+        )
+    from upshift.models.build import choose_class
+    from upshift.models.ops.sequence_loss import why_no_sequence_losses
+
+    config = source.hf_config
+    model_class, _ = choose_class(config, source.reference)
+    problem = why_no_sequence_losses(config, model_class)
+    if problem is not None:
+        raise RequestError(f"--objective dpo is not for {source.reference!r}: {problem}; use another model")
+
+
+def _announce_reference(data: TrainingData, predicted: Numbers, *, steps_per_epoch: float) -> None:
+    """Tell the user how long the pass before the first step takes.
+
+    A forward pass has a third of a step's products: the backward pass has two for each of its own. Compiling comes on top.
+    """
+    seconds = "an unknown time"
+    if predicted.step_ms is not None:
+        forward_seconds = predicted.step_ms.p50 / 1000 * steps_per_epoch / 3
+        seconds = f"about {format_seconds(forward_seconds + (predicted.one_time_seconds or 0.0))}"
+    say_once(
+        f"before the first step, the log-probabilities of all {len(data.training) // 2:,} pairs by the model as it is are "
+        f"computed once: {seconds} predicted"
+    )
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from upshift.training.elastic.replica import ReplicaGroup
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import BatchHalving, MemoryReadings, halve, read_memory, stand_in
+from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import chunked_loss, compute_loss
 
 WATCHED_MICRO_BATCHES = 2  # the longest ones, which come first; gradients exist from the second one on
@@ -47,6 +48,7 @@ class StepResult:
     gradient_norm: float | None
     learning_rate: float
     num_tokens: int
+    rewards: Rewards | None = None  # of pairs
 
 
 class TrainStep:
@@ -74,6 +76,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
+        self.preference = PreferenceLoss(arguments.dpo_beta)
         self._copies = copies
         self.memory_at_failure: MemoryReadings
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
@@ -112,12 +115,17 @@ class TrainStep:
         """
         loss = self._accumulate_batch(batch, watch)
         with watch():
-            return self.update(loss, batch.num_tokens)
+            result = self.update(loss, batch.num_tokens)
+        if not batch.has_pairs:
+            return result
+        rewards = self.preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
+        return replace(result, rewards=rewards)
 
     def _accumulate_batch(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
         """Accumulate the gradients of a global batch. Return this rank's share of its mean loss."""
 
         def accumulate_all(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            self.preference.reset()
             if self._pipeline is not None:
                 with watch():
                     return self._pipeline.gradients(micro_batches, batch.num_label_tokens, self.scaler.scale)
@@ -170,7 +178,7 @@ class TrainStep:
         return lockstep.run(micro_batch, lambda smaller: self._run_passes(smaller, num_label_tokens), last=last)
 
     def _run_passes(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
-        loss = compute_loss(self.model, self.plan, micro_batch)
+        loss = compute_loss(self.model, self.plan, micro_batch, self.preference)
         share = loss.float() * (micro_batch.num_label_tokens / max(num_label_tokens, 1))
         if self.plan.optimizer_in_backward:
             check_finite(float(share.detach()))  # the backward pass changes the weights

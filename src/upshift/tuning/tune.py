@@ -15,6 +15,7 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.models.adapter import check_module_names
 from upshift.models.sequence_length import sequence_length_of
 from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, PlanOptions, RunNumbers, TrainRequest
@@ -23,7 +24,7 @@ from upshift.tuning.backends import draw_values, optuna_distributions
 from upshift.tuning.jobs import STEPS, TrialRunner, check_folder, claim_folder, remove_trial
 from upshift.tuning.mup_check import Growth, check_transfer, write_search_model
 from upshift.tuning.objectives import Direction, Objective, find_objectives, read_values
-from upshift.tuning.space import Choices, Space, make_space, read_space
+from upshift.tuning.space import NOT_OF_TRIALS, Choices, Space, make_space, read_space
 from upshift.tuning.storage import enqueue_warm_start, folder_url, hide_password
 from upshift.tuning.study import EVALUATIONS, StudyTrial, decision_steps, open_study, reason_of, run_study
 from upshift.value import Value
@@ -222,7 +223,14 @@ def _check_jobs(jobs: int, fixed: tuple[str, ...]) -> None:
 def _training_request(request: TuneRequest) -> TrainRequest:
     """Return the request that all trials share. Raise RequestError for arguments that would make every trial fail."""
     Arguments.from_fields({"max_steps": 1, "seed": request.seed})
+    for name in NOT_OF_TRIALS:
+        if name in request.arguments:
+            raise RequestError(
+                f"{name} is not for the trials of a search, which end and are judged as --pruner says; leave it out"
+            )
     training = TrainRequest.of({**request.options, "model": request.model, "data": request.data}, request.arguments)
+    adapted = training.changed(lora_rank=1) if "lora_rank" in request.space.parameters else training
+    check_module_names(adapted.source(), adapted)
     RunNumbers.from_fields({name: request.options[name] for name in RunNumbers.model_fields if name in request.options})
     return training
 

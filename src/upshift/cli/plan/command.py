@@ -16,18 +16,17 @@ import typer
 from upshift.cli import tables
 from upshift.cli.options import (
     DataFormat,
-    FourBits,
     GlobalBatch,
     Html,
     Json,
     LongRowsOption,
-    LoraRank,
     LossOnOption,
     MaxGradNorm,
     MaxLatency,
     MaxTpot,
     MaxTtft,
     Model,
+    ObjectiveOption,
     OutputLength,
     PromptLength,
     SequenceLength,
@@ -36,6 +35,7 @@ from upshift.cli.options import (
     data_options_of,
     option,
     split_names,
+    with_adapter_options,
     with_layout_flags,
 )
 from upshift.cli.plan import inference as plan_inference
@@ -45,17 +45,19 @@ from upshift.cli.usage.help_page import Panel
 from upshift.cli.usage.messages import ABOVE_ZERO
 from upshift.errors import RequestError
 from upshift.models.sequence_length import sequence_length_of
-from upshift.models.source import find_model_to_train
+from upshift.models.source import AdapterOptions
 from upshift.planning.cost.process_memory import unknown_memory
 from upshift.planning.cost.time import sample_unit
 from upshift.planning.inference.plan import CHANGES_MATHEMATICS
 from upshift.planning.plan import changes_of_mathematics
-from upshift.planning.planner import Planning, plan_training
+from upshift.planning.planner import Planning, find_source, plan_training
 from upshift.planning.search.space import check_allow
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.training.data.data_options import DataOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from upshift.training.data.dataset import WholeDocuments
 
 On = Annotated[
@@ -99,14 +101,16 @@ Rows = Annotated[int, option("--rows", text="How many plans to show.", panel=Pan
 
 
 @with_layout_flags
+@with_adapter_options
 def command(
-    context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
-    set_: Set = None, allow: AllowAny = "", data: Data = None, text_column: TextColumn = None, data_format: DataFormat = None,
-    loss_on: LossOnOption = None, long_rows: LongRowsOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False, train: Train = True,
-    generate: plan_inference.Generate = False, encode: plan_inference.Encode = False, prompt_length: PromptLength = None,
-    output_length: OutputLength = None, concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None,
-    max_ttft_ms: MaxTtft = None, max_tpot_ms: MaxTpot = None, why: questions.Why = None,
+    context: typer.Context, model: Model, adapter: AdapterOptions, sequence_length: SequenceLength = None,
+    global_batch: GlobalBatch = 8, on: On = None, set_: Set = None, allow: AllowAny = "", data: Data = None,
+    text_column: TextColumn = None, data_format: DataFormat = None, loss_on: LossOnOption = None,
+    long_rows: LongRowsOption = None, objective: ObjectiveOption = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    steps: Steps = 1000, train: Train = True, generate: plan_inference.Generate = False,
+    encode: plan_inference.Encode = False, prompt_length: PromptLength = None, output_length: OutputLength = None,
+    concurrency: plan_inference.Concurrency = None, max_latency_ms: MaxLatency = None, max_ttft_ms: MaxTtft = None,
+    max_tpot_ms: MaxTpot = None, why: questions.Why = None,
     shadow_prices: questions.ShadowPrices = False, largest: questions.LargestOption = None, compare: questions.Compare = None,
     price: questions.Price = None, tokens: questions.Tokens = None, deadline: questions.Deadline = None,
     lock: questions.Lock = None, check: questions.CheckFile = None, rows: Rows = 5, html: Html = None, as_json: Json = False,
@@ -125,19 +129,17 @@ def command(
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train")
-    if html is not None:
-        from upshift.reports.document import check_page_path  # importing it takes a tenth of the start of a plan
-
-        check_page_path(html)
+    _check_page(html)
     asked.check(on)
     options = data_options_of(locals())
-    _check_data_options(risk, data, options)
+    _check_data_options(risk, data, options, largest)
     allowed = check_allow(split_names(allow))
-    source = find_model_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    source = find_source(model, adapter)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
-        sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
-        lengths=_read_lengths(model, data, sequence_length=length, options=options), risk=risk,
+        sequence_length=length, global_batch=global_batch * options.rows_together, allow=allowed, total_steps=steps,
+        clips_gradients=max_grad_norm > 0, rows_together=options.rows_together, risk=risk,
+        lengths=_read_lengths(model, data, sequence_length=length, options=options),
     )  # fmt: skip
     lengths_at = None if data is None else _lengths_at(model, data, options)
     request = questions.Request(source, workload, on, fixed, as_json, lengths_at)
@@ -155,15 +157,23 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
         return
-    if lora_rank is not None:
-        tables.out.print(tables.adapter_line(lora_rank, load_in_4bit), highlight=False)
-    _print_planning(planning, rows=rows)
+    _print_planning(planning, tables.adapter_line(adapter), rows=rows)
     answers.print(sample_unit(planning.profile))
 
 
-def _check_data_options(risk: float | None, data: str | None, options: DataOptions) -> None:
+def _check_page(html: Path | None) -> None:
+    """Raise RequestError if the page cannot be written."""
+    if html is not None:
+        from upshift.reports.document import check_page_path  # importing it takes a tenth of the start of a plan
+
+        check_page_path(html)
+
+
+def _check_data_options(risk: float | None, data: str | None, options: DataOptions, largest: str | None) -> None:
+    if options.has_pairs and largest is not None:
+        raise RequestError(f"--largest {largest} is not for --objective dpo; leave one of the two out")
     for name, value in options.model_dump().items():
-        if value is not None and data is None:
+        if value is not None and data is None and value != "dpo":  # for which a plan needs no data
             raise RequestError(f"--{name.replace('_', '-')} {value} is about --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
@@ -201,11 +211,14 @@ def _lengths_at(model: str, data: str, options: DataOptions) -> Callable[[int], 
     return lengths_at
 
 
-def _print_planning(planning: Planning, *, rows: int) -> None:
+def _print_planning(planning: Planning, adapter: str | None, *, rows: int) -> None:
+    if adapter is not None:
+        tables.out.print(adapter, highlight=False)
     host = planning.host
     workload = planning.workload
     unit = " images" if sample_unit(planning.profile) == "images" else f" x {workload.sequence_length} tokens"
-    size = f"global batch {workload.global_batch}{unit}"
+    pairs = " pairs" if workload.rows_together > 1 else ""
+    size = f"global batch {workload.num_units}{pairs}{unit}"
     tables.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:

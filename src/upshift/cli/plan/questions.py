@@ -20,7 +20,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import ModelSource
+from upshift.models.source import AdapterOptions, ModelSource
 from upshift.planning.analysis.compare_hosts import (
     ENERGY_NOTE,
     Comparison,
@@ -54,8 +54,9 @@ from upshift.units import format_count, format_seconds
 Instead = Literal["--largest", "--compare", "--check"]  # questions whose answers replace the ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
-    "train", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps", "lora_rank",
-    "load_in_4bit", "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
+    "train", "data", "text_column", "data_format", "loss_on", "long_rows", "risk", "max_grad_norm", "steps",
+    *AdapterOptions.model_fields,
+    "why", "shadow_prices", "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
 )  # fmt: skip
 OF_SEQUENCES = ("sequence_length", "global_batch")
 OF_PROMPTS = ("prompt_length", "output_length", "concurrency")

@@ -33,7 +33,7 @@ class HelpCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _print_all_help(self, ctx, args)
-        if ctx.resilient_parsing:
+        if ctx.resilient_parsing or _asks_for_help(ctx, args):
             return super().parse_args(ctx, args)
         path = ctx.command_path
         values: dict[str, Any] = {}
@@ -93,6 +93,11 @@ def _print_all_help(command: Any, ctx: Any, args: list[str]) -> None:
         width = ctx.make_formatter().width
         typer.echo(help_page(command, ctx.command_path, width=width, detailed=True, styled=_is_styled()), nl=False)
         ctx.exit(0)
+
+
+def _asks_for_help(ctx: Any, args: list[str]) -> bool:
+    """Return whether the first word asks for the page. Then no other word is read, nor the file of one."""
+    return bool(args) and args[0] in ctx.help_option_names
 
 
 def _has_help_all(command: Any, args: list[str]) -> bool:

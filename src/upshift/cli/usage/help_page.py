@@ -25,6 +25,7 @@ class Panel(StrEnum):
     MODEL = "Model and data"
     TASK = "Task"
     TRAINING = "Training"
+    ADAPTER = "Adapter"
     SEARCH = "Search"
     SUBJECT = "What to look at"
     LAUNCHER = "Launcher"
@@ -47,7 +48,7 @@ class Panel(StrEnum):
 
 
 # --help-all alone shows them.
-DETAILED = (Panel.ROWS, Panel.OPTIMIZATION, Panel.CHECKPOINTS, Panel.PROCESSES, Panel.JOB, Panel.SPECIAL)
+DETAILED = (Panel.ADAPTER, Panel.ROWS, Panel.OPTIMIZATION, Panel.CHECKPOINTS, Panel.PROCESSES, Panel.JOB, Panel.SPECIAL)
 
 
 class Entry(NamedTuple):

@@ -6,7 +6,6 @@ are read and checked as the user's own words are.
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,12 @@ from upshift.cli.usage.messages import (
     number_type,
 )
 from upshift.errors import RequestError
+from upshift.text import did_you_mean
 
 CONFIG = "config"  # the parameter of a command that reads such files
 INIT = "init"  # the parameter with the file to write
 COMMENT_WIDTH = 100  # columns
+SET_ASIDE = {"resume": "overwrite", "overwrite": "resume", "epochs": "max_steps"}  # what a typed option takes from the file
 BOOL_TAG = "tag:yaml.org,2002:bool"
 NULL_TAG = "tag:yaml.org,2002:null"
 
@@ -57,19 +58,40 @@ def with_file_words(command: Any, context: Any, words: Sequence[str], values: Ma
     arguments: list[str] = []
     options: list[str] = []
     used: set[str] = set()
+    set_aside = {other for name, other in SET_ASIDE.items() if values.get(name) is not None}
     for entry in _read_entries(Path(path)):
         key = entry.key.replace("_", "-")
         if key not in parameters:
-            raise RequestError(f"{path}: unknown key {entry.key!r}; the keys are {', '.join(_nearest_first(key, parameters))}")
+            raise RequestError(
+                f"{path}: unknown key {entry.key!r}{did_you_mean(key, parameters)}; {context.command_path} --init PATH writes a "
+                "file with all keys"
+            )
         if key in used:
             raise RequestError(f"{path}: key {entry.key!r} is given twice; give it once")
         used.add(key)
         parameter = parameters[key]
         entry_words = _words_of(parameter, entry, path)
         _check_words(command, context, parameter, entry_words, f"{path}: key {entry.key!r}")
-        if values.get(parameter.name) is None:
+        if values.get(parameter.name) is None and parameter.name not in set_aside:
             (options if is_option(parameter) else arguments).extend(entry_words)
     return [*arguments, *options, *words]
+
+
+def expand_file(command: Any, context: Any, words: Sequence[str]) -> list[str]:
+    """Return the words with the options of the file of ``--config`` in place of its name, if there is one."""
+    values = command.make_parser(context).parse_args(list(words))[0]
+    if not values.get(CONFIG):
+        return list(words)
+    remaining: list[str] = []
+    is_path = False
+    for word in words:
+        if is_path:
+            is_path = False
+        elif word == f"--{CONFIG}":
+            is_path = True
+        elif not word.startswith(f"--{CONFIG}="):
+            remaining.append(word)
+    return with_file_words(command, context, remaining, values)
 
 
 def file_parameters(command: Any) -> list[Any]:
@@ -80,10 +102,6 @@ def file_parameters(command: Any) -> list[Any]:
 def key_of(parameter: Any) -> str:
     """Return the key of a parameter: its long name without the dashes in front, or the name of an argument."""
     return long_name(parameter).removeprefix("--") if is_option(parameter) else str(parameter.name)
-
-
-def _nearest_first(key: str, names: Mapping[str, Any]) -> list[str]:
-    return sorted(names, key=lambda name: -difflib.SequenceMatcher(None, key, name).ratio())
 
 
 def _read_entries(path: Path) -> list[_Entry]:
@@ -102,6 +120,9 @@ def _read_entries(path: Path) -> list[_Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise RequestError(f"{path} is no mapping of options; write lines such as  learning-rate: 2e-5")
+    for key, _ in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise RequestError(f"{path} has {_shown(key)} as a key; write the name of an option")
     return [_Entry(str(key.value), value) for key, value in root.value]
 
 
@@ -111,11 +132,15 @@ def _words_of(parameter: Any, entry: _Entry, path: str) -> list[str]:
     if entry.value.tag == NULL_TAG:
         raise RequestError(f"{origin} has no value; write one, or remove the line")
     if is_option(parameter) and parameter.is_flag:
-        if entry.value.tag != BOOL_TAG:
+        if entry.value.tag != BOOL_TAG or str(entry.value.value).lower() not in yaml.SafeLoader.bool_values:
             raise RequestError(f"{origin} must be true or false (got {_shown(entry.value)})")
         return [long_name(parameter)] if yaml.SafeLoader("").construct_yaml_bool(entry.value) else list(parameter.secondary_opts)
     texts = _texts_of(parameter, entry.value, origin)
-    return [f"{long_name(parameter)}={text}" for text in texts] if is_option(parameter) else texts
+    if is_option(parameter):
+        return [f"{long_name(parameter)}={text}" for text in texts]
+    if texts[0].startswith("-"):  # it would be read as an option
+        raise RequestError(f"{origin} must not begin with a dash (got {texts[0]!r}); give a path, such as ./{texts[0]}")
+    return texts
 
 
 def _texts_of(parameter: Any, value: yaml.Node, origin: str) -> list[str]:

@@ -39,7 +39,14 @@ def _rows(chip: str, source: str, fp32: float | None, sizes: dict[float, tuple[i
         peak = rates((fp32, None, None, None, None, None), gb_s)
         for gib in memories:  # Apple writes GB for GiB of memory
             key = f"{chip.lower().replace(' ', '-')}-{gib}gb"
-            gpu = Gpu(name=f"Apple {chip} {gib}GB", backend="mps", table_key=key, memory_bytes=gib * GIB, peak=peak)
+            gpu = Gpu(
+                name=f"Apple {chip} {gib}GB",
+                backend="mps",
+                table_key=key,
+                memory_bytes=gib * GIB,
+                shares_host_memory=True,
+                peak=peak,
+            )
             rows[key] = GpuFacts(gpu=gpu, source=source, max_per_node=1)
     return rows
 

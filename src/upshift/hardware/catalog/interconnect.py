@@ -15,8 +15,17 @@ from upshift.hardware.spec import Count, Gpu, Link, Rate
 from upshift.units import GIGA
 from upshift.value import Value
 
-# Bytes per second of one lane in one direction, after line coding: PCI Express base specification 3.0, 4.0 (128b/130b), 5.0.
-PCIE_LANE_BYTES_PER_SECOND = {3: 0.985 * GIGA, 4: 1.969 * GIGA, 5: 3.938 * GIGA}
+# Bytes per second of one lane in one direction, after line coding: PCI Express base specification 1.0, 2.0 (8b/10b), 3.0, 4.0,
+# 5.0 (128b/130b), and 6.0, 7.0 (242 of the 256 bytes of a flit; 14 are for the correction of errors).
+PCIE_LANE_BYTES_PER_SECOND = {
+    1: 0.25 * GIGA,
+    2: 0.5 * GIGA,
+    3: 0.985 * GIGA,
+    4: 1.969 * GIGA,
+    5: 3.938 * GIGA,
+    6: 7.563 * GIGA,
+    7: 15.125 * GIGA,
+}
 
 
 def pcie_link(gpu: Gpu) -> Link | None:

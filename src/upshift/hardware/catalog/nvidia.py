@@ -137,7 +137,7 @@ NVIDIA_GPUS: dict[str, GpuFacts] = dict([
              mib=284208, gb_s=8000, cc=(10, 3), pcie=None, watts=1400, nvlink=NVL72, system=DGX_GB300),
     # The tensor cores accumulate in FP32 at the whole rate: bf16 products reach 85 TFLOP/s, and half would be 59.
     cuda_row("gb10", "NVIDIA GB10", GB10, (29.7, 59.4, 118.8, 118.8, 237.7, 237.7),
-             mib=122570, gb_s=273, cc=(12, 1), pcie=None, watts=140),
+             mib=122570, gb_s=273, cc=(12, 1), pcie=None, watts=140, shares_host_memory=True),
 ]) | RTX_GPUS
 # fmt: on
 # Full product names as NVML reports them. Drivers before 470 omit the brand of some.

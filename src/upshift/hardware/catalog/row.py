@@ -75,12 +75,14 @@ def rates(tera: Tera, gb_s: float) -> Rates:
 def cuda_row(
     key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
     watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None, lanes: int = 16,
+    shares_host_memory: bool = False,
 ) -> tuple[str, GpuFacts]:  # fmt: skip
     """Return a key and the row of an NVIDIA GPU. `mib`, `gb_s`: of the memory. `cc`: the compute capability. `lanes`: of PCIe."""
     gpu = Gpu(
         name=name,
         table_key=key,
         memory_bytes=mib * MIB,
+        shares_host_memory=shares_host_memory,
         compute_capability=cc,
         pcie_generation=pcie,
         pcie_width=lanes if pcie else None,

@@ -32,7 +32,7 @@ from upshift.inference.registry import build_engine
 from upshift.inference.resumable_output import read_blocks
 from upshift.inference.weights import check_requested_engine, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.config import stable_positions_in
-from upshift.models.generation_config import start_token
+from upshift.models.generation_config import read_defaults, start_token
 from upshift.models.profile_cache import isolation_of, positions_of
 from upshift.models.sequence_length import check_border
 from upshift.units import format_bytes
@@ -100,6 +100,7 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
+        self._defaults = read_defaults(self.source)
         self._positions = positions_of(self.source)
         self._border = stable_positions_in(self.source.hf_config.get_text_config(decoder=True))
         limits = [limit for limit in (self._positions, self._border) if limit is not None]
@@ -113,7 +114,7 @@ class Generator:
         """Return the options of generation. Raise RequestError for an option that is not possible.
 
         An option of generation_config.json that Upshift does not have is not possible, either, unless the user replaces it."""
-        options = read_options(self.source, arguments)
+        options = read_options(self._defaults, arguments)
         check_tokens(options, arguments, self.vocabulary)
         return options
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.models.generation_config import merge_options
-from upshift.models.source import ModelSource
+from upshift.models.generation_config import FileDefaults, merge_options
 from upshift.value import Value
 
 USER_ONLY = ("prompt_lookup_num_tokens",)  # only from the user: it changes nothing but speed, and not every engine has it
@@ -68,9 +67,11 @@ class GenerationOptions(Value):
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
 
-def read_options(source: ModelSource, arguments: Mapping[str, Any]) -> GenerationOptions:
-    """Return the options. Raise RequestError for a name or a value that is not possible, and name what is possible."""
-    return merge_options(GenerationOptions, source, arguments, user_only=USER_ONLY)
+def read_options(defaults: FileDefaults, arguments: Mapping[str, Any]) -> GenerationOptions:
+    """Return the user's options, completed by those of the model's files.
+
+    Raise RequestError for a name or a value that is not possible, and name what is possible."""
+    return merge_options(GenerationOptions, defaults, arguments, user_only=USER_ONLY)
 
 
 def check_tokens(options: GenerationOptions, arguments: Mapping[str, Any], vocabulary: int) -> None:

@@ -45,7 +45,8 @@ def read_device(device: str | int, host: Host) -> str:
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
     """Return the limit of each device in bytes, fastest device first.
 
-    A GPU that ``max_memory`` leaves out is not used. The CPU is always used, by default with its free memory."""
+    A GPU that ``max_memory`` leaves out is not used. The CPU is always used, by default with its free memory, or with what the
+    limits of the GPUs leave of it if they share it."""
     stated: dict[str, int] = {}
     for device, size in (max_memory or {}).items():
         name = read_device(device, host)
@@ -58,6 +59,9 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
     for device, free_bytes in free.items():
         if max_memory is None or device in stated or device == "cpu":
             limits[device] = stated.get(device, free_bytes)
+    if any(gpu is not None and gpu.shares_host_memory for gpu in _gpus(host)) and "cpu" not in stated:
+        taken = sum(num_bytes or 0 for device, num_bytes in limits.items() if device != "cpu")
+        limits["cpu"] = max(0, (free["cpu"] or 0) - taken)
     unknown = next((device for device, num_bytes in limits.items() if num_bytes is None), None)
     if unknown is not None:
         raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")
@@ -65,9 +69,12 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
 
 
 def _free_memory(host: Host) -> dict[str, int | None]:
-    gpus: list[Gpu | None] = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
-    free = {f"{host.device}:{number}": _usable_memory(gpu) for number, gpu in enumerate(gpus)}
+    free = {f"{host.device}:{number}": _usable_memory(gpu) for number, gpu in enumerate(_gpus(host))}
     return free | {"cpu": _usable_memory(host.cpu)}
+
+
+def _gpus(host: Host) -> list[Gpu | None]:
+    return [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
 
 
 def _usable_memory(device: Gpu | Cpu | None) -> int | None:

@@ -31,6 +31,7 @@ from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.build import build_model, choose_class, disable_cache, encoder_class, encoder_of, is_causal_class
 from upshift.models.config import padding_of
 from upshift.models.describe import attention_kernels
+from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.isolation.small_copy import narrow_copies
 from upshift.models.kv_cache import NAMES, with_cache
 from upshift.models.ops.block_attention import set_attention
@@ -58,6 +59,14 @@ logger = logging.getLogger(__name__)
 
 def measure_isolation(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> Isolation:
     """Return the result of the test. ``objective`` is None if the model outputs hidden states and needs no loss."""
+    isolation = _measure_rows(config, model_class, objective)
+    if objective is None or not drops_layers(config, model_class):
+        return isolation
+    return isolation.model_copy(update={"drops_layers": True})
+
+
+def _measure_rows(config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> Isolation:
+    """Return which tokens of a row or a batch reach a text."""
     if objective in ("seq2seq-lm", "image-classification"):
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"

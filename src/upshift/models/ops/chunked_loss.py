@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy
+from upshift.models.ops.linear_cross_entropy import HeadLoss, VocabularyShard, linear_cross_entropy, linear_token_losses
 
 Number = float  # DeferredLogits has a method of the name float
 
@@ -159,6 +159,15 @@ class DeferredLogits:
             num_labels > 0, total / num_labels.clamp(min=1), torch.nan
         )  # without labels: NaN, and gradients of zero
 
+    def token_losses(self, target: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+        """Return the cross entropy of each of these logits [N, V] with its label [N], 0 for ignored labels."""
+        if self.ndim != 2 or target.ndim != 1 or isinstance(self.weight, DTensor):
+            raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
+        self.uses.losses += 1
+        head = self.head._replace(ignore_index=ignore_index)
+        losses: torch.Tensor = linear_token_losses(self.hidden, self.weight, self.bias, target, head)
+        return losses
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -206,7 +215,7 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: the factor of an added loss, the mean
     over labels of logsumexp(logits) ** 2. The model raises ChunkedHeadError when it runs if ``why_not_chunked`` has a reason.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = _output_embedding(model)
     options = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss)
     uses = HeadUses()
 
@@ -221,9 +230,16 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
         del head.forward
 
 
+def _output_embedding(model: nn.Module) -> Any:
+    """Return the module that computes the logits, or None. Of a head in peft's modules_to_save it is the copy that is trained."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    copies = getattr(head, "modules_to_save", None)
+    return head if head is None or copies is None else copies[head.active_adapters[0]]
+
+
 def why_not_chunked(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str | None:
     """Return why the loss cannot be computed in chunks, or None if it can. Run one forward pass (fake tensors will do)."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _output_embedding(model)
     if type(head) is not nn.Linear:
         description = "no output embedding"
         if head is not None:

@@ -60,6 +60,50 @@ def linear_cross_entropy(
     return total
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
+def linear_token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+) -> torch.Tensor:
+    """Return the loss of each label [N] in fp32, 0 for ignored labels. Shapes and precisions as in ``linear_cross_entropy``.
+
+    How much a loss counts is not known before all are computed. So the backward pass computes the logits again, chunk by chunk.
+    """
+    losses: torch.Tensor = LinearTokenLosses.apply(hidden, weight, bias, labels, head)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class LinearTokenLosses(torch.autograd.Function):
+    """An autograd function that keeps only its inputs for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+    ) -> torch.Tensor:
+        ctx.head = head
+        ctx.compute_dtype = _compute_dtype(hidden)
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            _sum_chunks(hidden, weight.to(ctx.compute_dtype), bias, labels, head, None, None, losses=losses)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        sums = _empty_gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(ctx.compute_dtype)
+            _sum_chunks(hidden, matrix, bias, labels, ctx.head, None, sums, factors=grad_outputs[0])
+        bias_sum = None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
+        return sums.hidden, sums.weight, bias_sum, None, None
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the matrix products: autocast's, if it is on."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """An autograd function that computes its gradients in the forward pass.
 
@@ -76,15 +120,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard | None,
         with_gradients: bool,
     ) -> torch.Tensor:
-        device = hidden.device.type
-        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        needs_gradient = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        sums = Gradients(
-            hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_gradient[0] else None,
-            weight=torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_gradient[1] else None,
-            bias=torch.zeros_like(bias, dtype=torch.float32) if needs_gradient[2] and bias is not None else None,
-        )
-        with torch.autocast(device, enabled=False):
+        compute_dtype = _compute_dtype(hidden)
+        needs_gradient = tuple(with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3])
+        sums = _empty_gradients(hidden, weight, bias, needs_gradient)
+        with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(compute_dtype)
             total = _sum_chunks(hidden, matrix, bias, labels, head, shard, sums if any(needs_gradient) else None)
             if shard is not None:
@@ -110,6 +149,17 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None  # [V]
 
 
+def _empty_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_needed: tuple[bool, ...]
+) -> Gradients:
+    """Return the gradients that are needed, before the first chunk."""
+    return Gradients(
+        hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format) if is_needed[0] else None,
+        weight=torch.empty_like(weight, memory_format=torch.contiguous_format) if is_needed[1] else None,
+        bias=torch.zeros_like(bias, dtype=torch.float32) if is_needed[2] and bias is not None else None,
+    )
+
+
 def _sum_chunks(
     hidden: torch.Tensor,
     matrix: torch.Tensor,
@@ -118,10 +168,17 @@ def _sum_chunks(
     head: HeadLoss,
     shard: VocabularyShard | None,
     sums: Gradients | None,
+    *,
+    losses: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the summed loss, and add the gradients to ``sums``. All chunks share one buffer of logits.
 
-    ``matrix``: the weight in the dtype of the products."""
+    Args:
+        matrix: the weight in the dtype of the products.
+        losses: gets the loss of each label.
+        factors: of the loss of each label, for the gradients; None: all are 1.
+    """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = _labelled_rows(labels, head.ignore_index)
     buffer = matrix.new_empty(min(head.chunk_tokens, _round_up(len(rows))), len(matrix))
@@ -131,8 +188,12 @@ def _sum_chunks(
         logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded_chunk)])
         chunk_logits = logits[: len(chunk)]
         rows_in_cache = _rows_in_cache(logits)
-        for rows_of_logits, targets in zip(chunk_logits.split(rows_in_cache), labels[chunk].split(rows_in_cache), strict=True):
-            total += _loss_and_gradient(rows_of_logits, targets, bias, head, shard, sums)
+        for rows_of_logits, members in zip(chunk_logits.split(rows_in_cache), chunk.split(rows_in_cache), strict=True):
+            member_factors = None if factors is None else factors[members]
+            member_losses = _losses_and_gradient(rows_of_logits, labels[members], bias, head, shard, sums, member_factors)
+            total += member_losses.sum()
+            if losses is not None:
+                losses[members] = member_losses
         logits[len(chunk) :] = 0.0
         if sums is not None and sums.hidden is not None:
             sums.hidden.index_copy_(0, chunk, (logits @ matrix)[: len(chunk)].to(hidden.dtype))
@@ -174,29 +235,30 @@ def _rows_in_cache(matrix: torch.Tensor) -> int:
     return max(CACHED_BYTES // (4 * matrix.shape[1]), 1)
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     products: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     head: HeadLoss,
     shard: VocabularyShard | None,
     sums: Gradients | None,
+    factors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the summed loss of ``products`` [C, V], which are logits without scale and bias, and overwrite them with the
-    loss's gradient.
+    """Return the losses [C] of ``products`` [C, V], which are logits without scale and bias, and overwrite them with the gradient
+    of their sum, each loss times its factor.
 
     With a ``shard``, return only the terms of its words."""
     logits = _complete_logits(products, bias, head)
     vocabulary = products.shape[1] if shard is None else shard.vocabulary
     log_probabilities, normaliser = _log_softmax(logits, shard)
     columns, has_label = _label_columns(labels, shard, logits)
-    loss = (log_probabilities.gather(1, columns) * has_label).sum() * (head.label_smoothing - 1.0)
+    losses = (log_probabilities.gather(1, columns) * has_label).squeeze(1) * (head.label_smoothing - 1.0)
     if head.label_smoothing:
-        loss -= log_probabilities.sum(1).div_(vocabulary).sum() * head.label_smoothing
+        losses -= log_probabilities.sum(1).div_(vocabulary) * head.label_smoothing
     if head.z_loss and (shard is None or shard.first == 0):
-        loss += normaliser.square().sum() * head.z_loss
+        losses += normaliser.square().squeeze(1) * head.z_loss
     if sums is None:
-        return loss
+        return losses
     logits_grad = log_probabilities.exp_()
     if head.z_loss:
         logits_grad.mul_(normaliser.mul_(2.0 * head.z_loss).add_(1.0))
@@ -205,10 +267,12 @@ def _loss_and_gradient(
     logits_grad.scatter_add_(1, columns, has_label * (head.label_smoothing - 1.0))
     if head.cap is not None:  # the derivative of cap * tanh(x) is cap * (1 - tanh(x) ** 2)
         logits_grad.mul_(logits.square_().mul_(-1.0 / head.cap).add_(head.cap))
+    if factors is not None:
+        logits_grad.mul_(factors.unsqueeze(1))
     if sums.bias is not None:
         sums.bias.add_(logits_grad.sum(0))
     products.copy_(logits_grad.mul_(head.scale) if head.scale != 1.0 else logits_grad)
-    return loss
+    return losses
 
 
 def _complete_logits(products: torch.Tensor, bias: torch.Tensor | None, head: HeadLoss) -> torch.Tensor:

@@ -37,6 +37,7 @@ from upshift.models.quantized import copy_scales
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
+from upshift.models.tracing.lone_draws import KEEPS_LAYERS, lone_draws
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
 from upshift.models.tracing.symbolic_sizes import PlainSizes, PrimeSizes
@@ -82,7 +83,7 @@ class Tracer:
             else:
                 keep_slice(base_of(model), ranks)
             with self.fake:
-                _materialize_on_cpu(model)
+                materialize_on_cpu(model)
             self._models[key] = model
         return self._models[key]
 
@@ -161,7 +162,7 @@ class Tracer:
         return [[(layer, calls[layer]) for layer in layers] for layers in stacks]
 
 
-def _materialize_on_cpu(model: nn.Module) -> None:
+def materialize_on_cpu(model: nn.Module) -> None:
     """Replace tensors on the meta device by new CPU tensors of the same layout. Shared tensors stay shared.
 
     Also replace real CPU tensors: old constructors of some classes create weights on the CPU, whatever the default device is."""
@@ -316,6 +317,7 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
     """
     packed_rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
     no_padding_warning = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
-    with packed_rows, no_padding_warning, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
+    grouped_product = GROUPED_PRODUCT.replaced(lambda *_: False)
+    with packed_rows, no_padding_warning, grouped_product, lone_draws(KEEPS_LAYERS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

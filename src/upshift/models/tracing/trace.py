@@ -318,10 +318,7 @@ def trace_model(
         **description,
         isolation=isolation,
         parameters=_count_parameters(tracer),
-        stacks=tuple(
-            Stack(path=s.path, traced_layers=s.traced_layers, assignment=s.assignment, layer_trainable=s.layer_trainable)
-            for s in tracer.stacks
-        ),
+        stacks=tuple(Stack(**vars(stack)) for stack in tracer.stacks),
         steps=assemble_steps(tracer, variants, traces, chunking=reason is None),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
@@ -440,7 +437,7 @@ def _tensor_parallel_or_reason(tracer: Tracer, variants: tuple[Variant, ...], po
         return answer if isinstance(answer, str) else f"its heads or widths are not divisible by {DIVIDED_RANKS}"
     try:
         tracer.measure(divided_variant, batch=point[0], sequence=point[1], ranks=DIVIDED_RANKS)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch.nn.functional asserts the sizes that it gets
         return f"a rank's slice of the model does not run: {' '.join(str(error).split())[:160]}"
     return answer
 

@@ -125,12 +125,16 @@ def _scale_parameters(parameters: Parameters, ratio: tuple[int, int], *, layers:
     inside = _scale(parameters.layers, ratio)
     trained = _scale(parameters.trainable_layers, ratio)
     frozen = parameters.layers - parameters.trainable_layers
+    frozen_bf16 = max(frozen - parameters.quantized, 0) if parameters.always_bf16 else 0
+    trained_bf16 = min(max(parameters.trainable_layers - parameters.always_fp32, 0), parameters.trainable_bf16)
     return parameters.changed(
         total=parameters.total - parameters.layers + inside,
         layers=inside,
         trainable=parameters.trainable - parameters.trainable_layers + trained,
         trainable_layers=trained,
         always_fp32=_scale(parameters.always_fp32, ratio),
+        always_bf16=parameters.always_bf16 - frozen_bf16 + _scale(frozen_bf16, ratio),
+        trainable_bf16=parameters.trainable_bf16 - trained_bf16 + _scale(trained_bf16, ratio),
         quantized=_scale(parameters.quantized, ratio),
         quantized_bytes=_scale(parameters.quantized_bytes, ratio),
         trainable_shapes=_scale_shapes(parameters, parameters.trainable_shapes, parameters.trainable_layers, ratio, layers),

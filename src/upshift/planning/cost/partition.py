@@ -244,6 +244,23 @@ def _elements_above_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> flo
     return (excess - experts + experts / plan.layout.expert_parallel) / plan.layout.tensor_parallel
 
 
+def trained_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
+    """Return the part of the trained parameters that a rank computes with.
+
+    An adapter is not spread as the weights are: a stage without the head has nothing of a head that is trained whole. The profile
+    does not say whether other trained weights outside the layers are before or after them, so each end is taken to have them."""
+    parameters = profile.parameters
+    if parameters.trainable == parameters.total:
+        return elements(profile, plan, stage) / parameters.total
+    sizes = layer_sizes(profile)
+    in_layers = parameters.trainable_layers * sum(sizes[stage.first : stage.last]) / max(sum(sizes), 1)
+    in_layers *= layer_elements(profile, plan) * profile.num_layers / max(parameters.layers, 1)
+    outside = parameters.trainable - parameters.trainable_layers - parameters.trainable_head
+    is_end = stage.has_embedding or stage.has_head
+    at_ends = parameters.trainable_head * (is_end if parameters.tied else stage.has_head) + outside * is_end
+    return (in_layers + at_ends * outside_part(profile, plan)) / parameters.trainable
+
+
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     """Return the bytes of a rank at ``stage``. They are the whole model's if the ranks have nothing but the batch to share."""
     parameters = profile.parameters
@@ -257,16 +274,17 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     if layout.master_weights:
         weights = float(parameters.weight_bytes(MASTERED_BYTES))
         state = state + MASTER_BYTES * parameters.trainable
-    rank_part = elements(profile, plan, stage) / parameters.total
-    weights = weights * rank_part
-    gradients = gradients * rank_part
-    state = state * rank_part
+    updated = trained_part(profile, plan, stage)
+    weights = weights * elements(profile, plan, stage) / parameters.total
+    gradients = gradients * updated
+    state = state * updated
     sharded_part = _sharded_part(profile, plan, stage)
     if not layout.gathers:
         gradients += _embedding_gradient_rest(profile, plan, stage)
     if layout.fully_shard == "no":
-        return Share(weights, gradients, state, None, rank_part, workspace * rank_part)
-    updated = rank_part * sharded_part
+        return Share(weights, gradients, state, None, updated, workspace * updated)
+    undivided = updated
+    updated = updated * sharded_part
     if layout.fully_shard == "optimizer":
         return Share(weights, gradients, state * sharded_part, None, updated, workspace * updated)
     return Share(
@@ -276,7 +294,7 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
         transients=_fsdp_transients(profile, plan, stage),
         updated=updated,
         workspace=workspace * updated,
-        undivided_gradients=REDUCED_BYTES * rank_part * parameters.trainable if layout.pipeline_parallel > 1 else None,
+        undivided_gradients=REDUCED_BYTES * undivided * parameters.trainable if layout.pipeline_parallel > 1 else None,
     )
 
 
@@ -349,7 +367,7 @@ def _fsdp_transients(profile: ModelProfile, plan: Plan, stage: Stage) -> FsdpTra
     are whole all the time.
     """
     element_size = compute_bytes(plan)
-    trained = profile.parameters.trainable / profile.parameters.total
+    trained = profile.parameters.trainable_layers / max(profile.parameters.layers, 1)
     num_layers = stage.last - stage.first
     per_layer = layer_elements(profile, plan)
     layer = element_size * per_layer

@@ -219,9 +219,8 @@ def offloaded_weights(profile: ModelProfile, plan: Plan) -> OffloadedWeights:
     if plan.weight_offload == "none":
         return NO_OFFLOAD
     size = frozen_bytes(profile, plan)
-    trained_sizes = [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
-    # An adapter around every product grows with its layer.
-    largest = max(trained_sizes) / sum(trained_sizes) if sum(trained_sizes) else 1.0 / max(profile.num_layers, 1)
+    frozen_sizes = [stack.layer_frozen[index] for stack in profile.stacks if stack.layer_frozen for index in stack.assignment]
+    largest = max(frozen_sizes) / sum(frozen_sizes) if sum(frozen_sizes) else 1.0 / max(profile.num_layers, 1)
     parameters = profile.parameters
     outside = parameters.trainable - parameters.trainable_layers - parameters.trainable_head
     reads_rows = plan.weight_offload == "disk" and not parameters.tied and outside == 0

@@ -97,6 +97,40 @@ def conflict_with_mup(plan: Plan) -> str | None:
     return None
 
 
+def layout_conflict_with_pairs(layout: Layout) -> str | None:
+    """Return why the ranks of a layout cannot compute the losses of pairs, or None. They may divide the batch and the weights."""
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
+        degree = getattr(layout, name)
+        if degree > 1:
+            return (
+                f"{name}={degree} is not for --objective dpo, whose ranks each compute whole pairs; use data-parallel ranks "
+                "(--nproc), which may divide the weights (fully_shard)"
+            )
+    return None
+
+
+def conflict_with_pairs(plan: Plan) -> str | None:
+    """Return why a plan cannot compute the losses of pairs of sequences (DPO), or None.
+
+    The loss of a pair needs the log-probabilities of all tokens of its two sequences in one process.
+    """
+    layout_problem = layout_conflict_with_pairs(plan.layout)
+    if layout_problem is not None:
+        return layout_problem
+    if plan.packing:
+        return "packing=True is not for --objective dpo, which compares two rows; use packing=False"
+    if plan.torch_compile == "model":
+        return "torch_compile=model is not for --objective dpo, which replaces the model's loss; use torch_compile=layer"
+    if plan.loss_kernel != "eager":
+        return f"loss_kernel={plan.loss_kernel} is not for --objective dpo, which needs the loss of each token; use eager"
+    if plan.per_device_train_batch_size % 2:
+        return (
+            f"per_device_train_batch_size={plan.per_device_train_batch_size} is not for --objective dpo, whose pairs are two "
+            "sequences each; use an even number"
+        )
+    return None
+
+
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
     """Return why this plan cannot run, or None."""
     problem = next(filter(None, (rule(plan) for rule in CONFLICT_RULES)), None)

@@ -17,7 +17,13 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.row_sharing import why_not_isolated
-from upshift.planning.search.constraints import PACKED_KERNELS, conflict, is_redundant
+from upshift.planning.search.constraints import (
+    PACKED_KERNELS,
+    conflict,
+    conflict_with_pairs,
+    is_redundant,
+    layout_conflict_with_pairs,
+)
 from upshift.planning.search.layouts import enumerate_layouts, rank_counts, shares_work
 from upshift.planning.search.space import FIXED_IN_SEARCH, choices
 from upshift.planning.workload import Workload
@@ -57,6 +63,11 @@ class PlanSpace:
         self.profile = profile
         self.workload = workload
         self.fixed = fixed or {}
+        if workload.rows_together > 1 and profile.objective != "causal-lm":
+            raise RequestError(
+                f"--objective dpo is for causal language models, and {profile.architecture} is of the kind {profile.objective}; "
+                "leave it out, or use a causal language model"
+            )
         values = choices(host, profile, workload) | (only or {})
         values |= {name: [self.fixed[name]] for name in values if name in self.fixed}
         self._counts = values.pop("num_processes")
@@ -64,7 +75,7 @@ class PlanSpace:
         self.sharings = self._legal_sharings() if sharings is None else sharings
 
     def _legal_sharings(self) -> list[Sharing]:
-        batch = self.workload.global_batch
+        batch = self.workload.num_units
         if not shares_work(self.host, self.fixed):  # each rank has its own sequences
             return [Sharing(count, count, ALONE) for count in self._counts if batch % count == 0]
         layout_fields = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
@@ -73,6 +84,8 @@ class PlanSpace:
             for ranks in rank_counts(self.host, self.fixed)
             for data, layout in enumerate_layouts(self.host, self.profile, self.workload, fixed=layout_fields, ranks=ranks)
         ]
+        if self.workload.rows_together > 1:
+            sharings = _without_conflicts_with_pairs(sharings)
         undivided = [
             sharing for sharing in sharings if sharing.layout == ALONE
         ]  # muP needs these; conflict_with_mup refuses others
@@ -87,7 +100,8 @@ class PlanSpace:
         if "gradient_accumulation_steps" in self.fixed:
             steps = self.fixed["gradient_accumulation_steps"]
             return [sequences_per_rank // steps] if sequences_per_rank % steps == 0 else []
-        return divisors(sequences_per_rank)
+        together = self.workload.rows_together
+        return [together * units for units in divisors(sequences_per_rank // together)]
 
     def start(self, sharing: Sharing, micro_batch: int) -> Plan:
         """Return the plan from which all plans of one micro-batch are made. Every other choice has its default."""
@@ -112,6 +126,8 @@ class PlanSpace:
             plan = start.model_copy(update=combination)
             problem = conflict(plan, clips_gradients=self.workload.clips_gradients)
             problem = problem or why_not_isolated(self.profile.isolation, plan)
+            if problem is None and self.workload.rows_together > 1:
+                problem = conflict_with_pairs(plan)
             if problem is not None:
                 yield problem
             elif KEEPS_REDUNDANT & self.fixed.keys() or self.fixed.get("attention") in PACKED_KERNELS or not is_redundant(plan):
@@ -154,3 +170,12 @@ def enumerate_plans(
 ) -> Iterator[Plan]:
     """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
     return PlanSpace(host, profile, workload, fixed=fixed).all()
+
+
+def _without_conflicts_with_pairs(sharings: list[Sharing]) -> list[Sharing]:
+    """Return the ways whose ranks each compute whole pairs. Raise RequestError if the user's choices leave none."""
+    problems = [layout_conflict_with_pairs(sharing.layout) for sharing in sharings]
+    usable = [sharing for sharing, problem in zip(sharings, problems, strict=True) if problem is None]
+    if sharings and not usable:
+        raise RequestError(problems[0] or "")
+    return usable

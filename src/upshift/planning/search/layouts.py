@@ -65,7 +65,7 @@ def enumerate_layouts(
     ranks = ranks or host.num_devices
     for tensor, context, pipeline, kind in _degrees(host, profile, workload, fixed, ranks):
         data = ranks // (tensor * context * pipeline)
-        if workload.global_batch % data:
+        if workload.num_units % data:
             continue
         shardings = _shardings(host.ranks_per_node(ranks), data * context, tensor)
         schedules = _schedules(profile, pipeline, fixed)

@@ -150,12 +150,17 @@ def automatic_weight_places(host: Host) -> list[WeightOffload]:
     return weight_places(host)[1:] if host.device == "cpu" else []
 
 
+def _shares_memory(host: Host) -> bool:
+    """Return whether the GPU's memory is the CPU's, so that moving something to the host frees nothing."""
+    return host.gpu is not None and host.gpu.shares_host_memory
+
+
 def weight_places(host: Host) -> list[WeightOffload]:
     """Return where frozen weights may be kept on this host, the fastest place first."""
     link = host_link(host) if host.device == "cuda" else None
     disk = host.disk_bytes_per_second
     values: list[WeightOffload] = ["none"]
-    if host.num_devices == 1 and link is not None:
+    if host.num_devices == 1 and link is not None and not _shares_memory(host):
         values.append("host")
     if host.num_devices == 1 and disk is not None and (host.device == "cpu" or link is not None):
         values.append("disk")
@@ -255,7 +260,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
     """Return the legal values of the fields that do not depend on the model."""
-    offload_values = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
+    can_offload = host.device == "cuda" and host_link(host) is not None and not _shares_memory(host)
+    offload_values = [False, True] if can_offload else [False]
     optimizers = _optimizers(host, workload)
     has_several_gpus = host.device == "cuda" and host.num_devices > 1
     return {
@@ -318,6 +324,8 @@ def _reason_not_legal(name: str, value: Any, host: Host, profile: ModelProfile, 
     """Return why a value of a field is not legal for this model, in brackets."""
     if value in PACKED_KERNELS:
         return f" ({why_kernel_unusable(value, host, profile) or 'it is planned for one device'})"
+    if name == "packing" and workload.rows_together > 1:
+        return " (--objective dpo compares two rows)"
     if name == "packing":
         kernels = choices(host, profile, workload)["attention"]
         return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
@@ -333,9 +341,12 @@ def _reason_not_legal_anywhere(name: str) -> str | None:
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name == WEIGHT_OFFLOAD:
-        return " (frozen weights are read from the host of a CUDA device, or from files on a disk whose rate was measured)"
+        return (
+            " (frozen weights are read from the host of a CUDA device with memory of its own, or from files on a disk whose rate "
+            "was measured)"
+        )
     if name in OFFLOADS:
-        return " (it needs a CUDA device whose connection to the host is known)"
+        return " (it needs a CUDA device with memory of its own, whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
     return None
@@ -365,6 +376,8 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload
         return f" (it changes the mathematics; add --allow {change})"
     if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":
         return f" ({library} is for CUDA devices)"
+    if name == "optim" and optimizers()[value].compiles and lacks_compiler(host):
+        return f" ({library} compiles its update, and no compiler works here; run  upshift doctor)"
     if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
         check_library(library, purpose=f"{name}={value}")
     return ""
@@ -398,7 +411,7 @@ def _optimizers(host: Host, workload: Workload) -> list[str]:
     names: list[str] = []
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
-        runs_here = host.device == "cuda" or not facts.cuda_only
+        runs_here = (host.device == "cuda" or not facts.cuda_only) and not (facts.compiles and lacks_compiler(host))
         if allowed and runs_here and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
             names.append(name)
     return names
@@ -416,6 +429,13 @@ def can_compile(host: Host) -> bool:
         return host.measured.gpu_compiler
     capability = host.gpu.compute_capability if host.gpu is not None else None
     return capability is None or capability >= TRITON_CAPABILITY
+
+
+def lacks_compiler(host: Host) -> bool:
+    """Return whether torch.compile is known not to work. Of a CPU that was not measured, nothing is known."""
+    if host.device == "cuda":
+        return not can_compile(host)
+    return host.measured is not None and host.measured.compiler is False
 
 
 def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:
@@ -437,7 +457,7 @@ def _can_chunk(profile: ModelProfile) -> bool:
 
 def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
     lengths = workload.lengths
-    short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    short = workload.rows_together == 1 and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
     return short and profile.objective == "causal-lm" and can_pack(profile, kernels)
 
 
@@ -446,7 +466,7 @@ def _process_counts(host: Host, workload: Workload) -> list[int]:
         return [1]
     cores = host.cpu.usable_cores
     candidates = {1, host.cpu.numa_nodes or 1, *({2} if cores >= 2 else set())}
-    return sorted(count for count in candidates if cores % count == 0 and workload.global_batch % count == 0)
+    return sorted(count for count in candidates if cores % count == 0 and workload.num_units % count == 0)
 
 
 def _has_glibc() -> bool:

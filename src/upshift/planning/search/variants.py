@@ -95,11 +95,13 @@ def _summarize_layouts(host: Host, fixed: tuple[str, ...]) -> _DivisionSummary:
 def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
     """Return the variants for GPUs that share a job.
 
-    bf16 is also traced as one of two ranks, and with weights that were gathered in bf16.
+    bf16 is also traced as one of two ranks, and with weights that were gathered in bf16. fp32 is traced as one of two ranks only
+    if no other precision is: tensor parallelism is never fastest in fp32 where there is bf16, and its trace takes time.
     """
+    divides_fp32 = precisions == ["fp32"]
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
-        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective, compiled=True)
+        Variant(precision, "sdpa", masked, divided=divides_fp32 or precision != "fp32", selective=selective, compiled=True)
         for precision in (*precisions, *gathered)
         for masked in masks
     )

@@ -12,6 +12,7 @@ from typing import TypedDict
 from pydantic import Field
 
 from upshift.fork_server import ChildExit, ForkServer, fork_server
+from upshift.models.source import AdapterOptions
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
@@ -25,8 +26,7 @@ class ModelChoice(TypedDict):
 
     model_reference: str
     from_config: bool
-    lora_rank: int | None
-    load_in_4bit: bool
+    adapter: AdapterOptions
 
 
 class TrialRequest(Value):
@@ -34,8 +34,7 @@ class TrialRequest(Value):
 
     model_reference: str
     from_config: bool
-    lora_rank: int | None = None
-    load_in_4bit: bool = False
+    adapter: AdapterOptions = AdapterOptions()
     plan: Plan
     global_batch: int
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")

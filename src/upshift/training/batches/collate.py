@@ -32,8 +32,10 @@ class MicroBatch:
 
     arrays: Mapping[str, NDArray[Any]]  # the model's keyword arguments
     sequence_ids: Ids  # of the sequences in it; empty for a stand-in that only keeps ranks in step
-    num_label_tokens: int  # labels that count, for causal-lm after the model shifts them
+    num_label_tokens: int  # labels that count, for causal-lm after the model shifts them; pairs, where pairs are compared
     num_tokens: int  # real tokens, without padding
+    # Of pairs, whose rows follow each other: the log-probability of each row's labels by the model before the training.
+    reference: NDArray[np.float32] | None = None
     can_be_split: bool = True  # False: its loss does not follow from the losses of its parts
 
     @property
@@ -67,7 +69,8 @@ def fill_micro_batch(
 ) -> MicroBatch:
     """Return the micro-batch of a row group, whose rows hold ids of ``sequences``."""
     if objective.kind == "causal-lm":
-        return replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
+        micro_batch = replace(_fill_causal(group, sequences, layout), can_be_split=objective.loss_splits)
+        return _with_reference(micro_batch, sequences) if objective.has_pairs else micro_batch
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
@@ -90,7 +93,7 @@ def fill_micro_batch(
 
 def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> MicroBatch:
     """Fill rows of one or several sequences. The model shifts the labels."""
-    shape = (max(1, len(group.rows)), group.width)
+    shape = (max(layout.rows_together, len(group.rows)), group.width)
     # A real token, not the padding token: its embedding is 0, and a norm of it has no finite gradient (Gemma 3n).
     input_ids = np.full(shape, sequences.tokens[0], np.int64)
     labels = np.full(shape, IGNORED, np.int64)
@@ -120,6 +123,23 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
         num_label_tokens=int(sequences.num_labels(ids, first=1).sum()),
         num_tokens=int(lengths.sum()),
     )
+
+
+def _with_reference(micro_batch: MicroBatch, sequences: Sequences) -> MicroBatch:
+    """Return a micro-batch of pairs with the reference's log-probabilities. They are NaN as long as they are not computed."""
+    ids = micro_batch.sequence_ids
+    reference = np.full(micro_batch.shape[0], np.nan, np.float32)
+    if sequences.reference is not None:
+        reference[: len(ids)] = sequences.reference[ids]
+    return replace(micro_batch, reference=reference, num_label_tokens=len(ids) // 2)
+
+
+def without_pairs(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with the loss of its labels instead of the loss of its pairs. Others stay as they are."""
+    if micro_batch.reference is None:
+        return micro_batch
+    num_labels = int(np.count_nonzero(micro_batch.arrays["labels"][:, 1:] != IGNORED))
+    return replace(micro_batch, reference=None, num_label_tokens=num_labels)
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:

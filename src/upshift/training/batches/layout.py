@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
-from upshift.planning.workload import pack_rows, round_up, spread_rows
+from upshift.planning.workload import RowsTogether, pack_rows, round_up, spread_rows
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]
@@ -30,6 +30,7 @@ class Layout(Value):
     # False: no attention_mask for padding on the right. Causal attention ignores it, and its kernels are faster without.
     mask_padding: bool = True
     pads: bool = True  # False: padding changes the model's results, so a row is as wide as its text
+    rows_together: RowsTogether = 1  # sequences that stay in one micro-batch; 2: sequences 2 i and 2 i + 1 are a pair
     rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
     world_size: Count = 1
 
@@ -60,6 +61,8 @@ class RowGroup(NamedTuple):
 
 def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> list[list[RowGroup]]:
     """Return the row groups of every rank, longest first. Each rank gets equally many."""
+    if layout.rows_together == 2:
+        return _lay_out_pairs(lengths, layout, sequence_length)
     if layout.flatten:
         return _deal_to_ranks(_flat_rows(lengths, layout, sequence_length), layout.world_size)
     if layout.packing:
@@ -86,6 +89,21 @@ def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> 
         else:
             groups.append(make_group(()))
     return _deal_to_ranks(groups, layout.world_size)
+
+
+def _lay_out_pairs(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[list[RowGroup]]:
+    """Return the row groups of pairs, whose sequences follow each other. A pair is as wide as the longer one."""
+    longer = [max(lengths[index], lengths[index + 1]) for index in range(0, len(lengths), 2)]
+    of_pairs = layout.changed(rows_together=1, micro_batch=max(layout.micro_batch // 2, 1))
+    ranks = []
+    for groups in lay_out(longer, of_pairs, sequence_length=sequence_length):
+        ranks.append([RowGroup(_rows_of_pairs(group), group.width) for group in groups])
+    return ranks
+
+
+def _rows_of_pairs(group: RowGroup) -> tuple[tuple[int, ...], ...]:
+    """Return a row for each sequence of a group whose rows hold one pair each."""
+    return tuple((2 * pair + answer,) for (pair,) in group.rows for answer in range(2))
 
 
 def _group_by_length(rows: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[tuple[int, ...]]]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.models.profile import labelled_share
+from upshift.planning.workload import RowsTogether
 from upshift.training.data.corpus import IGNORED
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
@@ -34,7 +35,13 @@ class Objective(Value):
     # For causal-lm: what padding on the right of a text needs (models/isolation/check.py). none: all texts of a micro-batch have
     # the same length.
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
+    has_pairs: bool = False  # sequences 2 i and 2 i + 1 are two answers, and the model learns to prefer the first one (DPO)
     loss_splits: bool = True  # False: the loss of a batch does not follow from its parts, so it cannot be halved
+
+    @property
+    def rows_together(self) -> RowsTogether:
+        """Return the number of sequences that stay in one micro-batch."""
+        return 2 if self.has_pairs else 1
 
     def check_masks(self) -> None:
         """Check that tokens can be masked, for data without labels. Raise RequestError if they cannot."""
@@ -45,7 +52,9 @@ class Objective(Value):
             )
 
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
-        """Return the number of labels that count. A global batch's loss is divided by it, whatever the layout."""
+        """Return the number of labels that count, or of pairs. A global batch's loss is divided by it, whatever the layout."""
+        if self.has_pairs:
+            return len(sequence_ids) // 2
         lengths = sequences.lengths[sequence_ids]
         if self.kind == "causal-lm" or sequences.labels is not None:
             return int(self.counted_labels(sequences, sequence_ids).sum())

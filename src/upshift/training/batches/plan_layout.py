@@ -23,6 +23,7 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
         # Most causal models ignore padding on the right of a text, and so do their losses.
         mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
         pads=objective.padding != "none",
+        rows_together=objective.rows_together,
         rank=data_rank,
         world_size=plan.data_parallel,
     )

@@ -54,6 +54,11 @@ class GlobalBatch:
     num_label_tokens: int  # of all ranks; the sum of token losses is divided by it
     num_tokens: int  # of all ranks, without padding
 
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether the loss compares pairs of sequences."""
+        return any(micro_batch.reference is not None for micro_batch in self.micro_batches)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSource:
@@ -69,11 +74,7 @@ class BatchSource:
         check_layout(self.layout, self.objective)
         if self.global_batch < 1:
             raise RequestError(f"global_batch={self.global_batch} sequences is too few; use 1 or more")
-        if len(self.sequences) < self.global_batch:
-            raise RequestError(
-                f"the data has {len(self.sequences)} sequences of up to {self.sequences.sequence_length} tokens, "
-                f"one global batch takes {self.global_batch}; use a smaller global batch or more data"
-            )
+        check_enough_data(self.sequences, self.global_batch, self.objective)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -109,8 +110,10 @@ class BatchSource:
         return order[position.batch * self.global_batch : (position.batch + 1) * self.global_batch]
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of all sequences in an epoch."""
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
+        """Return the order of all sequences in an epoch. The sequences of a pair follow each other."""
+        together = self.objective.rows_together
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences) // together)
+        return np.asarray((order[:, None] * together + np.arange(together)).reshape(-1), np.int64)
 
     def _next_position(self, position: Position) -> Position:
         if position.batch + 1 < self.batches_per_epoch:
@@ -124,6 +127,18 @@ class BatchSource:
                 "resume with the data, sequence_length and global batch that the run was started with"
             )
         return position
+
+
+def check_enough_data(sequences: Sequences, global_batch: int, objective: Objective) -> None:
+    """Raise RequestError if the data has fewer sequences than one global batch."""
+    if len(sequences) >= global_batch:
+        return
+    together = objective.rows_together
+    raise RequestError(
+        f"the data has {len(sequences) // together} {'pairs of ' * objective.has_pairs}sequences of up to "
+        f"{sequences.sequence_length} tokens, one global batch takes {global_batch // together}; use a smaller global batch or "
+        "more data"
+    )
 
 
 def check_layout(layout: Layout, objective: Objective) -> None:

@@ -7,13 +7,22 @@ with the place of the row: parts that are not text, unknown roles, values of ano
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.text import describe_other_part
-from upshift.training.data.row_formats import MEDIA_COLUMNS, REQUIRED, SYSTEM, TEMPLATE_ARGUMENTS, TOOLS, Columns, list_columns
+from upshift.training.data.row_formats import (
+    MEDIA_COLUMNS,
+    PREFERENCE,
+    REQUIRED,
+    SYSTEM,
+    TEMPLATE_ARGUMENTS,
+    TOOLS,
+    Columns,
+    list_columns,
+)
 
 Message = dict[str, Any]
 
@@ -63,8 +72,25 @@ class PromptCompletion:
         return len(self.prompt) + len(self.completion)
 
 
-def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion | None:
-    """Return the chat, or the prompt and completion, of a row, or None if it is empty. Raise RequestError for other rows."""
+@dataclass(frozen=True, kw_only=True)
+class PreferencePair:
+    """Two answers to one prompt, of which the model is to prefer the first: two chats, or two texts after a prompt."""
+
+    place: str
+    chosen: Chat | PromptCompletion
+    rejected: Chat | PromptCompletion
+    problem: str | None = None  # why nothing can be learned from the pair
+
+    @property
+    def num_characters(self) -> int:
+        return self.chosen.num_characters + self.rejected.num_characters
+
+
+def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat | PromptCompletion | PreferencePair | None:
+    """Return the chat, the prompt and completion, or the pair of answers of a row, or None if the row is empty.
+
+    Raise RequestError for other rows.
+    """
     for name in REQUIRED[columns.format]:
         if name not in record:
             raise RequestError(f"{place} has no column {name!r}; {list_columns(record)}; give it, or leave the row out")
@@ -73,6 +99,8 @@ def read_chat(record: Mapping[str, Any], columns: Columns, place: str) -> Chat |
     media = next((name for name in MEDIA_COLUMNS if not _is_empty(record.get(name))), None)
     if media is not None:
         raise RequestError(f"{place} has a value in column {media!r}, and only text is trained on; leave the row out")
+    if columns.format == PREFERENCE:
+        return _read_preference(record, place)
     if columns.format == "prompt-completion":
         return _read_prompt_completion(record, place)
     has_answer = True
@@ -107,6 +135,87 @@ def _read_prompt_completion(record: Mapping[str, Any], place: str) -> Chat | Pro
             f"{place} has weight 0 in its completion, and a completion is learned as a whole; leave the weight out"
         )
     return Chat(place=place, messages=messages + answer, num_prompt_messages=len(messages), **_template_inputs(record, place))
+
+
+def _read_preference(record: Mapping[str, Any], place: str) -> PreferencePair:
+    """Return a pair of answers. Without a prompt, what both answers begin with is the prompt, as in TRL."""
+    prompt = _decode_messages(record.get("prompt"))
+    chosen = _decode_messages(record["chosen"])
+    rejected = _decode_messages(record["rejected"])
+    problem = "chosen and rejected are the same" if chosen == rejected else None
+    blank = next((name for name, value in (("chosen", chosen), ("rejected", rejected)) if _is_blank(value)), None)
+    if blank is not None:
+        problem = f"{blank} is empty"
+    has_messages = [isinstance(value, list) and bool(value) for value in (chosen, rejected)]
+    if problem is not None:
+        is_chat = any(has_messages) or isinstance(prompt, list)
+        empty = Chat(place=place, messages=[]) if is_chat else PromptCompletion(place=place, prompt="", completion="")
+        return PreferencePair(place=place, chosen=empty, rejected=empty, problem=problem)
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        _refuse_template_inputs(record, place)
+        return _pair_of_texts(prompt, chosen, rejected, place)
+    if not all(has_messages) or not isinstance(prompt, str | list | None):
+        raise RequestError(
+            f"{place}: prompt holds {_shorten(prompt)}, chosen {_shorten(chosen)} and rejected {_shorten(rejected)}; give texts, "
+            "or lists of messages"
+        )
+    return _pair_of_chats(prompt, chosen, rejected, record, place)
+
+
+def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, place: str) -> PreferencePair:
+    if prompt is None:
+        num_shared = _num_shared(chosen, rejected)
+        if num_shared == 0:
+            raise _no_shared_prompt(place)
+        if chosen[num_shared] != rejected[num_shared] and chosen[num_shared - 1] == " ":  # a word begins with its space
+            num_shared -= 1
+        prompt = chosen[:num_shared]
+        chosen = chosen[num_shared:]
+        rejected = rejected[num_shared:]
+    return PreferencePair(
+        place=place,
+        chosen=PromptCompletion(place=place, prompt=prompt, completion=chosen),
+        rejected=PromptCompletion(place=place, prompt=prompt, completion=rejected),
+    )
+
+
+def _pair_of_chats(
+    prompt: str | list[Any] | None, chosen: list[Any], rejected: list[Any], record: Mapping[str, Any], place: str
+) -> PreferencePair:
+    answers = [_read_messages(chosen, "chosen", place), _read_messages(rejected, "rejected", place)]
+    if isinstance(prompt, list):
+        before = _read_messages(prompt, "prompt", place)
+    else:
+        num_shared = _num_shared(*answers)
+        if num_shared == 0:
+            raise _no_shared_prompt(place)
+        before = answers[0][:num_shared]
+        answers = [messages[num_shared:] for messages in answers]
+        if prompt is not None and all(message.get("content") != prompt for message in before):
+            raise RequestError(
+                f"{place}: prompt holds the text {_shorten(prompt)}, which is no message that chosen and rejected begin with; "
+                "write the prompt as a list of messages, or remove the column"
+            )
+    if any(message.get(WEIGHT) == 0 for messages in answers for message in messages):
+        raise RequestError(f"{place} has weight 0 in an answer, and answers are compared as a whole; leave the weight out")
+    inputs = _template_inputs(record, place)
+    first, second = (
+        Chat(place=place, messages=before + messages, num_prompt_messages=len(before), **inputs) for messages in answers
+    )
+    return PreferencePair(place=place, chosen=first, rejected=second)
+
+
+def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with together. At least one item of each is left, as in TRL."""
+    shortest = min(len(first), len(second))
+    return next((index for index in range(shortest) if first[index] != second[index]), shortest - 1)
+
+
+def _no_shared_prompt(place: str) -> RequestError:
+    return RequestError(
+        f"{place} has no column 'prompt', and chosen and rejected do not begin with the same prompt; give the prompt in a column "
+        "of its own, or leave the row out"
+    )
 
 
 def _refuse_template_inputs(record: Mapping[str, Any], place: str) -> None:

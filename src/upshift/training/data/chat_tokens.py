@@ -14,6 +14,7 @@ Of a prompt with a completion everything is learned from the first token that th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.training.data.chat_places import find_turn, num_shared
-from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PromptCompletion
+from upshift.training.data.chat_rows import ASSISTANT, WEIGHT, Chat, PreferencePair, PromptCompletion
 from upshift.training.data.chat_template import RowCount, Span, TemplateWriter, learned_turns
 from upshift.training.data.corpus import IGNORED, Document, TokenRow
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LossOn
-from upshift.training.data.special_tokens import ids_around_document, with_special_tokens
+from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, with_special_tokens
 from upshift.training.data.text_files import check_text
 
 Characters = NDArray[np.int64]  # two columns, a row for each token
@@ -35,34 +36,42 @@ Characters = NDArray[np.int64]  # two columns, a row for each token
 BATCH_CHARACTERS = 2**20  # of rows that are tokenized at once
 
 
-def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
+def encode_rows(documents: Iterable[Document], tokenizer: Any, loss_on: LossOn, unknown: UnknownTokens) -> Iterator[Document]:
     """Yield the documents, with chats, and prompts with completions, as token rows. Other documents stay as they are.
 
-    Rows without an answer are left out, and the user is told how many.
+    ``unknown`` counts the tokens of these rows. A pair of answers becomes two rows: the chosen one, then the rejected one. Rows
+    without an answer, and pairs of which nothing can be learned, are left out, and the user is told how many.
     """
     encoder: ChatEncoder | None = None
     unanswered = RowCount()
-    batch: list[Chat | PromptCompletion] = []
+    useless_pairs: defaultdict[str, RowCount] = defaultdict(RowCount)  # by what is wrong with them
+    batch: list[Chat | PromptCompletion | PreferencePair] = []
     num_characters = 0
     for document in documents:
-        if not isinstance(document, Chat | PromptCompletion):
+        if not isinstance(document, Chat | PromptCompletion | PreferencePair):
             yield document
             continue
-        if not document.has_answer:
+        if isinstance(document, PreferencePair):
+            if document.problem is not None:
+                useless_pairs[document.problem].add(document.place)
+                continue
+        elif not document.has_answer:
             unanswered.add(document.place)
             continue
         encoder = encoder or ChatEncoder(tokenizer, loss_on)
         batch.append(document)
         num_characters += document.num_characters
         if num_characters >= BATCH_CHARACTERS:
-            yield from encoder.encode(batch)
+            yield from unknown.counted(encoder.encode(batch))
             batch = []
             num_characters = 0
     if encoder is not None:
-        yield from encoder.encode(batch)
+        yield from unknown.counted(encoder.encode(batch))
         encoder.report()
     if unanswered.number:
         say_once(f"{unanswered.number} rows without an answer are left out; the first is {unanswered.first}")
+    for problem, count in useless_pairs.items():
+        say_once(f"{count.number} pairs are left out, because {problem}; the first is {count.first}")
 
 
 class ChatEncoder:
@@ -82,8 +91,12 @@ class ChatEncoder:
         self._special_tokens = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
         self._has_checked_end = False
 
-    def encode(self, batch: Sequence[Chat | PromptCompletion]) -> Iterator[TokenRow]:
+    def encode(self, batch: Sequence[Chat | PromptCompletion | PreferencePair]) -> Iterator[TokenRow]:
         """Yield the token rows of a batch. Raise RequestError, with its place, for a row that the chat template rejects."""
+        preferences = [row for row in batch if isinstance(row, PreferencePair)]
+        if preferences:
+            yield from self._encode_preferences(preferences)
+            return
         pairs = [row for row in batch if isinstance(row, PromptCompletion)]
         chats = [self._writer.prepare(row) for row in batch if isinstance(row, Chat)]
         if pairs:
@@ -116,27 +129,62 @@ class ChatEncoder:
             )
 
     def _encode_pairs(self, pairs: Sequence[PromptCompletion]) -> Iterator[TokenRow]:
+        wholes = self._tokenize_texts(pairs)
+        if self._loss_on == "all":
+            yield from (TokenRow(np.array(ids)) for ids in wholes)
+            return
+        prompts = self._tokenize_prompts_of_texts(pairs)
+        for pair, ids, prompt_ids in zip(pairs, wholes, prompts, strict=True):
+            yield self._completion_row(ids, prompt_ids, pair.place)
+
+    def _tokenize_texts(self, pairs: Sequence[PromptCompletion]) -> list[list[int]]:
+        """Return the ids of each prompt with its completion, with the special tokens around it."""
         for pair in pairs:
             check_text(pair.prompt + pair.completion, pair.place)
         before, after = self._around
         wholes = self._tokenize([pair.prompt + pair.completion for pair in pairs])
-        wholes = [with_special_tokens(ids, before, after) for ids in wholes]
-        if self._loss_on == "all":
-            yield from (TokenRow(np.array(ids)) for ids in wholes)
-            return
-        prompts = self._tokenize([pair.prompt for pair in pairs])
-        prompts = [with_special_tokens(ids, before, []) for ids in prompts]
-        for pair, ids, prompt_ids in zip(pairs, wholes, prompts, strict=True):
-            yield self._completion_row(ids, prompt_ids, pair.place)
+        return [with_special_tokens(ids, before, after) for ids in wholes]
+
+    def _tokenize_prompts_of_texts(self, pairs: Sequence[PromptCompletion]) -> list[list[int]]:
+        """Return the ids of each prompt, with the special tokens before it."""
+        before, _ = self._around
+        return [with_special_tokens(ids, before, []) for ids in self._tokenize([pair.prompt for pair in pairs])]
+
+    def _tokenize_prompted(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the ids of each chat, and those of its prompt."""
+        wholes = self._tokenize([self._writer.write_whole(chat) for chat in chats])
+        prompts = [self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) for chat in chats]
+        return wholes, self._tokenize(prompts)
 
     def _encode_prompted(self, chats: Sequence[Chat]) -> Iterator[TokenRow]:
         """Yield the rows of chats whose messages after the prompt are learned."""
-        wholes = self._tokenize([self._writer.write_whole(chat) for chat in chats])
-        prompts = self._tokenize([self._writer.write(chat, chat.num_prompt_messages, adds_prompt=True) for chat in chats])
+        wholes, prompts = self._tokenize_prompted(chats)
         for chat, ids, prompt_ids in zip(chats, wholes, prompts, strict=True):
             row = self._completion_row(ids, prompt_ids, chat.place)
             self._check_end(row, chat.place)
             yield row
+
+    def _encode_preferences(self, preferences: Sequence[PreferencePair]) -> Iterator[TokenRow]:
+        """Yield two rows for each pair. Their answers begin at one place, as in TRL (trl/trainer/dpo_trainer.py, tokenize_fn)."""
+        answers = [answer for preference in preferences for answer in (preference.chosen, preference.rejected)]
+        texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
+        if texts:
+            wholes = self._tokenize_texts(texts)
+            prompts = self._tokenize_prompts_of_texts(texts)
+        else:
+            chats = [self._writer.prepare(answer) for answer in answers if isinstance(answer, Chat)]
+            wholes, prompts = self._tokenize_prompted(chats)
+        for number, preference in enumerate(preferences):
+            pair = wholes[2 * number : 2 * number + 2]
+            prompt_ids = prompts[2 * number]
+            start = min(num_shared(ids, prompt_ids) for ids in pair)
+            if start < len(prompt_ids):
+                self._diverging.add(preference.place)
+            for ids in pair:
+                row = _labelled(ids, [(start, len(ids))])
+                if not texts:
+                    self._check_end(row, preference.place)
+                yield row
 
     def _completion_row(self, ids: list[int], prompt_ids: list[int], place: str) -> TokenRow:
         start = num_shared(ids, prompt_ids)

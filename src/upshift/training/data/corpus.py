@@ -3,10 +3,9 @@
 Every command that trains or plans on data uses this reader. It decides what one document is: a text file, a JSON line, or a
 table row. Documents are read while they are iterated, and are never all in memory. docs/data.md states the rules.
 
-A table is trained on by the column that the user names, else by its columns (row_formats.py): token ids, text, chats, or prompts
-with completions. No other column is taken for text: a table without these is rejected, with the names of its columns. Beside
-token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it may
-say something of each token. The user is told the names of all other columns, which are left out.
+A table is trained on by the column that the user names, else by its columns (row_formats.py). No other column is taken for text.
+Beside token ids, `labels` and `attention_mask` are used. Any other column with lists of numbers is rejected by name, because it
+may say something of each token. The user is told the names of all other columns, which are left out.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.training.data.chat_rows import Chat, PromptCompletion, read_chat
+from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
     SPLIT_WORDS,
     Kind,
     find_data_files,
+    find_split,
     first_names,
     say_once,
 )
@@ -50,6 +50,7 @@ from upshift.training.data.row_formats import (
     check_data_format,
     find_format,
     list_columns,
+    no_table_of_preferences,
     possible_formats,
 )
 from upshift.training.data.text_files import TextFile, check_text, checking_compression, read_texts
@@ -228,13 +229,15 @@ class CorpusSummary(Value):
     num_skipped_binary: int  # files that are not UTF-8 text
 
 
-Document = str | TextFile | TokenRow | Chat | PromptCompletion
+Document = str | TextFile | TokenRow | Chat | PromptCompletion | PreferencePair
 
 
 def content_of(document: Document) -> str:
     """Return what a document is, for messages."""
     if isinstance(document, TokenRow):
         return "token ids"
+    if isinstance(document, PreferencePair):
+        return "two chats to compare" if isinstance(document.chosen, Chat) else "two texts to compare"
     if isinstance(document, PromptCompletion):
         return "a prompt and a completion of plain text"
     if isinstance(document, Chat):
@@ -351,6 +354,8 @@ def read_corpus(
     data_format: RowFormat | None = None,
     pattern: str | None = None,
     has_decoder: bool = False,
+    is_evaluation: bool = False,
+    with_preferences: bool = False,
 ) -> Corpus:
     """Find the documents under ``path`` and read the first one.
 
@@ -362,12 +367,17 @@ def read_corpus(
         data_format: what the rows of a table are.
         pattern: a glob that selects the files of a folder of texts.
         has_decoder: whether an encoder-decoder is trained, so that labels beside token ids are those of its decoder.
+        is_evaluation: read the split for validation in place of the one for training. Data with a single split is read whole.
+        with_preferences: whether rows are pairs of answers.
     """
-    check_data_format(text_column, data_format)
+    check_data_format(text_column, data_format, with_preferences=with_preferences)
     path = _existing_path(path)
     is_saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    selection = _Selection(text_column, data_format, has_decoder)
-    documents, evaluation = _open_saved_dataset(path, selection) if is_saved else _open_files(path, selection, pattern)
+    selection = _Selection(text_column, data_format, has_decoder, with_preferences)
+    if is_saved:
+        documents, evaluation = _open_saved_dataset(path, selection, is_evaluation=is_evaluation)
+    else:
+        documents, evaluation = _open_files(path, selection, pattern, is_evaluation=is_evaluation)
     first = documents.first()
     if first is None:
         raise RequestError(
@@ -412,12 +422,15 @@ class _Selection(NamedTuple):
     text_column: str | None
     data_format: RowFormat | None
     has_decoder: bool
+    with_preferences: bool
 
 
-def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple[Documents, Documents | None]:
+def _open_files(
+    path: Path, selection: _Selection, pattern: str | None, *, is_evaluation: bool
+) -> tuple[Documents, Documents | None]:
     """Return the training and evaluation documents of a file or a folder."""
     try:
-        data_files = find_data_files(path, pattern=pattern)
+        data_files = find_data_files(path, pattern=pattern, is_evaluation=is_evaluation)
     except OSError as error:
         raise RequestError(f"cannot read {error.filename or path}: {error.strerror}; check the path and its rights") from None
     if data_files.kind == "text" and (selection.text_column or selection.data_format):
@@ -426,6 +439,9 @@ def _open_files(path: Path, selection: _Selection, pattern: str | None) -> tuple
             f"{option} is for tables (JSON, CSV, TSV, Parquet, Arrow, a saved datasets directory), "
             f"and {path} is plain text; leave it out"
         )
+
+    if data_files.kind == "text" and selection.with_preferences:
+        raise no_table_of_preferences(path)
 
     def make_documents(files: tuple[Path, ...], origin: str) -> Documents:
         def read(documents: Documents) -> Iterator[tuple[str, Document | None]]:
@@ -463,6 +479,7 @@ class _ColumnChooser:
                 data_format=self._selection.data_format,
                 empty=empty,
                 origin=origin,
+                with_preferences=self._selection.with_preferences,
             )
             has_labels = LABELS in names
             is_pair = has_labels and self._selection.has_decoder
@@ -528,8 +545,8 @@ def _refuse_wrapped(row: Mapping[str, Any], place: str) -> None:
         )
 
 
-def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, Documents | None]:
-    """Return the train split and, if there is one, the validation split of a directory that `save_to_disk` wrote."""
+def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: bool) -> tuple[Documents, Documents | None]:
+    """Return the split to read and, for training data, the validation split of a directory that `save_to_disk` wrote."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtra(library="datasets", extra="data", purpose="reading a saved datasets directory")
     if not (path / "dataset_dict.json").exists():
@@ -538,16 +555,18 @@ def _open_saved_dataset(path: Path, selection: _Selection) -> tuple[Documents, D
         names = list(json.loads((path / "dataset_dict.json").read_bytes())["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _incomplete_dataset(path, error) from None
-    if "train" not in names:
-        raise RequestError(f"{path} has no split 'train'; it has {', '.join(names) or 'none'}; give the folder of one split")
-    evaluation_name = next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
-    other_names = [name for name in names if name not in ("train", evaluation_name)]
+    split = find_split(names, is_evaluation=is_evaluation)
+    if split is None:
+        missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
+        raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
+    evaluation_name = None if is_evaluation else next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
+    other_names = [name for name in names if name not in (split, evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")
     evaluation = None
     if evaluation_name is not None:
         evaluation = _saved_split(_load_saved(path / evaluation_name), selection, f"{path} split {evaluation_name}")
-    return _saved_split(_load_saved(path / "train"), selection, f"{path} split train"), evaluation
+    return _saved_split(_load_saved(path / split), selection, f"{path} split {split}"), evaluation
 
 
 def _load_saved(folder: Path) -> Any | None:

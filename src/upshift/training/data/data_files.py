@@ -13,7 +13,7 @@ import logging
 import lzma
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,10 +64,10 @@ def say_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
+def find_data_files(path: Path, *, pattern: str | None, is_evaluation: bool = False) -> DataFiles:
     """Return the data files of a file or a folder. Raise RequestError for a path without data.
 
-    ``pattern`` is a glob that selects the files of a folder; they are read as texts.
+    ``pattern`` is a glob that selects the files of a folder; they are read as texts. ``is_evaluation``: as in ``read_corpus``.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -83,12 +83,26 @@ def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
     declared = _declared_splits(path, files)
     counts = Counter(data_suffix(file) for file in files if file_kind(file) != "text" and file.name not in METADATA_FILES)
     if not counts:
-        return _text_files(path, files, declared)
+        return _text_files(path, files, declared, is_evaluation=is_evaluation)
     most_frequent = max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))
     kind = RECORD_KINDS[most_frequent]
     members = [file for file in files if file_kind(file) == kind and file.name not in METADATA_FILES]
     splits = declared or split_files(path, members)
-    return _make_data_files(path, files, splits, kind)
+    return _make_data_files(path, files, splits, kind, is_evaluation=is_evaluation)
+
+
+def find_split(names: Collection[str], *, is_evaluation: bool) -> str | None:
+    """Return which of the splits is read: that of the training, or of the evaluation data. None: none of them is meant.
+
+    Data that is given for evaluation may have one split of any name. With several, only one for validation is meant: to evaluate
+    on a train split would find no overfitting.
+    """
+    if not is_evaluation:
+        return "train" if "train" in names else None
+    for word in SPLIT_WORDS[EVALUATION_SPLIT]:
+        if word in names:
+            return word
+    return next(iter(names)) if len(names) == 1 else None
 
 
 def file_kind(path: Path) -> Kind:
@@ -176,7 +190,7 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
     return [path for path in visible if path.is_file()]
 
 
-def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None) -> DataFiles:
+def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None, *, is_evaluation: bool) -> DataFiles:
     """Return the text files of a folder.
 
     A folder of .txt files may have splits. In a folder of other texts, such as code, each file is a document of the training.
@@ -185,26 +199,36 @@ def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Pa
     readable = [file for file in files if file_kind(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
     data = [file for file in readable if file.name not in METADATA_FILES]
     if data and all(data_suffix(file) == ".txt" for file in data):
-        return _make_data_files(folder, files, declared or split_files(folder, data), "text")
+        return _make_data_files(folder, files, declared or split_files(folder, data), "text", is_evaluation=is_evaluation)
     _report_left_out(folder, [file for file in files if file not in set(readable)], "no text")
     return DataFiles(kind="text", training=tuple(readable))
 
 
-def _make_data_files(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
-    """Return the files of the training and evaluation splits. Tell the user about the others."""
-    if "train" not in splits:
+def _make_data_files(
+    folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind, *, is_evaluation: bool
+) -> DataFiles:
+    """Return the files of the split to read and, for training data, of the evaluation split. Tell the user about the others."""
+    split = find_split(splits, is_evaluation=is_evaluation)
+    if split is None and is_evaluation:
+        raise RequestError(
+            f"{folder} has no split 'validation' to evaluate on; its {kind} files are of {', '.join(splits)}; give one file, or "
+            "the folder of one split"
+        )
+    if split is None:
         others = [file for file in files if file_kind(file) not in (kind, "text") and file.name not in METADATA_FILES]
         other_kinds = f" ({list_names(folder, others)} is of another kind than these)" if others else ""
         raise RequestError(
             f"{folder} has no split 'train'; its {kind} files are of {', '.join(splits)}{other_kinds}; name the files to train "
             "on train*, with one kind of file in the folder, or give one file or the folder of one split"
         )
-    for split, members in splits.items():
-        if split not in ("train", EVALUATION_SPLIT):
-            _report_left_out(folder, members, f"split {split} is left alone")
+    evaluation_split = None if is_evaluation else EVALUATION_SPLIT
+    for name, members in splits.items():
+        if name not in (split, evaluation_split):
+            _report_left_out(folder, members, f"split {name} is left alone")
     used = {file for members in splits.values() for file in members}
     _report_left_out(folder, [file for file in files if file not in used], "not of the data's kind or of no split")
-    return DataFiles(kind=kind, training=tuple(splits["train"]), evaluation=tuple(splits.get(EVALUATION_SPLIT, ())))
+    evaluation = () if evaluation_split is None else splits.get(evaluation_split, ())
+    return DataFiles(kind=kind, training=tuple(splits[split]), evaluation=tuple(evaluation))
 
 
 def _report_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:

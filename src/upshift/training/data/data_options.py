@@ -6,11 +6,13 @@ from typing import Literal, TypedDict
 
 from pydantic import Field
 
+from upshift.planning.workload import RowsTogether
 from upshift.training.data.row_formats import RowFormat
 from upshift.value import Value
 
 LossOn = Literal["assistant", "all"]
 LongRows = Literal["cut", "split", "drop"]
+ObjectiveName = Literal["causal-lm", "masked-lm", "seq2seq-lm", "dpo"]
 
 
 class DataOptions(Value):
@@ -20,6 +22,17 @@ class DataOptions(Value):
     data_format: RowFormat | None = Field(None, description="what the rows are; None: the columns say it")
     loss_on: LossOn | None = Field(None, description="assistant: its turns, or completions; all: all tokens")
     long_rows: LongRows | None = Field(None, description="what happens to a row longer than the sequence length")
+    objective: ObjectiveName | None = Field(None, description="what is learned; dpo: to prefer one answer; None: the model's own")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether the rows are pairs of a chosen and a rejected answer."""
+        return self.objective == "dpo"
+
+    @property
+    def rows_together(self) -> RowsTogether:
+        """Return the number of sequences that one row of the data becomes, which stay in one micro-batch."""
+        return 2 if self.has_pairs else 1
 
     @property
     def as_options(self) -> DataOptions:
@@ -28,7 +41,7 @@ class DataOptions(Value):
 
 
 class DataKeywords(TypedDict, total=False):
-    """The fields of ``DataOptions`` as keyword arguments."""
+    """The fields of ``DataOptions`` as keyword arguments, without ``objective``: a search has another option of this name."""
 
     text_column: str | None
     data_format: RowFormat | None

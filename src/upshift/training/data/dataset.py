@@ -28,7 +28,7 @@ from upshift.training.batches.plan_layout import find_objective
 from upshift.training.data.corpus import LABELS, Corpus, CorpusSummary, TokenRow, content_of, read_corpus
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows
-from upshift.training.data.row_formats import DESCRIPTIONS
+from upshift.training.data.row_formats import DESCRIPTIONS, PREFERENCE
 from upshift.training.data.tokenizer import Progress, load_tokenizer, long_rows_of, tokenize, tokenize_corpus
 from upshift.training.data.tokens import (
     IN_MEMORY_BYTES,
@@ -40,6 +40,7 @@ from upshift.training.data.tokens import (
     highest_id,
     histogram_of,
     make_cache_folder,
+    pair_sequences,
     view_sequences,
 )
 
@@ -89,9 +90,11 @@ def prepare_data(
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = _read_corpus(source, data_path, options)
     if eval_data is not None:
-        corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options))
+        corpus = _with_evaluation_data(corpus, _read_corpus(source, eval_data, options, is_evaluation=True))
     tokenizer = tokenizer or _load_own_tokenizer(source, is_needed=not corpus.is_tokenized)
     objective = _find_objective(source, tokenizer)
+    _check_objective(options, objective, source)
+    objective = objective.changed(has_pairs=options.has_pairs)
     _check_loss_on(corpus, options)
     if corpus.is_chat:
         _check_takes_chats(corpus, objective, source)
@@ -107,15 +110,15 @@ def prepare_data(
             raise _outside_vocabulary(corpus, part, objective.vocab_size or 0)
     if tokenized.labels is None:
         objective.check_masks()
-    num_single = count_single_tokens(tokenized, length)
-    if num_single:
-        say_once(f"{corpus.origin}: {num_single} sequences of one token are left out, because they predict nothing")
-    training = _drop_unlabelled(cut_sequences(tokenized, length), objective, corpus.origin)
+    _report_single_tokens(tokenized, length, objective, corpus.origin)
+    training = _make_sequences(tokenized, length, objective, long_rows_of(corpus, options), corpus.origin)
     if not len(training):
         raise _nothing_to_learn(corpus.origin, 0 if tokenized.num_documents else tokenized.num_long, length)
-    evaluation = None if held_out is None else _drop_unlabelled(cut_sequences(held_out, length), objective, "the held-out data")
-    if eval_data is not None and held_out is not None and not evaluation:
-        raise _nothing_to_learn(str(eval_data), 0 if held_out.num_documents else held_out.num_long, length)
+    evaluation = None
+    if held_out is not None:
+        evaluation = _make_sequences(held_out, length, objective, long_rows_of(corpus, options), "the held-out data")
+        if eval_data is not None and not evaluation:
+            raise _nothing_to_learn(str(eval_data), 0 if held_out.num_documents else held_out.num_long, length)
     return TrainingData(
         training=training,
         evaluation=evaluation if evaluation is not None and len(evaluation) else None,
@@ -126,10 +129,57 @@ def prepare_data(
     )
 
 
-def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions) -> Corpus:
+def _report_single_tokens(tokenized: TokenizedCorpus, length: int, objective: Objective, origin: str) -> None:
+    """Tell the user how many sequences of one token are left out. Pairs are counted where they are cut."""
+    num_single = 0 if objective.has_pairs else count_single_tokens(tokenized, length)
+    if num_single:
+        say_once(f"{origin}: {num_single} sequences of one token are left out, because they predict nothing")
+
+
+def _make_sequences(tokenized: TokenizedCorpus, length: int, objective: Objective, long_rows: LongRows, origin: str) -> Sequences:
+    """Return the sequences of at most ``length`` tokens that have something to learn. Tell the user what is left out."""
+    if objective.has_pairs:
+        return pair_sequences(tokenized, length, long_rows, origin)
+    return _drop_unlabelled(cut_sequences(tokenized, length), objective, origin)
+
+
+def _check_objective(options: DataOptions, objective: Objective, source: ModelSource) -> None:
+    """Raise RequestError for an objective that is not the model's, and for options that are not for pairs."""
+    if options.objective in (None, objective.kind):
+        return
+    if not options.has_pairs:
+        raise RequestError(
+            f"--objective {options.objective} is not for {source.reference!r}, which is trained as {objective.kind}; leave it out"
+        )
+    if objective.kind != "causal-lm":
+        raise RequestError(
+            f"--objective dpo is for causal language models, and {source.reference!r} is of the kind {objective.kind}; leave it "
+            "out, or use a causal language model"
+        )
+    if objective.padding == "none":
+        raise RequestError(
+            f"--objective dpo pads two answers to one length, and padding changes the results of {source.reference!r}; use "
+            "another model"
+        )
+    if options.loss_on is not None:
+        raise RequestError(
+            f"--loss-on {options.loss_on} is not for --objective dpo, which compares the answers as a whole; leave it out"
+        )
+    if options.long_rows == "split":
+        raise RequestError("--long-rows split is not for --objective dpo, whose answers are compared as a whole; use cut or drop")
+
+
+def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOptions, *, is_evaluation: bool = False) -> Corpus:
     """Return the corpus of a path. The labels of an encoder-decoder may be more or fewer than its token ids."""
     has_decoder = choose_class(source.hf_config, source.reference)[1] == "seq2seq-lm"
-    corpus = read_corpus(data_path, text_column=options.text_column, data_format=options.data_format, has_decoder=has_decoder)
+    corpus = read_corpus(
+        data_path,
+        text_column=options.text_column,
+        data_format=options.data_format,
+        has_decoder=has_decoder,
+        is_evaluation=is_evaluation,
+        with_preferences=options.has_pairs,
+    )
     if corpus.columns is not None and corpus.columns.is_pair and corpus.is_tokenized and options.long_rows not in (None, "cut"):
         raise RequestError(
             f"--long-rows {options.long_rows} is not for pairs of input_ids and labels, whose sides are cut; use --long-rows cut"
@@ -138,13 +188,13 @@ def _read_corpus(source: ModelSource, data_path: Path | str, options: DataOption
 
 
 def _with_evaluation_data(corpus: Corpus, other: Corpus) -> Corpus:
-    """Return the corpus with the documents of another path for evaluation: its validation split, if it has one, else all.
+    """Return the corpus with the documents of another path for evaluation.
 
     Raise RequestError if the two hold different kinds of documents.
     """
     if corpus.evaluation is not None:
         say_once(f"{corpus.evaluation.origin} is left alone, because {other.origin} is the evaluation data")
-    documents = other.evaluation or other.documents
+    documents = other.documents
     first = corpus.documents.first()
     first_evaluation = documents.first()
     if first is not None and first_evaluation is not None and content_of(first) != content_of(first_evaluation):
@@ -248,7 +298,9 @@ def _check_takes_chats(corpus: Corpus, objective: Objective, source: ModelSource
 def _describe_chats(corpus: Corpus, options: DataOptions) -> str:
     """Return a line that says what the rows are, and what is learned of them."""
     assert corpus.columns is not None
-    if options.loss_on == "all":
+    if corpus.columns.format == PREFERENCE:
+        learned = "to prefer the chosen answers"
+    elif options.loss_on == "all":
         learned = "all tokens"
     elif corpus.columns.format == "prompt-completion":
         learned = "the completion"

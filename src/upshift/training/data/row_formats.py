@@ -1,13 +1,14 @@
-"""Decide by its columns what a table holds: texts, token ids, chats, or prompts with completions.
+"""Decide by its columns what a table holds: texts, token ids, chats, prompts with completions, or preferences.
 
-The columns of a table decide, never its name. A table that can be read in two ways is rejected, and so are preference pairs.
-docs/data.md states the rules.
+The columns of a table decide, never its name. A table that can be read in two ways is rejected. Preferences are read only if the
+user asks for the objective that learns from them. docs/data.md states the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from upshift.errors import RequestError
@@ -18,7 +19,7 @@ TOOLS = "tools"
 SYSTEM = "system"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 
-RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca"]
+RowFormat = Literal["text", "input_ids", "messages", "conversations", "prompt-completion", "alpaca", "preference"]
 REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table must have to be of this format
     "text": (TEXT_COLUMN,),
     "input_ids": (TOKEN_COLUMN,),
@@ -26,6 +27,7 @@ REQUIRED: Mapping[RowFormat, tuple[str, ...]] = {  # the columns that a table mu
     "conversations": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "preference": ("chosen", "rejected"),
 }
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")  # a value in them is rejected, with its row
 OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
@@ -33,20 +35,22 @@ OPTIONAL: Mapping[RowFormat, tuple[str, ...]] = {  # beside MEDIA_COLUMNS
     "conversations": (SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
     "prompt-completion": (TOOLS, TEMPLATE_ARGUMENTS),
     "alpaca": ("input", "history", SYSTEM, TOOLS, TEMPLATE_ARGUMENTS),
+    "preference": ("prompt", TOOLS, TEMPLATE_ARGUMENTS),
 }
 DESCRIPTIONS: Mapping[RowFormat, str] = {
     "messages": "chats (messages)",
     "conversations": "chats (conversations)",
     "prompt-completion": "prompts and completions",
     "alpaca": "instructions and outputs (Alpaca)",
+    "preference": "preferences (chosen and rejected)",
 }
-PREFERENCES = ("chosen", "rejected")
+PREFERENCE: RowFormat = "preference"
 LABEL = "label"  # beside a prompt and a completion: whether the completion is a good one
 SIMILAR_COLUMNS = frozenset((  # of other layouts of chats and pairs, for the message of a rejection
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
     "input", "output", "question", "answer", "query", "context", "chosen", "rejected", "system", "user", "assistant",
 ))  # fmt: skip
-LAYOUTS = "messages, conversations, prompt and completion, or instruction and output"
+LAYOUTS = "messages, conversations, prompt and completion, instruction and output, or chosen and rejected"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,13 @@ class Columns:
 
 
 def find_format(
-    names: Collection[str], *, text_column: str | None, data_format: RowFormat | None, empty: Collection[str], origin: str
+    names: Collection[str],
+    *,
+    text_column: str | None,
+    data_format: RowFormat | None,
+    empty: Collection[str],
+    origin: str,
+    with_preferences: bool = False,
 ) -> Columns:
     """Return what the columns of a table hold. Raise RequestError if they do not say it.
 
@@ -81,7 +91,10 @@ def find_format(
         data_format: the format that the user names.
         empty: the columns without a value.
         origin: the file or the row, for messages.
+        with_preferences: whether the objective learns from preferences, and so from no other rows.
     """
+    if with_preferences:
+        return _preference_columns(names, origin)
     if text_column is not None:
         if text_column in names:
             return Columns(format="text", name=text_column)
@@ -94,7 +107,8 @@ def find_format(
                 "name another format, or leave --data-format out"
             )
         return Columns(format=data_format, name=REQUIRED[data_format][0])
-    formats = possible_formats(set(names) - set(empty)) or possible_formats(names)
+    candidates = possible_formats(set(names) - set(empty)) or possible_formats(names)
+    formats = [name for name in candidates if name != PREFERENCE]
     _refuse_preferences(names, formats, origin)
     if len(formats) > 1:
         columns = " and ".join(", ".join(REQUIRED[name]) for name in formats)
@@ -105,8 +119,39 @@ def find_format(
     return Columns(format=formats[0], name=REQUIRED[formats[0]][0])
 
 
-def check_data_format(text_column: str | None, data_format: str | None) -> None:
-    """Raise RequestError for an unknown format, or if a column of texts and a format are both named."""
+def _preference_columns(names: Collection[str], origin: str) -> Columns:
+    """Return the columns of preferences. Raise RequestError for a table of other rows."""
+    missing = next((name for name in REQUIRED[PREFERENCE] if name not in names), None)
+    if missing is not None:
+        raise RequestError(
+            f"{origin} has no column {missing!r}, and --objective dpo learns from the columns chosen and rejected; "
+            f"{list_columns(names)}; rename them, or leave --objective out"
+        )
+    return Columns(format=PREFERENCE, name=REQUIRED[PREFERENCE][0])
+
+
+def no_table_of_preferences(path: Path) -> RequestError:
+    """Return the error about plain text where rows of preferences are needed."""
+    return RequestError(
+        f"--objective dpo learns from rows with the columns chosen and rejected, and {path} is plain text; give a table "
+        "(JSON, CSV, Parquet, Arrow), or leave --objective out"
+    )
+
+
+def check_data_format(text_column: str | None, data_format: str | None, *, with_preferences: bool = False) -> None:
+    """Raise RequestError for an unknown format, for two answers to what is read, and for a format that is not the objective's."""
+    if with_preferences and text_column is not None:
+        raise RequestError(
+            f"--text-column {text_column} names a column of texts, and --objective dpo learns from the columns chosen and "
+            "rejected; leave one of them out"
+        )
+    if with_preferences and data_format not in (None, PREFERENCE):
+        raise RequestError(
+            f"--data-format {data_format} is not for --objective dpo, which learns from the columns chosen and rejected; leave "
+            "one of them out"
+        )
+    if data_format == PREFERENCE and not with_preferences:
+        raise RequestError(f"--data-format {PREFERENCE} is for --objective dpo; add --objective dpo, or name another format")
     if data_format is not None and data_format not in get_args(RowFormat):
         raise RequestError(f"--data-format {data_format} is not known; use {', '.join(get_args(RowFormat))}")
     if text_column is not None and data_format is not None:
@@ -127,18 +172,18 @@ def possible_formats(names: Collection[str]) -> list[RowFormat]:
 
 def _refuse_preferences(names: Collection[str], formats: list[RowFormat], origin: str) -> None:
     """Raise RequestError for pairs of a chosen and a rejected answer, and for completions with a label."""
-    if all(name in names for name in PREFERENCES):
-        columns = "chosen and rejected"
-    elif formats == ["prompt-completion"] and LABEL in names:
-        columns = f"completion and {LABEL}"
-    else:
-        return
-    others = " or ".join(f"--data-format {name}" for name in formats)
-    advice = f"to train on the other columns alone, add {others}" if formats else "write the good answers as messages"
-    raise RequestError(
-        f"{origin} holds preferences ({columns}), which upshift train does not learn from: it would learn the bad answers, too; "
-        f"{advice}; {list_columns(names)}"
-    )
+    if all(name in names for name in REQUIRED[PREFERENCE]):
+        others = " or ".join(f"--data-format {name}" for name in formats)
+        advice = f"; to train on the other columns alone, add {others}" if formats else ""
+        raise RequestError(
+            f"{origin} holds preferences (chosen and rejected), and as texts it would teach the bad answers, too; to learn from "
+            f"the preferences, use upshift train with --objective dpo{advice}; {list_columns(names)}"
+        )
+    if formats == ["prompt-completion"] and LABEL in names:
+        raise RequestError(
+            f"{origin} holds preferences (completion and {LABEL}), which upshift train does not learn from: it would learn the "
+            f"bad answers, too; to train on all completions, add --data-format {formats[0]}; {list_columns(names)}"
+        )
 
 
 def _no_known_columns(names: Collection[str], origin: str) -> str:

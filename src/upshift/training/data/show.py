@@ -37,7 +37,8 @@ def count_tokens(data: TrainingData) -> DataCounts:
     sequences = data.training
     num_learned = None
     if data.objective.kind != "masked-lm" or sequences.labels is not None:
-        num_learned = data.objective.num_labels(sequences, np.arange(len(sequences)), seed=0, epoch=0)  # nothing is drawn
+        labelled = data.objective.changed(has_pairs=False)  # count the labels of pairs, not the pairs
+        num_learned = labelled.num_labels(sequences, np.arange(len(sequences)), seed=0, epoch=0)  # nothing is drawn
     return DataCounts(len(sequences), int(sequences.lengths.sum()), num_learned)
 
 

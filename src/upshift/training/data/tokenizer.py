@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upshift.errors import RequestError
+from upshift.text import NO_VOCABULARY, has_words
 from upshift.training.data.chat_tokens import encode_rows
 from upshift.training.data.corpus import Corpus, Document, Documents, TokenRow, make_pair
 from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import DataOptions, LongRows, LossOn
-from upshift.training.data.special_tokens import ids_around_document, overlap
+from upshift.training.data.special_tokens import UnknownTokens, ids_around_document, overlap
 from upshift.training.data.text_files import PIECE_CHARACTERS, TextFile
-from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation
+from upshift.training.data.tokens import NO_LIMIT, CorpusWriter, RowLimit, TokenizedCorpus, hold_out_evaluation, hold_out_pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -70,8 +71,8 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]
         raise _missing_tokenizer(model_dir, reason) from None
     # Without vocabulary files transformers builds an empty tokenizer instead of failing.
-    if not tokenizer or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise _missing_tokenizer(model_dir, "it has no vocabulary")
+    if not tokenizer or not has_words(tokenizer):
+        raise _missing_tokenizer(model_dir, NO_VOCABULARY)
     return tokenizer
 
 
@@ -95,7 +96,8 @@ def tokenize(
     batch_bytes = 0
     byte_progress = _ByteProgress(documents, progress)
     ids_around: tuple[list[int], list[int]] | None = None
-    for document in encode_rows(documents, tokenizer, loss_on):
+    unknown = UnknownTokens(tokenizer)
+    for document in encode_rows(documents, tokenizer, loss_on, unknown):
         if isinstance(document, TokenRow):
             if document.source_length is not None:
                 whole_length = len(document.ids)
@@ -113,12 +115,13 @@ def tokenize(
             pieces.append(piece)
             batch_bytes += len(piece.text)
             if batch_bytes >= BATCH_BYTES:
-                _encode(pieces, tokenizer, ids_around, writer)
+                _encode(pieces, tokenizer, ids_around, writer, unknown)
                 byte_progress.add(sum(_num_bytes(piece.text) for piece in pieces))
                 pieces = []
                 batch_bytes = 0
     if pieces and tokenizer is not None and ids_around is not None:
-        _encode(pieces, tokenizer, ids_around, writer)
+        _encode(pieces, tokenizer, ids_around, writer, unknown)
+    unknown.report()
     byte_progress.finish()
     if num_cut:
         say_once(f"the inputs or the labels of {num_cut} rows are longer than {side_length} tokens, and are cut to that length")
@@ -132,7 +135,13 @@ def _cut_pair(row: TokenRow, source_length: int, side_length: int) -> TokenRow:
     return make_pair(row.ids[:source_length][:side_length], row.labels[source_length:][:side_length])
 
 
-def _encode(pieces: list[_TextPiece], tokenizer: Any, ids_around: tuple[list[int], list[int]], writer: CorpusWriter) -> None:
+def _encode(
+    pieces: list[_TextPiece],
+    tokenizer: Any,
+    ids_around: tuple[list[int], list[int]],
+    writer: CorpusWriter,
+    unknown: UnknownTokens,
+) -> None:
     texts = [piece.text for piece in pieces]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     ids_before, ids_after = ids_around
@@ -140,9 +149,11 @@ def _encode(pieces: list[_TextPiece], tokenizer: Any, ids_around: tuple[list[int
         if piece.is_first:
             writer.add_part(ids_before[: len(ids_before) - overlap(ids_before, piece_ids)])
         writer.add_part(piece_ids)
+        unknown.add(piece_ids)
         if piece.is_last:
             writer.add_part(ids_after[overlap(piece_ids, ids_after) :])
             writer.end_row()
+    unknown.check()
 
 
 def long_rows_of(corpus: Corpus, options: DataOptions) -> LongRows:
@@ -166,7 +177,7 @@ def tokenize_corpus(
     options = options or DataOptions()
     loss_on = options.loss_on or "assistant"
     long_rows = long_rows_of(corpus, options)
-    limit = RowLimit(sequence_length, long_rows)
+    limit = NO_LIMIT if options.has_pairs else RowLimit(sequence_length, long_rows)  # a pair is cut as a whole, later
 
     def tokenize_part(documents: Documents, progress: Progress | None) -> TokenizedCorpus:
         tokenized = tokenize(documents, tokenizer, loss_on=loss_on, side_length=side_length, limit=limit, progress=progress)
@@ -176,6 +187,8 @@ def tokenize_corpus(
         return tokenized
 
     training = tokenize_part(corpus.documents, progress)
+    if corpus.evaluation is None and options.has_pairs:
+        return hold_out_pairs(training)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
     evaluation = tokenize_part(corpus.evaluation, None)

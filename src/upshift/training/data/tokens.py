@@ -26,6 +26,7 @@ from upshift.errors import RequestError
 from upshift.planning.workload import MAX_BUCKETS, LengthHistogram
 from upshift.settings import read_settings
 from upshift.training.data.corpus import IGNORED
+from upshift.training.data.data_files import say_once
 from upshift.training.data.data_options import LongRows
 from upshift.units import MIB
 
@@ -84,6 +85,8 @@ class Sequences:
     sequence_length: int
     labels: NDArray[Any] | None = None  # as in TokenizedCorpus
     source_lengths: NDArray[np.int64] | None = None  # as in TokenizedCorpus, for each sequence
+    # Of pairs: the log-probability of each sequence's labels by the model before the training. None: not computed yet.
+    reference: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -104,7 +107,14 @@ class Sequences:
 
     def select(self, members: NDArray[np.int64]) -> Sequences:
         source_lengths = None if self.source_lengths is None else self.source_lengths[members]
-        return replace(self, starts=self.starts[members], lengths=self.lengths[members], source_lengths=source_lengths)
+        reference = None if self.reference is None else self.reference[members]
+        return replace(
+            self,
+            starts=self.starts[members],
+            lengths=self.lengths[members],
+            source_lengths=source_lengths,
+            reference=reference,
+        )
 
 
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
@@ -177,6 +187,44 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
     train = _slice_corpus(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
     evaluation = _slice_corpus(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
     return train, evaluation
+
+
+def hold_out_pairs(tokenized: TokenizedCorpus) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last pairs of documents off for evaluation: about 2 %, at least 1, at most 64. Of one pair hold none out."""
+    num_pairs = tokenized.num_documents // 2
+    if num_pairs < 2:
+        return tokenized, None
+    num_held_out = min(max(round(num_pairs * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
+    first = 2 * (num_pairs - num_held_out)
+    return _slice_documents(tokenized, 0, first), _slice_documents(tokenized, first, tokenized.num_documents)
+
+
+def pair_sequences(tokenized: TokenizedCorpus, sequence_length: int, long_rows: LongRows, origin: str) -> Sequences:
+    """Return documents 2 i and 2 i + 1 as sequences 2 i and 2 i + 1: a chosen and a rejected answer after their prompt.
+
+    Long documents are cut at their end, as TRL does by default. A pair without a label in one of its sequences is left out. The
+    user is told how many pairs are cut and left out.
+    """
+    whole_lengths = np.diff(tokenized.offsets)
+    sequences = Sequences(
+        tokens=tokenized.tokens,
+        starts=tokenized.offsets[:-1],
+        lengths=np.minimum(whole_lengths, sequence_length),
+        sequence_length=sequence_length,
+        labels=tokenized.labels,
+    )
+    is_long = (whole_lengths > sequence_length).reshape(-1, 2).any(axis=1)
+    num_labels = sequences.num_labels(np.arange(len(sequences)), first=1)
+    has_labels = (num_labels > 0).reshape(-1, 2).all(axis=1)
+    is_used = has_labels & ~is_long if long_rows == "drop" else has_labels
+    if is_long.any():
+        outcome = "left out" if long_rows == "drop" else "cut at the end"
+        say_once(f"{origin}: {int(is_long.sum())} pairs with more than {sequence_length} tokens in a row are {outcome}")
+    num_without_answer = int((~has_labels & (is_used == has_labels)).sum())
+    if num_without_answer:
+        reason = f"an answer has nothing to learn in the first {sequence_length} tokens of its row"
+        say_once(f"{origin}: {num_without_answer} pairs are left out, because {reason}")
+    return sequences.select(np.flatnonzero(np.repeat(is_used, 2)))
 
 
 def highest_id(tokens: NDArray[Any], labels: NDArray[Any] | None) -> int:

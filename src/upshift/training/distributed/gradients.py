@@ -75,15 +75,33 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Sum gradients over the ranks that have the same weights.
 
-    An expert's gradient already covers the tokens of all ranks that share experts.
+    An expert's gradient already covers the tokens of all ranks that share experts. A weight that no rank used has no gradient
+    afterwards, unless ranks exchange tensors within a layer.
     """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counts = use_counts(trained)
     experts = [parameter for module in expert_modules(model, mesh) for parameter in module.parameters()]
     expert_ids = set(map(id, experts))
     shared = local_gradients(parameter for parameter in model.parameters() if id(parameter) not in expert_ids)
-    sum_in_buckets(shared, lambda flat: all_reduce_over(flat, mesh, REPLICA_DIMENSIONS))
+    sum_in_buckets([counts, *shared], lambda flat: all_reduce_over(flat, mesh, REPLICA_DIMENSIONS))
     if mesh.expert_mesh is not None:
         group = mesh.expert_mesh.get_group("replicas")
         sum_in_buckets(local_gradients(experts), lambda flat: dist.all_reduce(flat, group=group))
+    if not mesh.plan.layout.exchanges:
+        drop_unused_gradients(trained, counts)
+
+
+def use_counts(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return 1 for each parameter that has a gradient, else 0. Summed over ranks, it is the number of ranks that used it."""
+    device = parameters[0].device if parameters else None
+    return torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
+
+
+def drop_unused_gradients(parameters: list[nn.Parameter], counts: torch.Tensor) -> None:
+    """Drop the gradients of parameters that no rank used, so that an optimizer leaves them alone, as in one process."""
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if not count:
+            parameter.grad = None
 
 
 def sum_in_buckets(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
@@ -177,6 +195,8 @@ class OverlappedSums:
         self._flat: list[torch.Tensor] = []
         self.summed = False  # whether the gradients are those of all ranks
         self._num_missing: list[int] | None = None  # gradients of each bucket, during the last backward pass
+        self._trained = [parameter for bucket in self._buckets for parameter in bucket]
+        self._used: set[nn.Parameter] = set()  # in this step, by this rank
         self._works: list[Any] = []
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
@@ -200,6 +220,7 @@ class OverlappedSums:
         self._send()
         for work in self._works:
             work.wait()
+        drop_unused_gradients(self._trained, self._flat[-1][-len(self._trained) :])
         self._num_missing = None
         self._works = []
         self.summed = True
@@ -211,17 +232,21 @@ class OverlappedSums:
     def forget(self) -> None:
         """Forget the buckets, after their gradients are used or dropped."""
         self._flat = []
+        self._used = set()
         self.summed = False
 
     def _make_gradients(self) -> None:
         self.forget()
-        for bucket in self._buckets:
-            flat = torch.zeros(sum(parameter.numel() for parameter in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        for number, bucket in enumerate(self._buckets):
+            sizes = [parameter.numel() for parameter in bucket]
+            num_counts = len(self._trained) if number == len(self._buckets) - 1 else 0  # the last one also sums use counts
+            flat = torch.zeros(sum(sizes) + num_counts, dtype=bucket[0].dtype, device=bucket[0].device)
             self._flat.append(flat)
-            for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
+            for parameter, part in zip(bucket, flat[: sum(sizes)].split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
 
-    def _count_gradient(self, number: int, parameter: torch.Tensor) -> None:
+    def _count_gradient(self, number: int, parameter: nn.Parameter) -> None:
+        self._used.add(parameter)
         if self._num_missing is not None:
             self._num_missing[number] -= 1
             self._send()
@@ -230,6 +255,9 @@ class OverlappedSums:
         """Start the sums of complete buckets, in the same order on all ranks."""
         assert self._num_missing is not None
         while len(self._works) < len(self._flat) and not self._num_missing[len(self._works)]:
+            if len(self._works) == len(self._flat) - 1:  # the backward pass is over, or has used every weight
+                counts = [float(parameter in self._used) for parameter in self._trained]
+                self._flat[-1][-len(counts) :] = torch.tensor(counts)
             self._works.append(dist.all_reduce(self._flat[len(self._works)], group=self.group, async_op=True))
 
 

@@ -164,6 +164,7 @@ def _rehearsal_error(source: ModelSource, plan: Plan) -> str | None:
     """Return the error of the first forward pass of rank 0, or None if it runs."""
     config = source.hf_config
     model_class, objective = choose_class(config, source.reference)
+    plan = plan.changed(device="cpu")  # where the fake tensors are; a mesh of GPUs would use CUDA, after which no trial can fork
     with _fake_world(plan.num_processes), _real_meshes(), _without_traceback():
         mesh = init_mesh(plan)
         fake = FAKE_TENSOR_MODE.get()()

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 from upshift.settings import quiet_torchft
 from upshift.training.batches.sampler import GlobalBatch
+from upshift.training.distributed.gradients import drop_unused_gradients, use_counts
 from upshift.training.elastic.state_transfer import POLL_SECONDS, FolderTransport, TransferableRun
 from upshift.units import MIB
 from upshift.value import Value
@@ -140,10 +141,12 @@ class ReplicaGroup:
         rank = self._manager.participating_rank() or 0
         return replace(batch, micro_batches=batch.micro_batches[rank :: self._manager.num_participants()])
 
-    def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> None:
         """Sum the gradients and the loss of all replicas, in place. Raise RetryStep on the remaining ones if one was lost."""
-        gradients = [_gradient(parameter) for parameter in parameters if parameter.requires_grad]
-        for bucket in _buckets(gradients):
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        counts = use_counts(trained)
+        gradients = [_gradient(parameter) for parameter in trained]
+        for bucket in _buckets([counts, *gradients]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             self._sum(flat)
             sizes = [gradient.numel() for gradient in bucket]
@@ -154,6 +157,7 @@ class ReplicaGroup:
         self._manager.allreduce(number, reduce_op=dist.ReduceOp.MAX).wait()
         if not self._manager.should_commit():
             raise RetryStep
+        drop_unused_gradients(trained, counts)
         self._agreed_number = int(number)
 
     def agreed_max(self, number: int) -> int:

@@ -156,6 +156,36 @@ def is_library_field(name: str) -> bool:
     return name in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
+PAGE_END = """
+## Batches that stay whole
+
+Upshift measures your loss on some rows of your data. If the loss of a batch is made of the losses of its rows, the plan may
+divide the batch in another way. If not, your code computes each batch as the data loader returns it, and the plan chooses the
+rest: the precision, activation checkpointing, compilation, the optimizer and the workers of the data loader. Upshift prints the
+reason.
+
+Examples are a contrastive loss, pairs of texts, a loss that keeps a state, texts end to end, and a `training_step` of your own.
+For the trainers of TRL, see [From TRL](trl.md).
+
+With several processes, and for batches without an entry `input_ids`, your own settings run instead.
+
+## Trials
+
+Before a long run, Upshift tests the plain default and the best predicted plans, each in a process of its own. The fastest one
+runs.
+
+| argument of `upshift.Trainer` | trials |
+| --- | --- |
+| `trial_seconds=None` (default) | one minute, or 2 % of the run if that is more, and at most five minutes |
+| `trial_seconds=20` | at most 20 seconds |
+| `trial_seconds=0` | none. Upshift trusts the prediction |
+| `plan=...` | none. Your plan runs |
+
+Trials never take more than 5 % of the predicted time of the run. If that is too short for two plans, or if there are several
+processes, no trial is made. Upshift remembers the results, so the same script does not test again. If the whole run takes less
+than about half a minute, Upshift does not plan at all."""
+
+
 def markdown() -> str:
     """Return the text of docs/training_arguments.md."""
     order = {"planned": 0, "refused": 1, "honoured": 2}
@@ -181,6 +211,7 @@ def markdown() -> str:
         "| argument | Upshift | details |",
         "| --- | --- | --- |",
         *(f"| `{name}` | {field.treatment} | {field.description} |" for name, field in rows),
+        PAGE_END,
     ]
     return "\n".join(lines) + "\n"
 
@@ -205,7 +236,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
-    if recomputes_activations(arguments):
+    if chose_recomputation(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
     if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, DebugOptions):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
@@ -288,9 +319,21 @@ def changes_by_optimizer(arguments: Any) -> tuple[str, ...]:
 
 
 def recomputes_activations(arguments: Any) -> bool:
-    """Return whether the user turned on activation checkpointing, by either of its two names."""
+    """Return whether activation checkpointing is on, by either of its two names."""
     new_name_value = getattr(arguments, "activation_checkpointing", None)
     return bool(arguments.gradient_checkpointing if new_name_value is None else new_name_value)
+
+
+def chose_recomputation(arguments: Any) -> bool:
+    """Return whether the user turned on activation checkpointing, and not the default of a subclass of TrainingArguments.
+
+    A value that equals the default counts as unset, as for all other fields.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(arguments)}
+    is_default = bool(fields.get("gradient_checkpointing") or fields.get("activation_checkpointing"))
+    kwargs = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    has_kwargs = any(name in fields and was_set(arguments, name) for name in kwargs)
+    return recomputes_activations(arguments) and (has_kwargs or not is_default)
 
 
 def check_devices(arguments: Any) -> None:

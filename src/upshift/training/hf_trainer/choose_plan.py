@@ -40,6 +40,7 @@ from upshift.record import Numbers
 from upshift.training.batches.user_batches import Batch, CutSettings, RowBatch, write_stored_rows
 from upshift.training.checkpoint.rng import preserved_rng
 from upshift.training.data.tokens import histogram_of
+from upshift.training.hf_trainer.arguments import OPT_IN_FIELDS
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.trials.trials import recall_earlier_proof, reject_plans, try_plans
 from upshift.units import GIB
@@ -151,11 +152,15 @@ class PlanRequest:
     memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
     host: Host  # of all ranks
     why_not: Callable[[Plan], str | None]  # returns why the model, or the Trainer, cannot run a plan
+    keeps_batches: bool = False  # the script's code computes whole batches; ``sample`` and ``rows`` stand in for them
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs. ``planning`` is None if the user's own settings run; ``reason`` says why."""
+    """The plan that runs. ``planning`` is None if the user's own settings run.
+
+    ``reason`` says why these run, or why the batches stay whole, or that the plan was given.
+    """
 
     plan: Plan
     reason: str = ""
@@ -222,7 +227,7 @@ def plain_plan(
 def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
     """Return the plan to run. Raise RequestError if the model cannot be planned for, and NothingFits if no plan fits."""
     lengths = length_histogram(request.rows)
-    source = source_of(request.model)
+    source = source_of(request.model, allows_other_forward=request.keeps_batches)
     allow = check_allow(request.allow)
     pads_to_full_length = lengths.mean >= lengths.sequence_length or not request.split.trims
     workload = Workload(
@@ -238,7 +243,7 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
-    planning = reject_plans(planning, request.why_not)
+    planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
     trial_seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, fixed, path, trial_seconds, on_trial) if trial_seconds else None
@@ -255,6 +260,43 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
         num_workers=num_workers,
         loading=loading,
     )
+
+
+def whole_batch_fields(fixed: tuple[str, ...], *, num_rows: int, own_step: bool, reason: str) -> tuple[str, ...]:
+    """Return the fixed fields of a plan that leaves batches of ``num_rows`` rows whole.
+
+    ``fixed`` are the user's. ``own_step`` means that the script's training_step runs for each batch. ``reason`` is why the
+    batches stay whole. Raise RequestError for a field of the user that needs other batches or another step.
+    """
+    required = {"per_device_train_batch_size": str(num_rows), "packing": "False"}
+    if own_step:
+        required |= dict.fromkeys(OPT_IN_FIELDS, "False")
+    chosen = dict(assignment.partition("=")[::2] for assignment in fixed)
+    for name, value in required.items():
+        if chosen.get(name, value) != value:
+            raise RequestError(
+                f"{name}={chosen[name]} is not possible: batches of {num_rows} rows stay whole, because {reason}; leave it out"
+            )
+    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in chosen))
+
+
+def batch_fields(plan: Plan) -> tuple[str, ...]:
+    """Return the fields of a plan that whole_batch_fields checks, as ``field=value`` assignments."""
+    return tuple(f"{name}={getattr(plan, name)}" for name in ("per_device_train_batch_size", "packing", *OPT_IN_FIELDS))
+
+
+def why_not_for_whole_batches(plan: Plan, num_layers: int) -> str | None:
+    """Return why a plan that leaves batches whole cannot be this one, or None.
+
+    A script's loss may switch activation checkpointing off for a reference model, and then on for all layers. It may also
+    replace the model's forward, so only layers are compiled.
+    """
+    recomputes_all = plan.activation_checkpointing == num_layers and plan.recompute_granularity == "full"
+    if plan.activation_checkpointing and not recomputes_all:
+        return "the script's loss may switch activation checkpointing of all layers, so a plan recomputes all layers or none"
+    if plan.torch_compile == "model":
+        return "the script's loss may call the model in several ways, so only layers are compiled"
+    return None
 
 
 def restrict_to_isolation(split: Split, model: nn.Module) -> Split:

@@ -47,6 +47,13 @@ def _state_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any],
     return generator.get_state, generator.set_state
 
 
+def refuse_exchanges(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of torch. Raise RuntimeError if it exchanges data with other ranks, because these may not take part."""
+    if operator.namespace in ("c10d", "_c10d_functional"):
+        raise RuntimeError("the loss exchanges data with other ranks")
+    return operator(*args, **kwargs)
+
+
 class StateSnapshot:
     """A record of the state of some objects and functions at one moment."""
 

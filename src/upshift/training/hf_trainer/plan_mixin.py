@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,18 @@ from torch import Tensor
 from upshift import errors
 from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
-from upshift.planning.plan import Plan
+from upshift.planning.plan import Attention, Plan
 from upshift.planning.planner import find_host
 from upshift.planning.search.constraints import PACKED_KERNELS
+from upshift.training.batches.stand_ins import make_stand_ins
 from upshift.training.batches.user_batches import InseparableRows, RowBatch
 from upshift.training.checkpoint.rng import preserved_rng
+from upshift.training.data.corpus import IGNORED
 from upshift.training.distributed.parallelize import why_cannot_run
 from upshift.training.hf_trainer.arguments import (
     BACKWARD_UPDATE_OPTIMIZERS,
@@ -47,6 +50,7 @@ from upshift.training.hf_trainer.choose_plan import (
     NoSample,
     PlanRequest,
     Sample,
+    batch_fields,
     check_plan,
     choose,
     draw_sample,
@@ -54,6 +58,8 @@ from upshift.training.hf_trainer.choose_plan import (
     plain_plan,
     restrict_to_isolation,
     short_run_reason,
+    whole_batch_fields,
+    why_not_for_whole_batches,
 )
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
@@ -65,13 +71,15 @@ from upshift.training.hf_trainer.loss_split import (
     loss_in_training,
     measure_split,
 )
-from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot
+from upshift.training.hf_trainer.loss_state import TRAINER_ATTRIBUTES, StateSnapshot, refuse_exchanges
 from upshift.training.hf_trainer.monitor import format_trial, print_line
 from upshift.training.hf_trainer.patching import LibraryTrainer
+from upshift.training.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
 
 
+COLD_SECONDS = 1.0  # a first call that takes longer is not repeated to be measured warm
 STEP_TO_FORWARD_RATIO = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
 
@@ -90,6 +98,17 @@ class PlannedState:
     def is_demanded(self) -> bool:
         """Return whether the user set options that only a plan can meet. Then it is an error if no plan can be made."""
         return bool(self.fixed or self.allow or self.memory_limit_gib is not None)
+
+
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values)
+
+
+@dataclass
+class Traces:
+    """Say whether a measured loss would leave something behind if it were not undone."""
+
+    reason: str | None = None  # why a plan may not call it for other rows
 
 
 def choose_on_rank_0(choose: Callable[[], T]) -> T:
@@ -136,6 +155,8 @@ class PlanMixin(LibraryTrainer):
 
         @property
         def _upshift_has_own_step(self) -> bool: ...
+        @property
+        def _upshift_has_ranks(self) -> bool: ...
 
     def _upshift_choose(self) -> tuple[Choice, Split]:
         """Return the plan, and how the loss splits over the rows of a batch.
@@ -168,32 +189,29 @@ class PlanMixin(LibraryTrainer):
             num_processes=self.args.world_size,
             layout=self._upshift_requested_layout,
         )
-        not_split = Split(None)
         if self._upshift_updates_in_backward:
-            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), not_split
-        reason = self._upshift_why_script_decides()
-        if reason is not None:
-            is_demanded = options.is_demanded or options.plan is not None
-            return self._upshift_keep_settings(plain, reason, is_demanded), not_split
+            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), Split(None)
+        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
+            reason = "the script's own _prepare_inputs may make its batches, and a plan needs those of the data loader"
+            return self._upshift_keep_settings(plain, reason, options.is_demanded or options.plan is not None), Split(None)
         loader = self.get_train_dataloader()
         try:
             # Data sets and collators may draw random numbers of their own.
             data_state = StateSnapshot(dataset=getattr(loader, "dataset", None), collator=self.data_collator)
             sample = draw_sample(loader, accumulation=self.args.gradient_accumulation_steps)
             data_state.restore()
-            rows = self._upshift_sample_rows(sample, len(sample.batches))
-            steps = self._upshift_total_steps(loader)
-            split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
-        except (NoSample, InseparableRows) as error:
-            return self._upshift_keep_settings(plain, str(error), options.is_demanded), not_split
-        split = restrict_to_isolation(split, self.model)
-        if options.plan is not None:
+        except NoSample as error:
+            return self._upshift_keep_settings(plain, str(error), options.is_demanded), Split(None)
+        steps = self._upshift_total_steps(loader)
+        rows, split, seconds_per_batch = self._upshift_examine_loss(sample, steps)
+        run_seconds = STEP_TO_FORWARD_RATIO * steps * self.args.gradient_accumulation_steps * seconds_per_batch
+        if options.plan is not None and not self._upshift_has_own_step:
+            split = restrict_to_isolation(split, self.model)
             check_plan(options.plan, split)
             return Choice(options.plan, "this plan was given"), split
-        if split.unit is None:
-            return self._upshift_keep_settings(plain, split.reason, options.is_demanded), split
-        accumulation = self.args.gradient_accumulation_steps
-        run_seconds = STEP_TO_FORWARD_RATIO * steps * accumulation * self._train_batch_size * forward_seconds
+        if rows is None or split.unit is None:
+            return self._upshift_choose_for_whole_batches(plain, sample, split, steps, run_seconds), split
+        split = restrict_to_isolation(split, self.model)
         if run_seconds < SHORT_RUN_SECONDS and not options.is_demanded:
             return Choice(plain, short_run_reason(run_seconds)), split
         request = self._upshift_plan_request(sample, rows, split, steps)
@@ -204,14 +222,58 @@ class PlanMixin(LibraryTrainer):
                 raise
             return Choice(plain, no_plan_reason(error)), split
 
-    def _upshift_why_script_decides(self) -> str | None:
-        """Return the reason if the script's own methods make or compute the batches, so that a plan may not, or None."""
-        if self._upshift_has_own_step:
-            which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
-            return f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
-        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
-            return "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
-        return None
+    def _upshift_choose_for_whole_batches(
+        self, plain: Plan, sample: Sample, split: Split, total_steps: int, run_seconds: float
+    ) -> Choice:
+        """Choose a plan under which the script's code computes the batches of the data loader as they are.
+
+        The plan then chooses everything but the division of the batch. If no such plan can be made, return the choice of the
+        user's own settings, or raise RequestError if the user demanded a plan.
+        """
+        options = self._upshift_planned
+        if self._upshift_has_ranks:
+            return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded or options.plan is not None)
+        try:
+            stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
+            rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
+        except InseparableRows as error:
+            reason = f"{split.reason}; {error}"
+            return self._upshift_keep_settings(plain, reason, options.is_demanded or options.plan is not None)
+        num_rows = rows.schemas[0].num_rows
+        chosen = self._upshift_fixed_fields() if options.plan is None else batch_fields(options.plan)
+        fixed = whole_batch_fields(chosen, num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason)
+        if options.plan is not None:
+            return Choice(options.plan, "this plan was given")
+        if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
+            why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
+            return Choice(plain, f"{split.reason}; {why_short}")
+        stand_in_split = Split("labels", why_not_flat=split.reason)
+        request = self._upshift_plan_request(stand_ins, rows, stand_in_split, total_steps)
+        num_layers = sum(len(stack) for _, stack in find_stacks(self.model))
+        request = replace(
+            request,
+            global_batch=num_rows * request.accumulation,
+            fixed=self._upshift_fix_attention(fixed),
+            keeps_batches=True,
+            why_not=lambda plan: why_not_for_whole_batches(plan, num_layers) or self._upshift_why_not(plan),
+        )
+        try:
+            choice = choose(request, on_trial=lambda tried: print_line(format_trial(tried)))
+        except RequestError as error:
+            if options.is_demanded:
+                raise
+            return Choice(plain, f"{split.reason}; {no_plan_reason(error)}")
+        return replace(choice, reason=f"the batches stay whole: {split.reason}")
+
+    def _upshift_fix_attention(self, fixed: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the fixed fields, with the model's own attention if the user fixed none.
+
+        The script's code may pass the model what one kind of attention reads, such as the borders of texts end to end.
+        """
+        attention = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
+        if attention not in get_args(Attention) or any(assignment.startswith("attention=") for assignment in fixed):
+            return fixed
+        return (*fixed, f"attention={attention}")
 
     def _upshift_plan_request(self, sample: Sample, rows: RowBatch, split: Split, total_steps: int) -> PlanRequest:
         accumulation = self.args.gradient_accumulation_steps
@@ -248,22 +310,83 @@ class PlanMixin(LibraryTrainer):
             shifts_labels=self._upshift_shifts_labels,
         )
 
+    def _upshift_examine_loss(self, sample: Sample, total_steps: int) -> tuple[RowBatch | None, Split, float]:
+        """Return the rows of the sample, how the loss splits over them, and the seconds of one batch's forward pass.
+
+        The rows are None if the batches are not made of rows. The seconds are infinite if the loss cannot be computed apart
+        from the training.
+        """
+        rows = None
+        reason = None
+        try:
+            rows = self._upshift_sample_rows(sample, len(sample.batches))
+        except InseparableRows as error:
+            reason = str(error)
+        if self._upshift_has_own_step:
+            which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
+            reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
+        seconds = math.inf
+        if reason is not None or not self._upshift_uses_library_loss:
+            seconds, observed = self._upshift_time_first_batch(sample, total_steps)
+            reason = reason or observed
+        if rows is None or reason is not None:
+            return rows, Split(None, reason=reason or ""), seconds
+        try:
+            split, row_seconds = self._upshift_measure_split(sample, rows, total_steps)
+        except InseparableRows as error:
+            return None, Split(None, reason=str(error)), seconds
+        if split.unit is None and seconds < math.inf:
+            return rows, split, seconds
+        return rows, split, row_seconds * self._train_batch_size
+
+    def _upshift_time_first_batch(self, sample: Sample, total_steps: int) -> tuple[float, str | None]:
+        """Return the seconds of the loss of the first batch, and what a plan that cuts batches must leave alone, or None.
+
+        The seconds are infinite if the loss cannot be computed here: some losses need gradients, or training mode.
+        """
+        times: list[float] = []
+        labels = sample.batches[0].get("labels") if self._upshift_counts_items(sample) else None
+        num_items = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else None
+        loss_of = loss_in_evaluation(self.model, partial(self._upshift_loss_of, total_steps=total_steps, times=times))
+        with self._upshift_leaving_no_trace() as traces:
+            try:
+                for _ in range(2):  # the first one is cold
+                    loss_of(dict(sample.batches[0]), num_items)
+                    if times[-1] > COLD_SECONDS:
+                        break
+            except Exception as error:  # the script's loss may not work in evaluation mode
+                if is_out_of_memory(error):
+                    raise
+                times.clear()
+        return min(times, default=math.inf), traces.reason
+
+    def _upshift_loss_of(
+        self, inputs: dict[str, Any], items: int | None, *, total_steps: int, times: list[float], step: int = 0
+    ) -> Tensor:
+        """Return the loss of some inputs at a step of the training. Append its seconds to ``times``."""
+        start = time.perf_counter()
+        num_items = None if items is None else torch.tensor(items, device=self.args.device)
+        with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
+            loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
+        times.append(time.perf_counter() - start)
+        return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
+
+    def _upshift_counts_items(self, sample: Sample) -> bool:
+        """Return whether the loss takes num_items_in_batch."""
+        return "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
     def _upshift_measure_split(self, sample: Sample, rows: RowBatch, total_steps: int) -> tuple[Split, float]:
         """Return how the loss splits, and the seconds of one row's forward pass.
 
         ``rows`` are the rows of the whole sample.
         """
         first_batch = self._upshift_sample_rows(sample, self.args.gradient_accumulation_steps)
-        counts_items = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
 
         def compute(inputs: dict[str, Tensor], items: int | None, step: int = 0) -> Tensor:
-            start = time.perf_counter()
-            num_items = None if items is None else torch.tensor(items, device=self.args.device)
-            with self.compute_loss_context_manager(), self._upshift_state_at_step(step, total_steps):
-                loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=num_items)
-            times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
-            return cast("Tensor", loss)  # compute_loss returns outputs too only with return_outputs=True
+            loss = self._upshift_loss_of(inputs, items, total_steps=total_steps, times=times, step=step)
+            times[-1] /= len(next(iter(inputs.values())))
+            return loss
 
         is_library_loss = self._upshift_uses_library_loss
         other_states = {
@@ -275,10 +398,28 @@ class PlanMixin(LibraryTrainer):
             gradient=gradient_in_evaluation(self.model, compute),
             larger_gradient=None if is_library_loss else gradient_in_evaluation(self.model, compute, scale=LARGER_SCALE),
             other_states={**other_states, "in training mode": loss_in_training(self.model, compute)},
-            counts_items=counts_items,
+            counts_items=self._upshift_counts_items(sample),
             is_library_loss=is_library_loss,
         )
-        with self._upshift_without_logging() as logged, exact_matmuls():
+        with self._upshift_leaving_no_trace() as traces:
+            split = measure_split(rows, probes, model=self.model, num_first=len(first_batch))
+        if traces.reason is not None and split.unit is not None:
+            split = Split(None, reason=traces.reason)
+        # The measured rows are short, and the time is proportional to the tokens.
+        widths = [schema.width for schema in first_batch.schemas]
+        shortest = sorted(first_batch.lengths)[:2]
+        tokens_ratio = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
+        return split, (min(times) if times else math.inf) * tokens_ratio
+
+    @contextmanager
+    def _upshift_leaving_no_trace(self) -> Iterator[Traces]:
+        """Undo what a loss that is only measured leaves behind while open: its own state, and lines of the log.
+
+        Yield the traces, which are complete on leaving.
+        """
+        traces = Traces()
+        alone = dispatch_mode(refuse_exchanges) if self._upshift_has_ranks else nullcontext()  # only rank 0 measures
+        with self._upshift_without_logging() as logged, exact_matmuls(), alone:
             state = StateSnapshot(
                 without=TRAINER_ATTRIBUTES,
                 Trainer=self,
@@ -286,18 +427,13 @@ class PlanMixin(LibraryTrainer):
                 compute_loss=self.compute_loss,
                 function=self.compute_loss_func,
             )
-            split = measure_split(rows, probes, model=self.model, num_first=len(first_batch))
+            yield traces
             changed_name = state.changed()
             state.restore()
-        if changed_name is not None and split.unit is not None and not probes.is_library_loss:
-            split = Split(None, reason=f"the loss keeps a state of its own ({changed_name}), which moves on with each call")
-        if logged and split.unit is not None:
-            split = Split(None, reason=f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows")
-        # The measured rows are short, and the time is proportional to the tokens.
-        widths = [schema.width for schema in first_batch.schemas]
-        shortest = sorted(first_batch.lengths)[:2]
-        tokens_ratio = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
-        return split, (min(times) if times else math.inf) * tokens_ratio
+        if changed_name is not None and not self._upshift_uses_library_loss:
+            traces.reason = f"the loss keeps a state of its own ({changed_name}), which moves on with each call"
+        if logged:
+            traces.reason = f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows"
 
     @contextmanager
     def _upshift_state_at_step(self, step: int, total_steps: int) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, RequestError
 from upshift.internals.torch_names import COMPILED_CALL
 from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
@@ -35,6 +35,7 @@ from upshift.training.hf_trainer.arguments import (
     check_devices,
     check_fixed,
     check_limits,
+    chose_recomputation,
     local_ranks,
     opt_in_fields,
     recomputes_activations,
@@ -45,7 +46,8 @@ from upshift.training.hf_trainer.choose_plan import Choice, shrink_micro_batch
 from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
-from upshift.training.hf_trainer.plan_mixin import PlanMixin, PlannedState
+from upshift.training.hf_trainer.plan_mixin import PlanMixin, PlannedState, as_tuple
+from upshift.training.hf_trainer.save import KNOWN_PACKAGES
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
@@ -61,6 +63,21 @@ from upshift.training.prepare import (
 )
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
+
+
+def check_order_of_bases(trainer_class: type) -> None:
+    """Raise RequestError if methods of Upshift would hide those of another library's Trainer, such as its training_step.
+
+    This is so if ``upshift.Trainer`` comes before that Trainer in the bases of a class.
+    """
+    order = trainer_class.__mro__
+    behind = order[order.index(PlannedTraining) : order.index(transformers.Trainer)]
+    for base in behind:
+        if base.__module__.partition(".")[0] not in KNOWN_PACKAGES and issubclass(base, transformers.Trainer):
+            raise RequestError(
+                f"class {trainer_class.__name__}: {base.__name__} comes after upshift.Trainer, which would hide its methods; "
+                f"write class {trainer_class.__name__}({base.__name__}, upshift.Trainer)"
+            )
 
 
 class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
@@ -87,17 +104,19 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
     ) -> None:
         for method in TRAINER_METHODS:
             method.of(transformers.Trainer)
+        check_order_of_bases(type(self))
+        options = vars(self).get("_upshift_planned") or PlannedState(
+            plan, as_tuple(fixed), as_tuple(allow), trial_seconds, memory_limit_gib
+        )
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
         optimizer_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
-        allow = (allow,) if isinstance(allow, str) else tuple(allow)
-        check_limits(memory_limit_gib=memory_limit_gib, trial_seconds=trial_seconds)
-        requested = (*fixed, *(opt_in_fields(plan) if plan is not None else ()))
+        check_limits(memory_limit_gib=options.memory_limit_gib, trial_seconds=options.trial_seconds)
+        requested = (*options.fixed, *(opt_in_fields(options.plan) if options.plan is not None else ()))
         check_fixed(requested, self.args, device=torch.device(self.args.device).type, optimizer_given=optimizer_given)
         keep_trainable(self.model)
-        self._upshift_planned = PlannedState(plan, fixed, allow, trial_seconds, memory_limit_gib)
+        self._upshift_planned = options
         self.upshift_choice: Choice | None = None
         self._upshift_batch_step: BatchStep | None = None
         self._upshift_waiting_batches: list[Any] = []
@@ -236,8 +255,8 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
                     COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
-            if not recomputes_activations(self.args):
-                recompute_layers(self.model, 0)
+            if not chose_recomputation(self.args):
+                recompute_layers(self.model, None if recomputes_activations(self.args) else 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers.Trainer.create_optimizer does, or build one that transformers lacks."""
@@ -269,7 +288,7 @@ class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
         # An attention that plans do not know was chosen by the user, and stays.
         if attention in get_args(Attention) and plan.attention != attention:
             set_attention(base, plan.attention)
-        if not recomputes_activations(self.args):
+        if not chose_recomputation(self.args):
             recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
         compile_layers(self.model, plan)
         self._upshift_shard_model()

@@ -232,6 +232,8 @@ class BatchStep:
             rows = RowBatch(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
         except InseparableRows:
             return None  # these batches are not like the sample
+        if self.plan.packing and not rows.can_flatten:
+            return None
         has_uneven_labels = self.split.needs_equal_labels and len({*rows.num_labels}) > 1
         return rows if not has_uneven_labels and is_within(rows, self.split.ranges) else None
 
@@ -275,7 +277,8 @@ class BatchStep:
         return {name: value[row:][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
 
     def _row_inputs(self, micro_batch: CollatedMicroBatch, rows: RowBatch) -> dict[str, Any]:
-        drop_mask = self.split.drops_mask and self.cuts_batches
+        # The mask of a batch that is not like the sample may hide more than padding on the right.
+        drop_mask = self.split.drops_mask and self.cuts_batches and rows.can_flatten
         return dict(rows.build(micro_batch.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
     def _loss_weight(self, micro_batch: CollatedMicroBatch, weights: list[tuple[float, int]]) -> float:

@@ -14,6 +14,7 @@ import transformers
 
 from upshift.errors import MissingExtra
 from upshift.training.hf_trainer.evaluation import StreamedEvaluation
+from upshift.training.hf_trainer.plan_mixin import PlannedState, as_tuple
 from upshift.training.hf_trainer.planned_training import PlannedTraining
 from upshift.training.hf_trainer.resume import CheckpointResuming
 
@@ -103,3 +104,30 @@ class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, CheckpointResuming, tr
             trial_seconds: float | None = None,
             memory_limit_gib: float | None = None,
         ) -> None: ...
+
+
+def with_plans(
+    library_class: type[transformers.Trainer], planned_class: type[Trainer], *, module: str
+) -> type[transformers.Trainer]:
+    """Return a class of the same name in ``module``: another library's Trainer, with ``planned_class`` behind it.
+
+    The library's methods stay in charge, and their calls of super() reach Upshift. The class takes the five arguments of
+    ``upshift.Trainer`` by name.
+    """
+
+    def __init__(
+        self: Any,
+        *arguments: Any,
+        plan: Plan | None = None,
+        fixed: str | Sequence[str] = (),
+        allow: str | Sequence[str] = (),
+        trial_seconds: float | None = None,
+        memory_limit_gib: float | None = None,
+        **named: Any,
+    ) -> None:
+        self._upshift_planned = PlannedState(plan, as_tuple(fixed), as_tuple(allow), trial_seconds, memory_limit_gib)
+        library_class.__init__(self, *arguments, **named)
+
+    name = library_class.__name__
+    members = {"__init__": __init__, "__module__": module, "__qualname__": name, "__doc__": library_class.__doc__}
+    return type(name, (library_class, planned_class), members)

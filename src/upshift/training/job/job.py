@@ -19,9 +19,11 @@ from upshift.models.profile_cache import isolation_of
 from upshift.models.tracing.segments import Tracer
 from upshift.planning.plan import ALONE
 from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.search.constraints import conflict_with_pairs
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.arguments import Arguments
+from upshift.training.batches.sampler import check_enough_data
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.dataset import TrainingData, prepare_data
 from upshift.training.distributed.parallelize import why_cannot_run
@@ -34,6 +36,7 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
 from upshift.training.neftune import check_neftune
+from upshift.training.preference_loss import Rewards
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
@@ -91,6 +94,9 @@ def check_job(job: Job, data: TrainingData) -> None:
     check_neftune(job.plan, job.arguments.neftune_noise_alpha)
     if job.heal:
         check_healing(job.plan)
+    problem = conflict_with_pairs(job.plan) if data.objective.has_pairs else None
+    if problem is not None:
+        raise RequestError(problem)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
@@ -105,11 +111,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     data_length = data.training.sequence_length // num_sides(data.objective.kind)
     if planned_length != data_length:
         raise RequestError(f"the plan's sequence_length={planned_length} is not the data's {data_length}; use the same for both")
-    if len(data.training) < job.global_batch:
-        raise RequestError(
-            f"the data has {len(data.training)} sequences of up to {data_length} tokens, one global batch takes "
-            f"{job.global_batch}; use a smaller global batch or more data"
-        )
+    check_enough_data(data.training, job.global_batch, data.objective)
 
 
 def check_evaluations(arguments: Arguments, *, will_evaluate: bool, data: TrainingData | None = None) -> None:
@@ -148,8 +150,8 @@ def make_record(job: Job, data: TrainingData, outcome: RunResult) -> Record:
 def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]:
     return {
         "arguments": job.arguments.model_dump(),
-        "global_batch": job.global_batch,
-        "objective": data.objective.kind,
+        "global_batch": job.global_batch // data.objective.rows_together,
+        "objective": "dpo" if data.objective.has_pairs else data.objective.kind,
         "end": outcome.reason,
         "steps": len(outcome.loss_curve),
         "resumed_from_step": outcome.resumed_step,
@@ -158,9 +160,25 @@ def _details(job: Job, data: TrainingData, outcome: RunResult) -> dict[str, Any]
         "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
+        **_reward_details(data, outcome),
         "logged_steps": [logged.model_dump() for logged in outcome.logged_steps],
         "model_step": outcome.model_step,
         "memory_samples": [[sample.seconds, sample.phase, sample.resident] for sample in thin_samples(outcome.memory_samples)],
+    }
+
+
+def _reward_details(data: TrainingData, outcome: RunResult) -> dict[str, Any]:
+    """Return the rewards of pairs for the record: [step, accuracy, margin] of each step and evaluation."""
+    if not data.objective.has_pairs:
+        return {}
+
+    def rows(rewards: tuple[tuple[int, Rewards], ...]) -> list[list[float]]:
+        return [[step, values.accuracy, values.margin] for step, values in rewards]
+
+    return {
+        "rewards": rows(outcome.rewards),
+        "evaluation_rewards": rows(outcome.evaluation_rewards),
+        "reference_seconds": outcome.reference_seconds,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from upshift.models.source import ModelSource, find_model_to_train
+from upshift.models.source import AdapterOptions, ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.arguments import Arguments
@@ -15,8 +15,7 @@ from upshift.value import Value
 class Job(Value):
     model_reference: str
     from_config: bool = Field(False, description="random weights instead of the model's own")
-    lora_rank: int | None = Field(None, gt=0, description="of an adapter that is put around the model; None: as it is")
-    load_in_4bit: bool = Field(False, description="below an adapter")
+    adapter: AdapterOptions = Field(AdapterOptions(), description="a new adapter around the model; without a rank there is none")
     plan: Plan
     whole_plan: Plan | None = Field(None, description="of several copies that each have a job: that of all")
     arguments: Arguments
@@ -43,4 +42,4 @@ class Job(Value):
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:
-        return find_model_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)
+        return find_model_to_train(self.model_reference, self.adapter)

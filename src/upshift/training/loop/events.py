@@ -33,6 +33,8 @@ class StepDone:
     tokens_per_second: float  # over the last steps; real tokens
     seconds_left: float
     resident_bytes: int  # of this process; on a GPU, in use on the device
+    reward_accuracy: float | None = None  # of pairs: the share whose chosen answer has the larger reward
+    reward_margin: float | None = None  # of pairs: the mean reward of the chosen answer over that of the rejected one
     logged_loss: float | None = None  # mean since the previous logged step; None: this step is not logged
 
 
@@ -77,6 +79,16 @@ class Evaluated:
     step: int
     tokens: int
     loss: float
+    reward_accuracy: float | None = None  # as in StepDone
+    reward_margin: float | None = None
+
+
+@dataclass(frozen=True)
+class Referenced:
+    """Report that the log-probabilities of all pairs by the model before the training were computed."""
+
+    num_pairs: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Finished:
     reason: str  # "finished", or the requested early end: "tokens", "seconds" or EARLY_STOPPING
 
 
-Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Saved | Finished
+Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Referenced | Saved | Finished
 OnEvent = Callable[[Event], None]
 _CLASSES = {kind.__name__: kind for kind in get_args(Event)}
 

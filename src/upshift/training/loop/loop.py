@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
 from upshift.debugging.step_signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.source import find_model
 from upshift.record import Numbers
 from upshift.training.batches.plan_layout import layout_for
@@ -37,6 +38,7 @@ from upshift.training.loop.events import (
     Healed,
     OnEvent,
     OutOfMemory,
+    Referenced,
     Saved,
     Started,
     StepDone,
@@ -49,8 +51,10 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import LoggedStep, Progress
 from upshift.training.neftune import add_embedding_noise
 from upshift.training.out_of_memory import make_autopsy
+from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
+from upshift.training.reference import add_reference
 from upshift.training.step import Shape, TrainStep, check_finite
 from upshift.units import GIB, gib
 
@@ -75,6 +79,9 @@ class RunResult:
     seconds: float
     waited_share: float  # of the steady steps' time: waiting for a core that another program used
     cpu_seconds: float  # of this process in a steady step
+    rewards: tuple[tuple[int, Rewards], ...] = ()  # of pairs: step, and its rewards; only of the steps after a resumption
+    evaluation_rewards: tuple[tuple[int, Rewards], ...] = ()
+    reference_seconds: float = 0.0
 
 
 def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: ReplicaGroup | None = None) -> RunResult:
@@ -128,12 +135,17 @@ class TrainingLoop:
             seed=self.arguments.seed,
         )
         self.progress = Progress(job)
+        self.rewards: list[tuple[int, Rewards]] = []  # of pairs: step, and its rewards
+        self.evaluation_rewards: list[tuple[int, Rewards]] = []
         self.checkpoint: Path | None = None
         if job.checkpoint:
             self.checkpoint = Path(job.checkpoint)
         elif job.resume:
             self.checkpoint = newest_checkpoint(self.output)
         self._load()
+        self.reference_seconds = 0.0
+        if data.objective.has_pairs:
+            self._add_reference()
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
@@ -173,6 +185,8 @@ class TrainingLoop:
             loaded = prepare_model(whole, self.plan, self.mesh), count
             del whole
         model, self.num_parameters = loaded
+        if self.data.objective.has_pairs:
+            turn_off_dropout(model)
         add_embedding_noise(model, self.arguments.neftune_noise_alpha)
         self.train_step = TrainStep(model, self.mesh, self.arguments, on_halved=self._report_out_of_memory, copies=self.copies)
         if self.checkpoint is None:
@@ -180,6 +194,24 @@ class TrainingLoop:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)
             return
         self.progress.resume_from(self.checkpoint, self.train_step, self.mesh)
+
+    def _add_reference(self) -> None:
+        """Compute what the model before the training makes of each pair, or read it if the run is resumed."""
+        with self._phase("reference"):
+            reference = add_reference(
+                self.data,
+                self.train_step.model,
+                self.mesh,
+                self.layout,
+                global_batch=self.job.global_batch,
+                output=self.output,
+                resumes=self.checkpoint is not None,
+            )
+        self.data = reference.data
+        self.source = replace(self.source, sequences=self.data.training)
+        self.reference_seconds = reference.seconds
+        if reference.seconds:
+            self._send_event(Referenced(len(self.data.training) // 2, reference.seconds))
 
     def write_to(self, folder: Path) -> None:
         """Write the state that a restarted copy needs."""
@@ -227,6 +259,9 @@ class TrainingLoop:
             seconds=seconds,
             waited_share=self.meter.waited_share,
             cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
+            rewards=tuple(self.rewards),
+            evaluation_rewards=tuple(self.evaluation_rewards),
+            reference_seconds=self.reference_seconds,
         )
 
     def _send_started(self) -> None:
@@ -281,6 +316,8 @@ class TrainingLoop:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(result.num_tokens, time.perf_counter() - start)
         self.progress.add(batch, result)
+        if result.rewards is not None:
+            self.rewards.append((self.progress.step, result.rewards))
         resident = self.meter.held_bytes()
         self.held_memory.after_step(resident)
         event = StepDone(
@@ -293,6 +330,8 @@ class TrainingLoop:
             tokens_per_second=self.meter.recent_tokens_per_second,
             seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=resident,
+            reward_accuracy=None if result.rewards is None else result.rewards.accuracy,
+            reward_margin=None if result.rewards is None else result.rewards.margin,
             logged_loss=self.progress.log(result, self.meter.recent_tokens_per_second),
         )
         self._send_event(event)
@@ -339,15 +378,28 @@ class TrainingLoop:
         batches = evaluation_batches(
             self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
         )
+        preference = PreferenceLoss(self.arguments.dpo_beta)
+        rewards: Rewards | None = None
         with self._phase("evaluation"):
-            loss = evaluate(self.train_step.model, self.plan, batches)
+            loss = evaluate(self.train_step.model, self.plan, batches, preference)
+            if self.data.objective.has_pairs:
+                rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
         try:
             check_finite(loss)
         except JobFailed as error:
             evaluation = f"evaluation of the held-out data after step {progress.step}"
             raise JobFailed(f"{evaluation}: {error}; {still_loadable(self.output)}") from None
         progress.evaluations.append((progress.step, progress.tokens[-1], loss))
-        self._send_event(Evaluated(progress.step, progress.tokens[-1], loss))
+        if rewards is not None:
+            self.evaluation_rewards.append((progress.step, rewards))
+        event = Evaluated(
+            progress.step,
+            progress.tokens[-1],
+            loss,
+            reward_accuracy=None if rewards is None else rewards.accuracy,
+            reward_margin=None if rewards is None else rewards.margin,
+        )
+        self._send_event(event)
 
     def _interrupt(self) -> None:
         interrupted = f"interrupted after step {self.progress.step} of {self.arguments.max_steps}"

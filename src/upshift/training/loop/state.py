@@ -17,10 +17,11 @@ import numpy as np
 from upshift.benchmarking.environment import library_versions
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
+from upshift.models.source import AdapterOptions
 from upshift.training.arguments import Arguments
 from upshift.training.batches.sampler import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, save_checkpoint
-from upshift.training.checkpoint.directory import newest_checkpoint, replace_text, writing
+from upshift.training.checkpoint.directory import REFERENCE_NAME, newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState, seal, unseal
 from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
 TENSORBOARD_FOLDER = "upshift_tensorboard"
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER, TENSORBOARD_FOLDER)
+_OF_EVERY_RUN = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
+OWN_FILES = (*_OF_EVERY_RUN, TENSORBOARD_FOLDER, REFERENCE_NAME)
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
@@ -66,7 +68,9 @@ class Run(Value):
     eval_data: str | None = None  # fingerprint of the held-out sequences; None: there are none, or an earlier version wrote this
     global_batch: int
     sequence_length: int
+    objective: str | None = None  # that the user asked for
     arguments: Arguments
+    adapter: AdapterOptions | None = None  # None: the file is older than this field
     id: str  # the same in each of its checkpoints
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen until the end of each step
@@ -105,9 +109,11 @@ def new_run(job: Job, data: TrainingData) -> Run:
         model=job.plan.model,
         data=fingerprint(data.training),
         eval_data=None if data.evaluation is None else fingerprint(data.evaluation),
-        global_batch=job.global_batch,
+        global_batch=job.global_batch // job.data_options.rows_together,
+        objective=job.data_options.objective,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
+        adapter=job.adapter,
         id=secrets.token_hex(8),
     )
 
@@ -158,15 +164,20 @@ def _find_lost_steps(run: Run, directory: Path, step: int) -> tuple[int, ...]:
     return tuple(lost.evaluation[0] for lost in best.lost)
 
 
-def check_run_file(directory: Path) -> None:
-    """Raise RequestError if the run file is damaged. Call it before anything slow."""
-    if (directory / RUN_NAME).exists():
-        Run.read(directory)
+def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) -> None:
+    """Raise RequestError if the run file is damaged, or if a run that resumes had another adapter.
+
+    Call it before anything slow."""
+    if not (directory / RUN_NAME).exists():
+        return
+    previous_run = Run.read(directory)
+    if resume and previous_run.adapter is not None and newest_checkpoint(directory) is not None:
+        adapter.check_same(previous_run.adapter, directory)
 
 
 def _check_same_run(previous_run: Run, run: Run, directory: Path) -> None:
     """Raise RequestError if the run differs from the previous one in data, model or mathematics. The plan may differ."""
-    names = ("global_batch", "sequence_length", "model", "data")
+    names = ("global_batch", "sequence_length", "model", "objective", "data")
     compared = [(name, getattr(previous_run, name), getattr(run, name)) for name in names]
     if previous_run.eval_data is not None:
         compared.append(("eval_data", previous_run.eval_data, run.eval_data))

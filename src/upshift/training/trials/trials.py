@@ -112,16 +112,20 @@ def reject_unrunnable_plans(planning: Planning, source: ModelSource) -> Planning
     return reject_plans(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.why_not(plan))
 
 
-def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None]) -> Planning:
+def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, by_recomputation: bool = False) -> Planning:
     """Return the planning, with the plans that cannot run among the rejected ones.
 
-    ``why_not`` returns why a plan cannot run, or None if it can. Raise RequestError if no plan can run.
+    ``why_not`` returns why a plan cannot run, or None if it can. It is called once for plans that differ only in fields which
+    change no code; ``by_recomputation`` says that activation checkpointing matters to it. Raise RequestError if no plan can run.
     """
     ranking = planning.ranking
     reasons: dict[tuple[object, ...], str | None] = {}
 
     def cached_reason(plan: Plan) -> str | None:
+        key: tuple[object, ...]
         key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optim, plan.optimizer_in_backward)
+        if by_recomputation:
+            key = (*key, plan.activation_checkpointing, plan.recompute_granularity)
         if key not in reasons:
             reasons[key] = why_not(plan)
         return reasons[key]

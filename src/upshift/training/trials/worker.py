@@ -25,13 +25,14 @@ from upshift.benchmarking.meters import (
     bytes_left_with_parent,
 )
 from upshift.benchmarking.timing import LoadMeter, Timing, synchronise
+from upshift.models.ops.sequence_loss import turn_off_dropout
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_model_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.trials.runner import TrialRequest, TrialResult, loosen_tolerance, unfinished_result
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
-from upshift.training.batches.collate import MicroBatch
+from upshift.training.batches.collate import MicroBatch, without_pairs
 from upshift.training.batches.plan_layout import find_objective, layout_for
 from upshift.training.batches.sampler import BatchSource, GlobalBatch, Position, UpcomingSizes, evaluation_batches, look_ahead
 from upshift.training.batches.user_batches import cut_stored_rows, read_stored_rows
@@ -116,10 +117,12 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     mesh = init_mesh(plan)
     base_bytes = held_bytes(plan) + bytes_left_with_parent()
     reset_held_peak(plan)
-    source = find_model_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
+    source = find_model_to_train(request.model_reference, request.adapter)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare_model(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, mesh)
     batches = _stored_batches(request) if request.rows else _token_batches(request, source, mesh)
+    if batches.longest.has_pairs:
+        turn_off_dropout(model)
     check_loss = evaluate(model, plan, batches.checked)
 
     def complete(result: TrialResult) -> TrialResult:
@@ -167,7 +170,12 @@ def _token_batches(request: TrialRequest, source: ModelSource, mesh: Mesh) -> Ba
     )
     first_ids = source_of_batches.sequence_ids(Position())[:CHECK_SEQUENCES]
     first_sequences = replace(sequences, starts=sequences.starts[first_ids], lengths=sequences.lengths[first_ids])
-    checked = evaluation_batches(first_sequences, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective)
+    checked = evaluation_batches(
+        first_sequences,
+        global_batch=CHECK_SEQUENCES,
+        layout=layout.changed(rows_together=1),
+        objective=objective.changed(has_pairs=False),  # of pairs the loss of each label, which shows a wrong model better
+    )
     ahead = look_ahead(source_of_batches, num_steps=request.total_steps)
     longest = next(source_of_batches.batches(source_of_batches.position_of_step(ahead.longest_step)))
     most_tokens = request.plan.per_device_train_batch_size * sequences.sequence_length
@@ -475,7 +483,7 @@ class Trial:
         """
         train_step = self.train_step
         plan = self.plan
-        micro_batch = batch.micro_batches[0]
+        micro_batch = without_pairs(batch.micro_batches[0])
         if plan.torch_compile == "off":
             return 1.0, 0.0
         with torch.no_grad():

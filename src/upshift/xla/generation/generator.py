@@ -16,7 +16,7 @@ import tensorflow as tf
 from upshift.errors import RequestError
 from upshift.models.config import stable_positions_in
 from upshift.models.describe import max_positions
-from upshift.models.generation_config import start_token
+from upshift.models.generation_config import read_defaults, start_token
 from upshift.models.profile_cache import isolation_of
 from upshift.models.sequence_length import check_border
 from upshift.models.source import ModelSource
@@ -84,6 +84,7 @@ class XlaGenerator:
         self.model = model
         self.compiled: list[CompiledShape] = []
         self._multiple = pad_to_multiple_of
+        self._defaults = read_defaults(model.source)
         self._functions: dict[XlaGeneration, Any] = {}
         self._passes = passes_of(model.torch_model, model.source)
         self._longest = max_positions(model.torch_model)
@@ -96,7 +97,7 @@ class XlaGenerator:
 
     def options(self, **options: Unpack[XlaGenerationOptions]) -> XlaGeneration:
         """Return the options, completed by the model's generation_config.json. Raise RequestError for a wrong option."""
-        return read_options(self.model.source, options)
+        return read_options(self._defaults, options)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]) -> list[list[int]]:
         """Return the new token ids of each prompt of token ids, up to the end of its text."""

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypedDict
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.models.generation_config import merge_options
-from upshift.models.source import ModelSource
+from upshift.models.generation_config import FileDefaults, merge_options
 from upshift.value import Value
 
 INPUTS = ("temperature", "top_k", "top_p", "seed")  # inputs of a program: changing them compiles nothing
@@ -73,11 +72,11 @@ class XlaGenerationOptions(TypedDict, total=False):
     seed: int | None
 
 
-def read_options(source: ModelSource, requested: Mapping[str, Any]) -> XlaGeneration:
-    """Return the requested options, completed by the model's generation_config.json.
+def read_options(defaults: FileDefaults, requested: Mapping[str, Any]) -> XlaGeneration:
+    """Return the requested options, completed by those of the model's files.
 
     Raise RequestError for a name or a value that is not possible."""
-    options = merge_options(XlaGeneration, source, requested)
+    options = merge_options(XlaGeneration, defaults, requested)
     if options.num_beams > 1 and options.do_sample:
         raise RequestError("num_beams over 1 searches and do_sample draws; ask for one: num_beams=1 or do_sample=False")
     return options

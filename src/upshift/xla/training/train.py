@@ -162,7 +162,7 @@ def _restore_run(
     """Restore weights and optimizer. Raise RequestError if the checkpoint's arguments, batch or data differ from this run's."""
     path, state = checkpoint
     for name, value in arguments.model_dump().items():
-        saved = state.arguments.get(name)
+        saved = state.arguments.get(name, XlaArguments.model_fields[name].default)  # an older version did not know every argument
         if name not in CHANGEABLE and saved != value:
             raise RequestError(f"{path.name} is of a run with {name}={saved}, not {value}; resume it as it was started")
     if state.global_batch != data.global_batch:

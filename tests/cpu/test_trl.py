@@ -1,0 +1,207 @@
+"""TRL's trainers with plans: TRL's own losses, metrics and files, computed under a plan. Skipped where TRL is not installed."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from chat_models import byte_level_tokenizer, make_chats, save_model, words, write_jsonl
+
+import upshift
+import upshift.trl
+from upshift.errors import MissingExtra, RequestError
+
+trl = pytest.importorskip("trl", reason="trl is not installed, so its trainers cannot be compared")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed, which TRL's trainers need")
+
+WIDTH = 64  # of all rows, so that one trace serves all cases
+PLANNED = {"fixed": ("precision=fp32", "torch_compile=off"), "trial_seconds": 0}
+STEPS = 30
+
+
+def _rows(make: Any) -> Any:
+    draws = random.Random(3)
+    return datasets.Dataset.from_list([make(draws, number) for number in range(16)])
+
+
+def _completion(draws: random.Random) -> str:
+    return " " + words(draws, draws.randint(2, 10))
+
+
+def texts() -> Any:
+    return _rows(lambda draws, number: {"text": words(draws, draws.randint(4, 24))})
+
+
+def completions() -> Any:
+    return _rows(lambda draws, number: {"prompt": words(draws, 4), "completion": _completion(draws)})
+
+
+def preferences() -> Any:
+    return _rows(lambda draws, number: {"prompt": words(draws, 4), "chosen": _completion(draws), "rejected": _completion(draws)})
+
+
+def judgements() -> Any:
+    return _rows(lambda draws, number: {"prompt": words(draws, 4), "completion": _completion(draws), "label": number % 2 == 0})
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed, so no adapter can be trained")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "sft": ("SFT", texts, {}),
+    "sft, texts end to end": ("SFT", texts, {"packing": True, "max_length": WIDTH, "per_device_train_batch_size": 1}),
+    "sft, completions": ("SFT", completions, {}),
+    "sft, two batches a step": ("SFT", completions, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    "dpo": ("DPO", preferences, {}),
+    "dpo, reference computed before": ("DPO", preferences, {"precompute_ref_log_probs": True}),
+    "dpo, adapter": ("DPO", preferences, {"peft_config": lora}),
+    "reward": ("Reward", preferences, {}),
+    "kto": ("KTO", judgements, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), byte_level_tokenizer())
+
+
+def make_trainer(library: Any, case: str, model: Path, output: Path, **options: Any) -> Any:
+    """Return the case's trainer of a library: trl or upshift.trl. ``options`` belong to its config, or to upshift."""
+    kind, data, changes = CASES[case]
+    changes = dict(changes)
+    peft_config = changes.pop("peft_config", None)
+    of_upshift = {name: options.pop(name) for name in ("plan", "fixed", "trial_seconds") if name in options}
+    config = getattr(trl, f"{kind}Config")(
+        **{"output_dir": str(output), "report_to": "none", "use_cpu": True, "max_steps": STEPS, "logging_steps": 1, "seed": 7,
+           "save_strategy": "no", "disable_tqdm": True, "bf16": False, "per_device_train_batch_size": 4, "learning_rate": 1e-4,
+           "pad_to_multiple_of": WIDTH, **changes, **options}
+    )  # fmt: skip
+    torch.manual_seed(0)  # of a new adapter, or of the head of a reward model
+    return getattr(library, f"{kind}Trainer")(
+        model=str(model),
+        args=config,
+        train_dataset=data(),
+        **({"peft_config": peft_config()} if peft_config else {}),
+        **of_upshift,
+    )
+
+
+def measured(trainer: Any) -> list[dict[str, Any]]:
+    """Return what a training logged, without its times."""
+    times = ("runtime", "per_second", "step_time")
+    return [
+        {name: value for name, value in entry.items() if not any(time in name for time in times)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def check_same(ours: Any, theirs: Any) -> None:
+    assert [entry.keys() for entry in measured(ours)] == [entry.keys() for entry in measured(theirs)]
+    for our_entry, their_entry in zip(measured(ours), measured(theirs), strict=True):
+        for name, value in their_entry.items():
+            np.testing.assert_allclose(our_entry[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_metrics_are_trls_own_under_a_plan(case: str, model: Path, tmp_path: Path) -> None:
+    theirs = make_trainer(trl, case, model, tmp_path / "theirs")
+    theirs.train()
+    ours = make_trainer(upshift.trl, case, model, tmp_path / "ours", **PLANNED)
+    ours.train()
+    check_same(ours, theirs)
+    losses = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS and losses[0] != losses[-1]
+    choice = ours.upshift_choice
+    assert choice.planning is not None and choice.reason.startswith("the batches stay whole: ")
+    assert choice.plan.activation_checkpointing == 0  # TRL's default is to recompute all layers
+    assert theirs.model.is_gradient_checkpointing and ours.model.is_gradient_checkpointing  # the plan's choice has ended
+
+
+def test_a_run_is_saved_resumed_and_loaded(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {**PLANNED, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    whole.train()
+    assert "upshift: plan: fp32" in capsys.readouterr().err
+    resumed = make_trainer(upshift.trl, "sft, completions", model, tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (resumed, whole)]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    resumed.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-6"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in whole.model.state_dict().items())
+    assert "trl" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")  # the model card that TRL writes
+
+
+def test_a_trainer_that_makes_its_own_batches_runs_as_in_trl(model: Path, tmp_path: Path) -> None:
+    """GRPO generates its batches, so no plan can be made. That is known before anything is traced or tried."""
+    trainers = []
+    for library in (trl, upshift.trl):
+        config = trl.GRPOConfig(
+            str(tmp_path / library.__name__), report_to="none", use_cpu=True, max_steps=2, logging_steps=1, disable_tqdm=True,
+            save_strategy="no", bf16=False, per_device_train_batch_size=4, num_generations=2, max_completion_length=6, seed=7,
+        )  # fmt: skip
+        trainer = library.GRPOTrainer(
+            model=str(model), args=config, train_dataset=_rows(lambda draws, number: {"prompt": words(draws, 4)}),
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        )  # fmt: skip
+        output = trainer.train()
+        trainers.append(trainer)
+    check_same(trainers[1], trainers[0])
+    assert "own _prepare_inputs" in trainers[1].upshift_choice.reason and trainers[1].upshift_choice.planning is None
+    assert output.metrics["planning_runtime"] < 2
+
+
+@pytest.mark.parametrize("field", ["packing=True", "per_device_train_batch_size=2"])
+def test_a_field_that_would_cut_the_batches_is_refused_by_name(field: str, model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(upshift.trl, "dpo", model, tmp_path, fixed=field)
+    with pytest.raises(RequestError, match=f"{field} is not possible: batches of 8 rows stay whole, because "):
+        trainer.train()
+
+
+def test_a_short_run_says_why_it_has_no_plan(model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(upshift.trl, "dpo", model, tmp_path, max_steps=2)
+    trainer.train()
+    assert "less than planning it would" in trainer.upshift_choice.reason and trainer.upshift_choice.planning is None
+
+
+def test_the_script_of_the_page_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of docs/trl.md on rows of chats, with use_cpu=True as the page says. TRL's default is bf16."""
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    script = script.replace('SFTConfig(output_dir="trained"', 'SFTConfig(output_dir="trained", use_cpu=True')
+    (tmp_path / "my-model").symlink_to(model, target_is_directory=True)
+    write_jsonl(tmp_path / "chats.jsonl", make_chats(8, seed=1))
+    exec(compile(script, "docs/trl.md", "exec"), {})
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.num_hidden_layers == 2
+
+
+def test_upshift_before_the_library_is_refused(model: Path, tmp_path: Path) -> None:
+    config = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    hidden = type("Hidden", (upshift.Trainer, trl.SFTTrainer), {})
+    with pytest.raises(RequestError, match=re.escape("write class Hidden(SFTTrainer, upshift.Trainer)")):
+        hidden(model=str(model), args=config, train_dataset=texts())
+    assert type("Kept", (trl.SFTTrainer, upshift.Trainer), {})(model=str(model), args=config, train_dataset=texts())
+
+
+def test_names() -> None:
+    assert {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer"} <= set(dir(upshift.trl))
+    first = upshift.trl.SFTTrainer
+    assert upshift.trl.SFTTrainer is first and issubclass(first, trl.SFTTrainer) and issubclass(first, upshift.Trainer)
+    with pytest.raises(AttributeError, match="SFTConfig.*it has .*SFTTrainer"):
+        _ = upshift.trl.SFTConfig
+
+
+def test_without_trl_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upshift.trl.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=re.escape("upshift.trl needs trl: run  pip install 'upshift[trl]'")):
+        _ = upshift.trl.RLOOTrainer

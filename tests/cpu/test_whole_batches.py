@@ -1,0 +1,118 @@
+"""Batches that cannot be taken apart: the rows that stand in for them, and a script's own loss under a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import logsigmoid
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import upshift
+from upshift.errors import RequestError
+from upshift.training.batches.stand_ins import make_stand_ins
+from upshift.training.batches.user_batches import InseparableRows
+from upshift.training.hf_trainer.choose_plan import whole_batch_fields
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 99}
+PLANNED = {"fixed": ("precision=fp32", "torch_compile=off"), "trial_seconds": 0}
+
+
+def causal() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def classifier(num_labels: int) -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SIZES, num_labels=num_labels))
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.arange(int(np.prod(shape))).view(shape) % 90 + 1
+
+
+def test_rows_stand_in_for_texts_end_to_end() -> None:
+    """They keep the positions, which say where a text begins, and leave out what no row has."""
+    batch = {"input_ids": tokens(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), "max_length_q": 3,
+             "cu_seq_lens_q": torch.tensor([0, 3, 5, 7]), "names": ["a", "b", "c"], "labels": tokens(1, 7)}  # fmt: skip
+    (rows,) = make_stand_ins([batch], causal())
+    assert rows.keys() == {"input_ids", "position_ids", "labels"} and torch.equal(rows["position_ids"], batch["position_ids"])
+
+
+def test_rows_stand_in_for_pairs_in_entries_of_their_own() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = {"query_input_ids": tokens(2, 3), "query_attention_mask": mask, "answer_input_ids": tokens(2, 5),
+             "answer_attention_mask": torch.ones(2, 5, dtype=torch.long), "label": torch.tensor([0.5, 1.0])}  # fmt: skip
+    (rows,) = make_stand_ins([batch], causal())
+    assert rows["input_ids"].shape == rows["labels"].shape == (4, 5)
+    assert rows["attention_mask"].sum(1).tolist() == [2, 3, 5, 5]
+    assert torch.equal(rows["labels"] != -100, rows["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_rows_that_stand_in_have_labels_that_the_models_loss_reads(num_labels: int) -> None:
+    batch = {"input_ids": tokens(4, 3), "attention_mask": torch.ones(4, 3, dtype=torch.long), "margin": torch.ones(2)}
+    model = classifier(num_labels)
+    (rows,) = make_stand_ins([batch], model)
+    assert model(**rows).loss.isfinite()
+
+
+def test_batches_smaller_than_the_first_are_left_out() -> None:
+    batches = [{"input_ids": tokens(rows, 3)} for rows in (4, 4, 1)]
+    assert [len(rows["input_ids"]) for rows in make_stand_ins(batches, causal())] == [4, 4]
+
+
+@pytest.mark.parametrize("batch", [{"pixel_values": torch.zeros(2, 3)}, {"input_ids": [[1, 2]]}, [{"prompt": "a"}]])
+def test_batches_without_tokens_have_no_stand_ins(batch: Any) -> None:
+    with pytest.raises(InseparableRows):
+        make_stand_ins([batch], causal())
+
+
+def test_a_model_that_is_not_of_transformers_has_no_stand_ins() -> None:
+    with pytest.raises(InseparableRows, match="Embedding is no transformers model"):
+        make_stand_ins([{"input_ids": tokens(2, 3)}], torch.nn.Embedding(99, 4))
+
+
+def pairs(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    """A loss over pairs of rows."""
+    first, second = model(**inputs).logits[:, 0].view(-1, 2).unbind(1)
+    return -logsigmoid(first - second).mean()
+
+
+def counted(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """A training step that must be called once for each batch."""
+    self.batches_seen = getattr(self, "batches_seen", 0) + 1
+    return super(type(self), self).training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize(("methods", "accumulation"), [({"compute_loss": pairs}, 1), ({"training_step": counted}, 2)])
+def test_a_script_whose_batches_stay_whole_gets_a_plan(methods: dict[str, Any], accumulation: int, tmp_path: Path) -> None:
+    losses = []
+    rows = [{"input_ids": (tokens(16) + number).tolist(), "labels": number % 3} for number in range(16)]
+    for library in (transformers, upshift):
+        trainer = type("Script", (library.Trainer,), methods)(
+            model=classifier(3),
+            args=TrainingArguments(
+                str(tmp_path / library.__name__), max_steps=6, logging_steps=1, report_to="none", save_strategy="no",
+                use_cpu=True, disable_tqdm=True, seed=7, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
+            ),
+            train_dataset=rows,
+            data_collator=transformers.default_data_collator,
+            **(PLANNED if library is upshift else {}),
+        )  # fmt: skip
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if accumulation == 2:
+            assert trainer.batches_seen == 12
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.per_device_train_batch_size == 4
+
+
+def test_a_field_that_the_scripts_own_step_would_not_see_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="activation_offload=True is not possible: batches of 4 rows stay whole"):
+        whole_batch_fields(("activation_offload=True",), num_rows=4, own_step=True, reason="of it")
+    assert "packing=False" in whole_batch_fields(("activation_offload=True",), num_rows=4, own_step=False, reason="")
