@@ -82,12 +82,11 @@ def show(
     learned = "drawn at random while the model is trained"
     if counts.num_learned is not None:
         learned = f"{counts.num_learned:,} ({counts.num_learned / max(counts.num_tokens, 1):.0%})"
-    num_examples = f"{counts.num_sequences:,} sequences"
-    if options.has_pairs:
-        num_examples = f"{counts.num_sequences // 2:,} pairs"
+    num_examples = f"{counts.num_sequences // options.rows_together:,} {'pairs' if options.has_pairs else 'sequences'}"
+    evaluated = f"{len(prepared.evaluation or ()) // options.rows_together:,} to evaluate on"
     tables.out.print(
-        f"{prepared.summary.num_documents:,} rows, {num_examples} to train on, {counts.num_tokens:,} tokens; "
-        f"{'compared' if options.has_pairs else 'trained on'}: {learned}",
+        f"{prepared.summary.num_documents:,} rows, {num_examples} to train on, {evaluated}\n"
+        f"{counts.num_tokens:,} tokens; {'compared' if options.has_pairs else 'trained on'}: {learned}",
         highlight=False,
     )
 
