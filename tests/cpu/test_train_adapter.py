@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_ranks import run_jobs
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -22,7 +23,7 @@ from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.loading.rewrite.merge import merge
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import AdapterOptions, find_model, find_model_to_train
+from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, AdapterOptions, find_model, find_model_to_train
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
@@ -207,7 +208,19 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 ONE_MICRO_BATCH = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
-TWO_RANKS = {"num_processes": 2, "gradient_accumulation_steps": 1}
+# Two ranks, and what they divide.
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "the batch": {"num_processes": 2, "gradient_accumulation_steps": 1},
+    "optimizer state": {
+        "num_processes": 2, "gradient_accumulation_steps": 1, "layout": {"fully_shard": "optimizer", "shard_size": 2},
+    },
+    "weights": {"num_processes": 2, "gradient_accumulation_steps": 1, "layout": {"fully_shard": "weights", "shard_size": 2}},
+    "layers": {"num_processes": 2, "layout": {"pipeline_parallel": 2}},
+    "layers, twice": {
+        "num_processes": 2,
+        "layout": {"pipeline_parallel": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_1f1b"},
+    },
+}  # fmt: skip
 
 
 def train_by_peft(home: Path, data: TrainingData, job: Job, fields: dict[str, Any]) -> tuple[Any, list[float]]:
@@ -258,6 +271,45 @@ def test_losses_and_weights_are_those_of_pefts_own_loop(name: str, home: Path, d
     for key, weight in read.state_dict().items():
         assert torch.equal(merged[key], weight), key
         torch.testing.assert_close(weight, trained[key], atol=1e-4, rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def four_layers(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of ``home`` with four layers, which two ranks can divide twice."""
+    folder = tmp_path_factory.mktemp("adapter") / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(home / "model", num_hidden_layers=4)).save_pretrained(folder)
+    return folder
+
+
+WHOLE_AND_DORA = RANK_4.changed(lora_dora=True, lora_modules_to_save="lm_head,embed_tokens,layers.3.mlp")
+
+
+@pytest.fixture(scope="module")
+def saved_adapters(home: Path, four_layers: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapters that one process and two ranks save after the same two steps."""
+    folder = tmp_path_factory.mktemp("saved adapters")
+
+    def job(name: str, plan: dict[str, Any]) -> Job:
+        return a_job(home, folder / name, model=four_layers, adapter=WHOLE_AND_DORA, plan=plan, max_steps=2)
+
+    run_job(job("one process", {}), data)
+    run_jobs({name: job(name, plan) for name, plan in TWO_RANKS.items()}, data, tmp_path_factory.mktemp("jobs"))
+    return folder
+
+
+@pytest.mark.parametrize("divided", TWO_RANKS)
+def test_two_ranks_save_the_adapter_of_one_process(divided: str, saved_adapters: Path) -> None:
+    expected = load_file(saved_adapters / "one process" / ADAPTER_WEIGHTS)
+    saved = load_file(saved_adapters / divided / ADAPTER_WEIGHTS)
+    assert {"lm_head.weight", "embed_tokens.weight"} <= {
+        name.removeprefix("base_model.model.").removeprefix("model.") for name in expected
+    }
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(saved[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+    configs = [LoraConfig.from_pretrained(saved_adapters / name).to_dict() for name in ("one process", divided)]
+    assert configs[0] == configs[1]
 
 
 def test_dropout_of_an_adapter_is_drawn_in_training_alone(home: Path, data: TrainingData, tmp_path: Path) -> None:
