@@ -228,7 +228,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
     Weights that no file contains, such as those of a new adapter, are random.
     """
-    dtype = _weight_dtype(source, plan)
+    dtype = weight_dtype(source, plan)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
@@ -260,7 +260,7 @@ def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tu
     torch.manual_seed(seed)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
-    empty = build_empty_model(source, config, model_class, dtype=_weight_dtype(source, plan))
+    empty = build_empty_model(source, config, model_class, dtype=weight_dtype(source, plan))
     if empty is None:
         return None
     count = sum(parameter.numel() for parameter in empty.model.parameters())
@@ -269,7 +269,8 @@ def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tu
     return model, count
 
 
-def _weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
+def weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
+    """Return the dtype in which a plan loads the weights of the model inside an adapter, or of a model without one."""
     return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
@@ -332,7 +333,7 @@ def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.M
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
+        whole = build_model(config, model_class, dtype=weight_dtype(source, plan))
         if source.adapter is not None:
             adapted = complete_model(whole, source)
             name_base(adapted, source)
