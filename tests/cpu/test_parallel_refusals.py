@@ -73,3 +73,29 @@ def test_quantized_weights_are_not_gathered() -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
     problem = why_cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
     assert problem is not None and "fully_shard=optimizer" in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "named"),
+    [
+        ("model.layers.1.mlp", "bfloat16", None),  # a module of its own is sharded on its own
+        ("model.layers.1.self_attn.q_proj", "bfloat16", None),
+        ("lm_head", "bfloat16", "lm_head.weight"),
+        ("model.embed_tokens", "float16", "model.embed_tokens.weight"),
+    ],
+)
+def test_weights_of_two_dtypes_are_not_sharded_together(path: str, dtype: str, named: str | None) -> None:
+    model = on_meta("llama")
+    model.get_submodule(path).to(getattr(torch, dtype))
+    problem = why_cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
+    assert (problem is None) if named is None else (problem is not None and named in problem and "use fully_shard=opt" in problem)
+
+
+def test_a_bias_of_another_dtype_than_its_weight_is_not_sharded() -> None:
+    model = on_meta("gpt2")
+    bias = model.transformer.h[2].ln_1.bias
+    bias.data = bias.data.to(torch.bfloat16)
+    problem = why_cannot_run(a_plan(Case("gpt2", 2, SHARED)), model)
+    assert problem is not None and "transformer.h.2.ln_1.bias" in problem
+    bias.requires_grad_(False)
+    assert why_cannot_run(a_plan(Case("gpt2", 2, SHARED)), model) is None

@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_ranks import run_jobs
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig
 
 import upshift
 from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.loading.rewrite.merge import merge
+from upshift.models.adapter import check_module_names
 from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
-from upshift.models.source import AdapterOptions, find_model, find_model_to_train
+from upshift.models.source import ADAPTER_WEIGHTS, AdapterOptions, find_model, find_model_to_train
+from upshift.models.tracing.segments import Tracer
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
@@ -207,7 +210,19 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 ONE_MICRO_BATCH = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
-TWO_RANKS = {"num_processes": 2, "gradient_accumulation_steps": 1}
+# Two ranks, and what they divide.
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "the batch": {"num_processes": 2, "gradient_accumulation_steps": 1},
+    "optimizer state": {
+        "num_processes": 2, "gradient_accumulation_steps": 1, "layout": {"fully_shard": "optimizer", "shard_size": 2},
+    },
+    "weights": {"num_processes": 2, "gradient_accumulation_steps": 1, "layout": {"fully_shard": "weights", "shard_size": 2}},
+    "layers": {"num_processes": 2, "layout": {"pipeline_parallel": 2}},
+    "layers, twice": {
+        "num_processes": 2,
+        "layout": {"pipeline_parallel": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_1f1b"},
+    },
+}  # fmt: skip
 
 
 def train_by_peft(home: Path, data: TrainingData, job: Job, fields: dict[str, Any]) -> tuple[Any, list[float]]:
@@ -260,14 +275,79 @@ def test_losses_and_weights_are_those_of_pefts_own_loop(name: str, home: Path, d
         torch.testing.assert_close(weight, trained[key], atol=1e-4, rtol=1e-3)
 
 
+def four_layers(home: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """Save the model of ``home`` with four layers, which two ranks can divide twice, and return its folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(home / "model", num_hidden_layers=4)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+WHOLE_AND_DORA = RANK_4.changed(lora_dora=True, lora_modules_to_save="lm_head,embed_tokens,layers.3.mlp")
+GATHERED = ("gradients", "weights")  # layers of a bf16 model in which LoRA is fp32 and the MLP, trained whole, bf16
+
+
+@pytest.fixture(scope="module")
+def saved_adapters(home: Path, data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapters that one process and two ranks save after the same two steps."""
+    folder = tmp_path_factory.mktemp("saved adapters")
+    fp32 = four_layers(home, folder / "fp32", torch.float32)
+    bf16 = four_layers(home, folder / "bf16", torch.bfloat16)
+
+    def job(name: str, plan: dict[str, Any], model: Path) -> Job:
+        return a_job(home, folder / name, model=model, adapter=WHOLE_AND_DORA, plan=plan, max_steps=2)
+
+    run_job(job("one process", {}, fp32), data)
+    run_job(job("one process, bf16", {}, bf16), data)
+    jobs = {name: job(name, plan, fp32) for name, plan in TWO_RANKS.items()}
+    for fully_shard in GATHERED:
+        name = f"{fully_shard}, bf16"
+        jobs[name] = job(name, TWO_RANKS["weights"] | {"layout": {"fully_shard": fully_shard, "shard_size": 2}}, bf16)
+    run_jobs(jobs, data, tmp_path_factory.mktemp("jobs"))
+    return folder
+
+
+@pytest.mark.parametrize("divided", [*TWO_RANKS, *(f"{fully_shard}, bf16" for fully_shard in GATHERED)])
+def test_two_ranks_save_the_adapter_of_one_process(divided: str, saved_adapters: Path) -> None:
+    precise = "bf16" not in divided
+    alone = "one process" if precise else "one process, bf16"
+    expected = load_file(saved_adapters / alone / ADAPTER_WEIGHTS)
+    saved = load_file(saved_adapters / divided / ADAPTER_WEIGHTS)
+    dtypes = {weight.dtype for weight in expected.values()}
+    assert dtypes == ({torch.float32} if precise else {torch.float32, torch.bfloat16})
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        if precise:
+            torch.testing.assert_close(saved[name], weight, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        difference = (saved[name].float() - weight.float()).abs().mean()
+        print(name, float(difference))
+        assert difference < 0.1 * 3e-3, f"{name}: two steps move a weight by up to twice the learning rate"
+    configs = [LoraConfig.from_pretrained(saved_adapters / name).to_dict() for name in (alone, divided)]
+    assert configs[0] == configs[1]
+
+
+def held_out_loss(model: Any, data: TrainingData) -> float:
+    """Return the mean loss of all held-out tokens, one sequence at a time."""
+    held_out = data.evaluation
+    assert held_out is not None
+    total, count = 0.0, 0
+    for start, length in zip(held_out.starts, held_out.lengths, strict=True):
+        ids = torch.from_numpy(held_out.tokens[None, start : start + length].astype(int))
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=ids).loss) * (int(length) - 1)
+        count += int(length) - 1
+    return total / count
+
+
 def test_dropout_of_an_adapter_is_drawn_in_training_alone(home: Path, data: TrainingData, tmp_path: Path) -> None:
-    plain = run_job(a_job(home, tmp_path / "plain", max_steps=2), data)
-    dropped = run_job(a_job(home, tmp_path / "dropped", adapter=RANK_4.changed(lora_dropout=0.5), max_steps=2), data)
+    fields: dict[str, Any] = {"max_steps": 3, "learning_rate": 3e-2}
+    plain = run_job(a_job(home, tmp_path / "plain", **fields), data)
+    dropped = run_job(a_job(home, tmp_path / "dropped", adapter=RANK_4.changed(lora_dropout=0.5), **fields), data)
     assert losses(dropped)[0] == losses(plain)[0], "LoRA begins at zero"
-    assert dropped.measured and plain.measured and dropped.measured.evaluation_loss != plain.measured.evaluation_loss
-    attached = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "dropped")
-    assert attached.peft_config["default"].lora_dropout == 0.5
-    assert next_loss(attached, data) == next_loss(attached, data)
+    assert losses(dropped)[1:] != losses(plain)[1:]
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "dropped")
+    assert dropped.measured and dropped.measured.evaluation_loss == pytest.approx(held_out_loss(saved, data), abs=1e-5)
+    assert abs(held_out_loss(saved.train(), data) - held_out_loss(saved.eval(), data)) > 1e-3, "dropout would be seen"
 
 
 def test_fewer_modules_are_another_plan(home: Path) -> None:
@@ -299,6 +379,12 @@ def test_fewer_modules_are_another_plan(home: Path) -> None:
         ({"lora_rank": 4, "lora_target": "q_proj,query"}, "^--lora-target query: .* it has .*q_proj.*v_proj"),
         ({"lora_rank": 4, "lora_target": "norm"}, "LlamaRMSNorm.*name other modules"),
         ({"lora_rank": 4, "lora_modules_to_save": "head"}, "^--lora-modules-to-save head: .* it has .*lm_head"),
+        ({"lora_rank": 4, "lora_modules_to_save": "head"}, "it has (?!.*layers)"),
+        ({"lora_rank": 4, "lora_modules_to_save": "norm"}, "would also train model.layers.0.input_layernorm; give model.norm"),
+        (
+            {"lora_rank": 4, "lora_modules_to_save": "layers"},
+            "^--lora-modules-to-save layers: model.layers is a ModuleList.*model.l",
+        ),
         ({"lora_rank": 4, "lora_target": "up_proj", "lora_modules_to_save": "mlp"}, "^--lora-target up_proj is within"),
         ({"lora_rank": 4, "lora_modules_to_save": "lm_head,mlp", "load_in_4bit": True}, "^--lora-modules-to-save mlp: .*4 bits"),
     ],
@@ -316,14 +402,68 @@ def test_adapters_that_the_model_cannot_have_are_refused(
         plan(model, sequence_length=LENGTH, global_batch=4, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "advised", "trained"),
+    [
+        ("norm", "model.norm", {"model.norm.weight"}),
+        ("gate", "mlp.gate", {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}),
+        ("layernorm", None, set()),
+    ],
+)
+def test_the_advised_name_trains_what_was_named_and_nothing_else(
+    name: str, advised: str | None, trained: set[str], tmp_path: Path
+) -> None:
+    """peft looks only at the end of a path: ``norm`` is also the end of ``input_layernorm``."""
+    config = Qwen2MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_experts=2,
+    )  # fmt: skip
+    config.architectures = ["Qwen2MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    wrong = RANK_4.changed(lora_target="q_proj", lora_modules_to_save=name)
+    with pytest.raises(RequestError, match=f"give {advised}$" if advised else "has no such module"):
+        check_module_names(find_model_to_train(str(tmp_path), wrong), wrong)
+    if advised is None:
+        return
+    options = wrong.changed(lora_modules_to_save=advised)
+    source = find_model_to_train(str(tmp_path), options)
+    check_module_names(source, options)
+    model = Tracer(source).full_model(torch.float32)
+    whole = {weight for weight, value in model.named_parameters() if value.requires_grad and "lora_" not in weight}
+    assert {weight.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for weight in whole} == trained
+
+
+@pytest.mark.parametrize("names", ["lm_head", "lm_head,embed_tokens"])
+def test_copies_of_tied_weights_are_named(names: str, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for tied in (False, True):
+        caplog.clear()
+        config = LlamaConfig.from_pretrained(home / "model", tie_word_embeddings=tied)
+        config.save_pretrained(tmp_path / str(tied))
+        options = RANK_4.changed(lora_modules_to_save=names)
+        check_module_names(find_model_to_train(str(tmp_path / str(tied)), options), options)
+        warnings = [message for message in caplog.messages if "are one weight" in message]
+        assert len(warnings) == tied
+        assert not tied or ("lm_head" in warnings[0] and "model.embed_tokens" in warnings[0])
+
+
+def test_options_of_a_new_adapter_are_not_for_an_old_one(home: Path, tmp_path: Path) -> None:
+    adapter = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(home / "model"), "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    for options, option in (({"lora_alpha": 8}, "--lora-alpha"), ({"lora_rank": 4}, "--lora-rank")):
+        with pytest.raises(RequestError, match=f"has an adapter already, and {option} is .*leave {option} out .*{home}"):
+            find_model_to_train(str(tmp_path), AdapterOptions(**options))
+    assert find_model_to_train(str(tmp_path), AdapterOptions()).adapter is not None
+
+
 def test_a_run_resumes_with_its_own_adapter(home: Path, data: TrainingData, tmp_path: Path) -> None:
     run_job(a_job(home, tmp_path / "out", adapter=RANK_4.changed(lora_target="q_proj"), max_steps=2, save_steps=1), data)
-    for options, words in (
-        ({"lora_rank": 4, "lora_target": "v_proj"}, "^--lora-target is v_proj, and the run in .* has q_proj; resume with"),
-        ({"lora_rank": 4, "lora_target": "q_proj", "lora_alpha": 9}, "^--lora-alpha is 9, and the run in .* has 8"),
-        ({"lora_rank": 4, "lora_target": "q_proj", "lora_dora": True}, "^--lora-dora is given, and the run in .* has not given"),
-        ({}, "^--lora-rank is not given, and the run in .* has 4"),
+    for options, given, of_run in (
+        ({"lora_rank": 4, "lora_target": "v_proj"}, "--lora-target v_proj", "--lora-target q_proj; resume with"),
+        ({"lora_rank": 4, "lora_target": "q_proj", "lora_alpha": 9}, "--lora-alpha 9", "--lora-alpha 8"),
+        ({"lora_rank": 4, "lora_target": "q_proj", "lora_dora": True}, "--lora-dora", "no --lora-dora"),
+        ({}, "no --lora-rank", "--lora-rank 4"),
     ):
+        words = f"^you gave {given}, and the run in .* has {of_run}"
         with pytest.raises(RequestError, match=words):
             upshift.train(str(home / "model"), str(home / "data.jsonl"), output=tmp_path / "out", resume=True, **options)
     check_run_file(tmp_path / "out", resume=True, adapter=RANK_4.changed(lora_target="q_proj", lora_alpha=8))

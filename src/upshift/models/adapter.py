@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.models.build import build_model, choose_class, explain_build_errors
 from upshift.models.quantized import check_quantization, four_bit_layers, keep_trainable, quantize
 from upshift.models.source import ALL_LINEAR, AdapterOptions, ModelSource
+
+logger = logging.getLogger(__name__)
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward pass of their own
 
 
 def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
@@ -40,7 +45,7 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
         raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
     for path, _ in four_bit_layers(model):
         for saved in adapter.get("modules_to_save") or ():
-            if any(_has_name(parent, saved) for parent in _path_and_parents(path)):
+            if any(_is_saved(parent, saved) for parent in _path_and_parents(path)):
                 raise RequestError(
                     f"--lora-modules-to-save {saved}: {path} is stored in 4 bits, and such weights are never trained themselves; "
                     "leave it out, or train without --load-in-4bit"
@@ -49,11 +54,14 @@ def _attach_adapter(model: PreTrainedModel, adapter: dict[str, Any], name: str) 
         warnings.simplefilter("ignore")  # peft warns about a property that transformers renamed, and about unknown layer types
         try:
             peft_model: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # peft raises TypeError for a module that it cannot train whole
             reason = " ".join(str(error).split())
+            option = "--lora-target; target_modules in peft"
+            if isinstance(error, TypeError):
+                option = "--lora-modules-to-save; modules_to_save in peft"
             raise RequestError(
                 f"peft puts no such {adapter['peft_type']} adapter around {type(model).__name__}: {reason}; "
-                "name other modules (--lora-target; target_modules in peft)"
+                f"name other modules ({option})"
             ) from None
     return peft_model
 
@@ -70,16 +78,23 @@ def check_module_names(source: ModelSource, options: AdapterOptions) -> None:
     model_class, _ = choose_class(config, source.reference)
     with explain_build_errors(repr(source.reference)), torch.device("meta"):
         model = build_model(config, model_class, dtype=torch.float32)
-        _check_paths([path for path, _ in model.named_modules() if path], source, options)
+        _check_names({path: module for path, module in model.named_modules(remove_duplicate=False) if path}, source, options)
+        _warn_of_tied_copies(model, options)
         complete_model(model, source)
 
 
-def _check_paths(paths: list[str], source: ModelSource, options: AdapterOptions) -> None:
+def _check_names(modules: dict[str, nn.Module], source: ModelSource, options: AdapterOptions) -> None:
+    """Raise RequestError if an option names no module, or modules that peft trains in another way than the option says."""
+    paths = list(modules)
     targets = () if options.lora_target == (ALL_LINEAR,) else options.lora_target
     for option, names in (("--lora-target", targets), ("--lora-modules-to-save", options.lora_modules_to_save)):
         for name in names:
             if not any(_has_name(path, name) for path in paths):
-                raise RequestError(f"{option} {name}: {source.base_reference!r} has no such module; it has {_list_names(paths)}")
+                raise RequestError(
+                    f"{option} {name}: {source.base_reference!r} has no such module; it has {_list_names(modules)}"
+                )
+    for name in options.lora_modules_to_save:
+        _check_saved(name, modules)
     for name in targets:
         inside = [saved for saved in options.lora_modules_to_save if _is_inside(paths, name, saved)]
         if inside:
@@ -88,20 +103,74 @@ def _check_paths(paths: list[str], source: ModelSource, options: AdapterOptions)
             )
 
 
+def _check_saved(name: str, modules: dict[str, nn.Module]) -> None:
+    """Raise RequestError if peft cannot train the modules of this name whole, or would train others, too."""
+    named = [path for path in modules if _has_name(path, name)]
+    for path in named:
+        if isinstance(modules[path], CONTAINERS):
+            inside = next((child for child in modules if child.startswith(f"{path}.")), None)
+            advice = "leave it out" if inside is None else f"name modules within it, such as {inside}"
+            raise RequestError(
+                f"--lora-modules-to-save {name}: {path} is a {type(modules[path]).__name__}, which only holds modules; {advice}"
+            )
+    others = [path for path in modules if _is_saved(path, name) and path not in named]
+    if others:
+        longer = _longer_names(named, list(modules))
+        advice = f"give {longer}" if longer is not None else f"name {others[0].rpartition('.')[2]}, too, or leave {name} out"
+        raise RequestError(
+            f"--lora-modules-to-save {name}: peft looks at the end of each path only, and would also train {others[0]}; {advice}"
+        )
+
+
+def _longer_names(named: list[str], paths: list[str]) -> str | None:
+    """Return the shortest ends of these paths, with commas, by which peft saves these modules and no others; None: no ends do."""
+    for length in range(2, max(path.count(".") for path in named) + 2):
+        ends = sorted({".".join(path.split(".")[-length:]) for path in named})
+        if [path for path in paths if any(_is_saved(path, end) for end in ends)] == named:
+            return ",".join(ends)
+    return None
+
+
+def _warn_of_tied_copies(model: PreTrainedModel, options: AdapterOptions) -> None:
+    """Log a warning for each weight that two modules share, and of which an option trains a copy."""
+    for tied, name in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        copied = [
+            path
+            for path in (tied, name)
+            if any(_is_saved(parent, saved) for parent in _path_and_parents(path) for saved in options.lora_modules_to_save)
+        ]
+        if copied:
+            logger.warning(
+                "%s and %s are one weight; --lora-modules-to-save trains a copy of %s, so they differ afterwards",
+                tied,
+                name,
+                "each" if len(copied) == 2 else copied[0],
+            )
+
+
 def _has_name(path: str, name: str) -> bool:
-    """Return whether a name means the module at this path, by peft's rule: it is the whole path, or the end of it."""
+    """Return whether a name means the module at this path, by peft's rule for targets: it is the whole path, or its end."""
     return path == name or path.endswith(f".{name}")
+
+
+def _is_saved(path: str, name: str) -> bool:
+    """Return whether peft trains the module at this path whole for a name in modules_to_save (peft.utils.other._set_trainable).
+
+    The name need not begin after a dot: ``norm`` is also the end of ``input_layernorm``.
+    """
+    return path.endswith(name)
 
 
 def _is_inside(paths: list[str], name: str, saved: str) -> bool:
     """Return whether every module of this name is a saved module, or within one."""
     named = [path for path in paths if _has_name(path, name)]
-    return all(any(_has_name(parent, saved) for parent in _path_and_parents(path)) for path in named)
+    return all(any(_is_saved(parent, saved) for parent in _path_and_parents(path)) for path in named)
 
 
-def _list_names(paths: list[str]) -> str:
-    """Return the last names of all modules, without the numbers of layers."""
-    return ", ".join(sorted({name for path in paths if not (name := path.rpartition(".")[2]).isdecimal()}))
+def _list_names(modules: dict[str, nn.Module]) -> str:
+    """Return the last names of all modules, without the numbers of layers and the names of their lists."""
+    names = {path.rpartition(".")[2] for path, module in modules.items() if not isinstance(module, CONTAINERS)}
+    return ", ".join(sorted(name for name in names if not name.isdecimal()))
 
 
 def name_base(model: Any, source: ModelSource) -> None:

@@ -105,14 +105,20 @@ class AdapterOptions(Value):
         """Return whether the user named modules, which the model may not have."""
         return self.lora_target != (ALL_LINEAR,) or bool(self.lora_modules_to_save)
 
+    def first_of_adapter(self) -> str | None:
+        """Return the first given option that describes a new adapter, or None."""
+        given = (
+            _option_name(name)
+            for name, field in AdapterOptions.model_fields.items()
+            if name.startswith("lora_") and getattr(self, name) != field.default
+        )
+        return next(given, None)
+
     def check_rank(self) -> None:
         """Raise RequestError if there is no rank, and another option is of an adapter."""
-        if self.lora_rank is not None:
-            return
-        for name, field in AdapterOptions.model_fields.items():
-            if name.startswith("lora_") and getattr(self, name) != field.default:
-                option = _option_name(name)
-                raise RequestError(f"{option} is an option of a new adapter; add --lora-rank, such as 16, or leave {option} out")
+        option = self.first_of_adapter()
+        if self.lora_rank is None and option is not None:
+            raise RequestError(f"{option} is an option of a new adapter; add --lora-rank, such as 16, or leave {option} out")
 
     @property
     def scale_numerator(self) -> int | None:
@@ -128,7 +134,7 @@ class AdapterOptions(Value):
             new = getattr(now, name)
             if old != new:
                 raise RequestError(
-                    f"{_option_name(name)} is {_show_value(new)}, and the run in {run} has {_show_value(old)}; resume with the "
+                    f"you gave {_show_option(name, new)}, and the run in {run} has {_show_option(name, old)}; resume with the "
                     "adapter of that run, or start anew in another output directory"
                 )
 
@@ -157,13 +163,14 @@ def _option_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _show_value(value: Any) -> str:
-    """Return a field's value as the command line takes it."""
+def _show_option(field: str, value: Any) -> str:
+    """Return an option with its value as the command line takes it, or ``no`` and the option if it is not given."""
+    option = _option_name(field)
     if value is None or value is False or value == ():
-        return "not given"
+        return f"no {option}"
     if value is True:
-        return "given"
-    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
+        return option
+    return f"{option} {','.join(value) if isinstance(value, tuple) else format(value, 'g')}"
 
 
 class AdapterKeywords(TypedDict, total=False):
@@ -297,6 +304,12 @@ def find_model_to_train(reference: str, options: AdapterOptions | None = None) -
     has the named modules is checked by ``models.adapter.check_module_names``, which builds it."""
     source = find_model(reference)
     options = options or AdapterOptions()
+    option = options.first_of_adapter()
+    if source.adapter is not None and option is not None:
+        raise RequestError(
+            f"{source.reference!r} has an adapter already, and {option} is an option of a new one; leave {option} out to train "
+            f"that adapter, or give the model that it was made for ({source.base_reference!r}) and --lora-rank"
+        )
     options.check_rank()
     if options.lora_rank is not None:
         source = _with_lora(source, options)
@@ -310,8 +323,6 @@ def find_model_to_train(reference: str, options: AdapterOptions | None = None) -
 
 
 def _with_lora(source: ModelSource, options: AdapterOptions) -> ModelSource:
-    if source.adapter is not None:
-        raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
     _check_not_quantized(source)
     classes = source.config.get("architectures") or [""]
     task = next((task for suffix, task in TASK_OF_HEAD.items() if str(classes[0]).endswith(suffix)), None)

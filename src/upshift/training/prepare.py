@@ -42,7 +42,7 @@ from upshift.planning.optimizers import check_library
 from upshift.planning.plan import Plan
 from upshift.settings import read_settings
 from upshift.training.batches.collate import MicroBatch, to_tensors
-from upshift.training.checkpoint.model import has_adapter, read_adapter
+from upshift.training.checkpoint.model import read_adapter
 from upshift.training.checkpoint.sharded import stages_of
 from upshift.training.distributed.context_parallel import apply_context_parallel
 from upshift.training.distributed.fsdp import shard_weights
@@ -228,7 +228,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
     Weights that no file contains, such as those of a new adapter, are random.
     """
-    dtype = _weight_dtype(source, plan)
+    dtype = weight_dtype(source, plan)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
@@ -260,7 +260,7 @@ def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tu
     torch.manual_seed(seed)
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
-    empty = build_empty_model(source, config, model_class, dtype=_weight_dtype(source, plan))
+    empty = build_empty_model(source, config, model_class, dtype=weight_dtype(source, plan))
     if empty is None:
         return None
     count = sum(parameter.numel() for parameter in empty.model.parameters())
@@ -269,7 +269,8 @@ def load_shards(source: ModelSource, plan: Plan, mesh: Mesh, *, seed: int) -> tu
     return model, count
 
 
-def _weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
+def weight_dtype(source: ModelSource, plan: Plan) -> torch.dtype:
+    """Return the dtype in which a plan loads the weights of the model inside an adapter, or of a model without one."""
     return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
@@ -325,13 +326,18 @@ def prepare_model(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
 
 def empty_whole_model(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
-    """Return the whole model without weights, as it is saved, on a rank that has a part of it."""
-    if has_adapter(model):
-        return model
+    """Return the whole model without weights, as it is saved, on a rank that has a part of it.
+
+    An adapter is around it, because peft saves the weights of the modules that it finds in the model.
+    """
     config = source.hf_config
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
-        whole = build_model(config, model_class, dtype=_weight_dtype(source, plan))
+        whole = build_model(config, model_class, dtype=weight_dtype(source, plan))
+        if source.adapter is not None:
+            adapted = complete_model(whole, source)
+            name_base(adapted, source)
+            return adapted
     for part in stages_of(model):
         generation_config = getattr(part, "generation_config", None)
         if generation_config:

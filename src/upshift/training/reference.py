@@ -118,11 +118,11 @@ class ReferencePass:
         return np.asarray(values.numpy(), np.float32)
 
     def _write(self, data: TrainingData) -> None:
-        parts = {"training": data.training.reference}
+        parts: dict[str, Any] = {_RUN: np.array(self.run_id), "training": data.training.reference}
         if data.evaluation is not None:
             parts["evaluation"] = data.evaluation.reference
         content = io.BytesIO()
-        np.savez(content, **{_RUN: np.array(self.run_id)}, **parts)
+        np.savez(content, **parts)
         with writing(self.output, name=REFERENCE_NAME, temporary=None):
             replace_bytes(self.output / REFERENCE_NAME, content.getvalue())
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -48,7 +49,8 @@ def shard_weights(model: nn.Module, mesh: Mesh) -> None:
         fully_shard(experts, reshard_after_forward=not keeps_weights, mesh=mesh.expert_mesh["replicas"], mp_policy=policy)
     for _, stack in find_stacks(model):
         for layer in stack:
-            fully_shard(layer, reshard_after_forward=not keeps_weights, mesh=fsdp_mesh, mp_policy=policy)
+            for module in (*modules_of_other_dtypes(layer), layer):
+                fully_shard(module, reshard_after_forward=not keeps_weights, mesh=fsdp_mesh, mp_policy=policy)
     root = fully_shard(
         model, reshard_after_forward=False, mesh=fsdp_mesh, mp_policy=policy
     )  # the backward pass starts with it at once
@@ -56,6 +58,53 @@ def shard_weights(model: nn.Module, mesh: Mesh) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     root.set_reduce_scatter_unused_params(True)  # micro-batches of different ranks may use different parameters
+
+
+def trained_dtypes(module: nn.Module) -> Counter[torch.dtype]:
+    """Return how many trained parameters of each dtype a module has."""
+    return Counter(parameter.dtype for parameter in module.parameters() if parameter.requires_grad)
+
+
+def modules_of_other_dtypes(layer: nn.Module) -> list[nn.Module]:
+    """Return the largest modules within a layer whose trained weights have another dtype than most of the layer's.
+
+    LoRA is fp32, and a module that is trained whole beside it has the dtype of the base. torch sums the gradients of all modules
+    that it shards together in one dtype, so these modules are sharded on their own.
+    """
+    dtypes = trained_dtypes(layer)
+    if len(dtypes) < 2:
+        return []
+    ((most_frequent, _),) = dtypes.most_common(1)
+    return list(_modules_without(most_frequent, layer))
+
+
+def _modules_without(dtype: torch.dtype, module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        dtypes = trained_dtypes(child)
+        if len(dtypes) == 1 and dtype not in dtypes and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        elif set(dtypes) != {dtype}:
+            yield from _modules_without(dtype, child)
+
+
+def weights_of_two_dtypes(model: nn.Module) -> str | None:
+    """Return the path of a trained weight that cannot be sharded, or None.
+
+    It has another dtype than the weights with which torch would shard it, and no module of its own.
+    """
+    sharded_together: list[nn.Module] = [layer for _, stack in find_stacks(model) for layer in stack]
+    in_layers = {id(parameter) for layer in sharded_together for parameter in layer.parameters()}
+    groups: list[list[nn.Parameter]] = [[weight for weight in model.parameters() if id(weight) not in in_layers]]
+    for layer in sharded_together:
+        apart = {id(weight) for module in modules_of_other_dtypes(layer) for weight in module.parameters()}
+        groups.append([weight for weight in layer.parameters() if id(weight) not in apart])
+    for group in groups:
+        dtypes = Counter(weight.dtype for weight in group if weight.requires_grad)
+        if len(dtypes) > 1:
+            rarest = min(dtypes, key=lambda dtype: dtypes[dtype])
+            weights = {id(weight) for weight in group if weight.requires_grad and weight.dtype == rarest}
+            return next(name for name, weight in model.named_parameters() if id(weight) in weights)
+    return None
 
 
 def precision_policy(plan: Plan) -> MixedPrecisionPolicy:

@@ -34,6 +34,7 @@ from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.distributed.context_parallel import why_not_context_parallel
 from upshift.training.distributed.expert_parallel import shard_experts, why_not_expert_parallel
+from upshift.training.distributed.fsdp import weights_of_two_dtypes
 from upshift.training.distributed.mesh import Mesh, init_mesh
 from upshift.training.distributed.pipeline_stage import cut_stage, stage_modules, why_not_pipeline_parallel
 from upshift.training.distributed.tensor_parallel import INSTEAD, shard_tensors, why_not_tensor_parallel
@@ -104,11 +105,22 @@ def _why_impossible(plan: Plan) -> str | None:
 
 
 def why_not_fully_shard(model: nn.Module, plan: Plan) -> str | None:
-    """Return why ranks cannot divide this model's weights and what to use instead, or None if they can."""
-    if plan.layout.gathers and any(not parameter.is_floating_point() for parameter in model.parameters()):
+    """Return why ranks cannot divide this model's weights and what to use instead, or None if they can.
+
+    The model must have the dtypes in which it is trained. It may be on the meta device.
+    """
+    if not plan.layout.gathers:
+        return None
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
         return (
             f"fully_shard={plan.layout.fully_shard} gathers weights to compute with, and some of this model are quantized; "
             "use fully_shard=optimizer"
+        )
+    path = weights_of_two_dtypes(model)
+    if path is not None:
+        return (
+            f"fully_shard={plan.layout.fully_shard} sums the gradients of neighbouring weights together, and {path} has another "
+            "dtype than its neighbours; use fully_shard=optimizer"
         )
     return None
 

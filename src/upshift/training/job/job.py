@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
@@ -36,6 +34,7 @@ from upshift.training.loop.signals import StopRequest
 from upshift.training.loop.state import OWN_FILES, open_run
 from upshift.training.mup import check_random
 from upshift.training.neftune import check_neftune
+from upshift.training.prepare import weight_dtype
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
@@ -101,7 +100,7 @@ def check_job(job: Job, data: TrainingData) -> None:
     source = job.source()
     problem = why_not_isolated(isolation_of(source), job.plan)
     if problem is None and job.plan.layout != ALONE:
-        problem = why_cannot_run(job.plan, Tracer(source).full_model(torch.float32))
+        problem = why_cannot_run(job.plan, Tracer(source).full_model(weight_dtype(source, job.plan)))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:

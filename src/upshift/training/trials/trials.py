@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from upshift.errors import RequestError
 from upshift.models.adapter import complete_model
@@ -25,6 +26,7 @@ from upshift.planning.trials.runner import TrialRequest, TrialResult, trial_serv
 from upshift.planning.trials.select import Proof, Tried, prove, remember_trials
 from upshift.planning.trials.store import read_proof, store_proof
 from upshift.training.distributed.parallelize import Rehearsals, why_cannot_run
+from upshift.training.prepare import weight_dtype
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, for its first compilation
 TIMED_SECONDS = 3.0  # of one trial, after its warm-up
@@ -104,12 +106,19 @@ def reject_unrunnable_plans(planning: Planning, source: ModelSource) -> Planning
     ranking = planning.ranking
     if all(candidate.plan.layout == ALONE for candidate in ranking.candidates):
         return planning
-    config = source.hf_config
-    with torch.device("meta"):
-        model_class, _ = choose_class(config, source.reference)
-        model = complete_model(build_model(config, model_class, dtype=torch.float32), source)
+    models: dict[torch.dtype, nn.Module] = {}
+
+    def model_for(plan: Plan) -> nn.Module:
+        dtype = weight_dtype(source, plan)
+        if dtype not in models:
+            config = source.hf_config
+            model_class, _ = choose_class(config, source.reference)
+            with torch.device("meta"):
+                models[dtype] = complete_model(build_model(config, model_class, dtype=dtype), source)
+        return models[dtype]
+
     rehearsals = Rehearsals(source)
-    return reject_plans(planning, lambda plan: why_cannot_run(plan, model) or rehearsals.why_not(plan))
+    return reject_plans(planning, lambda plan: why_cannot_run(plan, model_for(plan)) or rehearsals.why_not(plan))
 
 
 def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, by_recomputation: bool = False) -> Planning:
@@ -123,7 +132,16 @@ def reject_plans(planning: Planning, why_not: Callable[[Plan], str | None], *, b
 
     def cached_reason(plan: Plan) -> str | None:
         key: tuple[object, ...]
-        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optim, plan.optimizer_in_backward)
+        dtypes = plan.precision == "bf16-weights"
+        key = (
+            plan.num_processes,
+            plan.layout,
+            plan.torch_compile,
+            plan.attention,
+            plan.optim,
+            plan.optimizer_in_backward,
+            dtypes,
+        )
         if by_recomputation:
             key = (*key, plan.activation_checkpointing, plan.recompute_granularity)
         if key not in reasons:
