@@ -99,6 +99,20 @@ def read_nccl_paths() -> NcclPaths:
     )
 
 
+# Variables that ask transformers' tracker callbacks for the model or its checkpoints, or switch a tracker off. By tracker.
+UNUSABLE_TRACKER_VARIABLES = {
+    "wandb": ("WANDB_LOG_MODEL", "WANDB_WATCH"),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "DISABLE_MLFLOW_INTEGRATION"),
+}
+_OFF = ("", "0", "false", "no", "off")
+
+
+def unusable_tracker_variables(tracker: str) -> dict[str, str]:
+    """Return the variables of UNUSABLE_TRACKER_VARIABLES that are set and not off, with their values."""
+    values = {name: os.environ.get(name, "") for name in UNUSABLE_TRACKER_VARIABLES.get(tracker, ())}
+    return {name: value for name, value in values.items() if value.lower() not in _OFF}
+
+
 LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "THP_MEM_", "TORCH_")
 
 

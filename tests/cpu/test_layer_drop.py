@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import OPTConfig, OPTForCausalLM, TrainingArguments
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, OPTConfig, OPTForCausalLM, TrainingArguments
 
 import upshift
 from upshift.models.isolation.layer_drop import drops_layers
@@ -146,3 +146,11 @@ def test_the_trainer_leaves_out_the_layers_that_transformers_leaves_out(tmp_path
     assert ours == pytest.approx(theirs, rel=1e-5)
     whole = losses(transformers.Trainer, tmp_path / "whole", 0.0)
     assert theirs != pytest.approx(whole, rel=1e-3)  # else no layer was left out
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "qwen3_next"])
+def test_the_measurement_leaves_the_config_alone(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    before = config.to_dict()
+    drops_layers(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    assert config.to_dict() == before

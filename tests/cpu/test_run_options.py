@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
 from test_train import GLOBAL_BATCH, LENGTH, a_job, a_plan, home, prepared, sentences  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -23,7 +25,8 @@ from upshift.training.arguments import Arguments, TrainRequest
 from upshift.training.batches.collate import to_tensors
 from upshift.training.data.dataset import prepare_data
 from upshift.training.job.job import TrainingData, run_job
-from upshift.training.loop.events import Evaluated, Event, Finished, Saved, StepDone
+from upshift.training.loop import loop
+from upshift.training.loop.events import Doubted, Evaluated, Event, Finished, Saved, Started, StepDone
 from upshift.training.loop.state import TENSORBOARD_FOLDER, Run
 from upshift.training.neftune import fixed_for_neftune
 from upshift.training.step import TrainStep
@@ -126,23 +129,108 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     assert without_speed[0] == without_speed[1]
 
 
-def test_a_damaged_best_checkpoint_ends_the_run_with_words(
-    best: tuple[Path, Record, list[Event]],
+def set_losses(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Let the evaluations of the runs that follow give these losses, one after the other."""
+    remaining = iter(losses)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: next(remaining))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "model_step"), [({4: "a byte"}, 2), ({4: "the folder"}, 2), ({4: "the folder", 2: "a byte"}, 8)], ids=str
+)
+def test_without_its_best_checkpoint_a_run_saves_the_best_model_that_is_left(
+    damaged: dict[int, str],
+    model_step: int,
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}
+    set_losses(monkeypatch, *losses.values())
+    output = tmp_path / "run"
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Evaluated) and event.step == max(losses):
+            for step, damage in damaged.items():
+                path = output / f"checkpoint-{step}" / "model.safetensors"
+                if damage == "a byte":
+                    path.write_bytes(path.read_bytes()[:-1] + b"!")
+                else:
+                    shutil.rmtree(path.parent)
+
+    job = a_job(home, output, max_steps=8, eval_steps=2, load_best=True)
+    record = run_job(job, prepared("llama"), on_event=on_event)
+    assert record.details["model_step"] == model_step
+    assert record.measured and record.measured.evaluation_loss == losses[model_step]
+    assert [event.step for event in events if isinstance(event, Saved)] == [2, 4, model_step]
+    (warning,) = [event.words for event in events if isinstance(event, Doubted)]
+    assert warning.startswith("the held-out loss was lowest after step 4 (1.0000), and its checkpoint cannot be loaded (")
+    assert ("neither can those of the next lowest, after steps 2, 6;" in warning) == (2 in damaged)
+    assert warning.endswith(f"the final model is that of step {model_step}")
+    saved = load_file(output / "model.safetensors")
+    checkpoint = output / "checkpoint-2" / "model.safetensors"
+    same = [torch.equal(tensor, saved[name]) for name, tensor in load_file(checkpoint).items()]
+    assert all(same) if model_step == 2 else not any(same)
+
+
+def test_a_resumed_run_says_at_once_that_its_best_checkpoint_is_gone_and_keeps_the_next_best(
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_losses(monkeypatch, 2.0, 1.0, 2.5, 1.5, 3.0)  # after steps 2, 4, 5, 6, 8
+    output = tmp_path / "run"
+    job = a_job(home, output, max_steps=5, eval_steps=2, save_steps=5, load_best=True)
+    run_job(job, prepared("llama"))
+    shutil.rmtree(output / "checkpoint-4")
+    warnings_at: list[int] = []
+    longer = job.arguments.changed(max_steps=8)
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Started):
+            warnings_at.append(sum("checkpoint-4 does not exist" in message for message in caplog.messages))
+
+    record = run_job(job.changed(resume=True, arguments=longer), prepared("llama"), on_event=on_event)
+    assert warnings_at == [1]
+    assert record.details["model_step"] == 6 and Run.read(output).lost_steps == (4, 2)  # that of step 2 made room
+    assert [event.step for event in events if isinstance(event, Saved)] == [6, 6]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_no_number_ends_the_run_with_words(
+    loss: float,
+    home: Path,
+    prepared: Prepare,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_losses(monkeypatch, loss)
+    job = a_job(home, tmp_path / "run", max_steps=3, eval_steps=2)
+    words = r"^evaluation of the held-out data after step 2: the loss became (NaN|infinite); .*; there is no earlier checkpoint$"
+    with pytest.raises(JobFailed, match=words):
+        run_job(job, prepared("llama"))
+
+
+def test_a_logged_loss_is_the_mean_since_the_previous_logged_step_after_another_interval(
     home: Path,
     prepared: Prepare,
     tmp_path: Path,
 ) -> None:
-    _, whole, _ = best
-    folder = tmp_path / "run" / f"checkpoint-{whole.details['model_step']}"
-
-    def damage(event: Event) -> None:
-        if isinstance(event, Evaluated) and event.step == whole.details["steps"]:
-            path = folder / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"!")
-
-    job = a_job(home, tmp_path / "run", max_steps=40, eval_steps=2, load_best=True, early_stopping_patience=3, **RISING)
-    with pytest.raises(JobFailed, match=f"^the best checkpoint cannot be loaded: {folder}.* has other bytes than were saved"):
-        run_job(job, prepared("llama"), on_event=damage)
+    job = a_job(home, tmp_path / "run", max_steps=4, save_steps=4, logging_steps=3)
+    run_job(job, prepared("llama"))
+    changed = job.changed(resume=True, arguments=job.arguments.changed(max_steps=10, logging_steps=5))
+    record = run_job(changed, prepared("llama"))
+    losses = [loss for _, loss in record.details["loss_curve"]]
+    logged = {entry["step"]: entry["loss"] for entry in record.details["logged_steps"]}
+    expected = {3: sum(losses[:3]) / 3, 5: sum(losses[3:5]) / 2, 10: sum(losses[5:]) / 5}
+    assert logged == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

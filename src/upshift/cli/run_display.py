@@ -7,6 +7,7 @@ from typing import Any
 
 from upshift.cli import tables
 from upshift.cli.progress import activity
+from upshift.training.loop.events import EARLY_STOPPING
 from upshift.units import GIB, format_bytes, format_seconds
 
 MAX_TITLE = 90  # characters of a trial's title
@@ -124,7 +125,7 @@ class RunDisplay:
             self._print(f"[dim]{_held_out_text(event) if kind == 'Evaluated' else _reference_text(event)}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
-        elif kind == "Finished" and event.reason == "early stopping":
+        elif kind == "Finished" and event.reason == EARLY_STOPPING:
             self._print(f"ended early after step {event.step}: the held-out loss no longer falls")
         elif kind == "Started":
             self._activity.update(title="The first step")

@@ -285,7 +285,12 @@ def _with_trackers(request: TrainRequest, watcher: Watcher, stack: ExitStack) ->
     from upshift.training.trackers import RunTrackers  # it imports transformers' TrainingArguments, which takes a second
 
     trackers = stack.enter_context(RunTrackers(request, watcher.event))
-    return replace(watcher, checked=trackers.begin, event=trackers.event)
+
+    def begin() -> None:
+        watcher.checked()
+        trackers.begin()
+
+    return replace(watcher, checked=begin, event=trackers.event)
 
 
 def _prepare_job(

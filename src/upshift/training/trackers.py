@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, get_args
 
 import torch
@@ -17,9 +18,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import TRACKER_CALLBACKS
+from upshift.settings import unusable_tracker_variables
 from upshift.training.arguments import Tracker, TrainRequest
 from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, Started, StepDone
 from upshift.training.loop.state import TENSORBOARD_FOLDER
+
+logger = logging.getLogger(__name__)
 
 PACKAGES: dict[Tracker, tuple[str, ...]] = {name: (name,) for name in get_args(Tracker)} | {
     "tensorboard": ("tensorboard", "tensorboardX")
@@ -46,15 +50,18 @@ class _RequestArguments(TrainingArguments):
 
 
 class RunTrackers:
-    """The trackers of one run. Its events are sent to them, and then passed on.
+    """The trackers of one run. Its events are passed on, and then sent to them.
 
-    A logged step is sent, or every step if the run logs none.
+    A logged step is sent, or every step if the run logs none. A tracker that fails after the start gets a warning and no more
+    numbers. The run goes on.
     """
 
     def __init__(self, request: TrainRequest, on_event: OnEvent) -> None:
         self._request = request
+        self._names = tuple(dict.fromkeys(request.report_to))
         self._on_event = on_event
         self._callbacks: dict[str, Any] = {}
+        self._failed: set[str] = set()
         self._state = TrainerState()
         self._control = TrainerControl()
         self._began_wandb = False
@@ -63,46 +70,54 @@ class RunTrackers:
         return self
 
     def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
-        with redirect_stdout(sys.stderr):
-            for callback in self._callbacks.values():
-                callback.on_train_end(self._arguments, self._state, self._control)
-            if self._began_wandb:  # its callback leaves the run open until the process ends
+        for name, callback in self._callbacks.items():
+            self._call_or_drop(name, callback.on_train_end)
+        if self._began_wandb:  # its callback leaves the run open until the process ends
+            with _warning_of_failure(self._failed, "wandb"):
                 importlib.import_module("wandb").finish(exit_code=int(error_class is not None))
 
     def begin(self) -> None:
-        """Begin the run in each tracker. Raise RequestError if one is not installed or cannot begin, such as without a key.
+        """Begin the run in each tracker.
 
-        TensorBoard begins with the first event: its files are in the output folder, which is checked before.
+        Raise RequestError if one is not installed or cannot begin, such as without a key, or if an environment variable asks for
+        what it cannot do here. TensorBoard begins with the first event: its files are in the output folder, which is checked
+        before.
         """
-        if not self._request.report_to:
+        if not self._names:
             return
-        for name in self._request.report_to:
+        for name in self._names:
             check_installed(name)
+            check_variables(name)
         with redirect_stdout(sys.stderr):  # transformers prints when it imports them, and standard output is for the record
             self._arguments = _RequestArguments(self._request)
-            classes = TRACKER_CALLBACKS.get()(list(self._request.report_to))
-        for name, callback_class in zip(self._request.report_to, classes, strict=True):
-            callback = callback_class()
-            self._callbacks[name] = callback
-            if name == "wandb":
-                self._began_wandb = importlib.import_module("wandb").run is None
-            if name != "tensorboard":
-                self._run(name, callback.on_train_begin)
-            elif callback.logging_dir is None:  # no environment variable names it
+            classes = TRACKER_CALLBACKS.get()(list(self._names))
+        for name, callback_class in zip(self._names, classes, strict=True):
+            with _refusing_failure(name):
+                self._begin(name, callback_class)
+
+    def _begin(self, name: str, callback_class: type[Any]) -> None:
+        callback = callback_class()
+        if name == "wandb":
+            self._began_wandb = importlib.import_module("wandb").run is None
+        if name == "tensorboard":
+            if callback.logging_dir is None:  # no environment variable names it
                 callback.logging_dir = str(self._request.output / TENSORBOARD_FOLDER)
+        else:
+            callback.on_train_begin(self._arguments, self._state, self._control)
+        self._callbacks[name] = callback
 
     def event(self, event: Event) -> None:
+        self._on_event(event)
         if isinstance(event, Started):
             self._state.max_steps = event.max_steps
             if "tensorboard" in self._callbacks:
-                self._run("tensorboard", self._callbacks["tensorboard"].on_train_begin)
+                self._call_or_drop("tensorboard", self._callbacks["tensorboard"].on_train_begin)
         elif isinstance(event, StepDone):
             self._send_step(event)
         elif isinstance(event, Evaluated):
             self._send(event.step, {"eval_loss": event.loss, "num_input_tokens_seen": event.tokens})
         elif isinstance(event, Finished):
             self._send(event.step, {"train_runtime": event.seconds})
-        self._on_event(event)
 
     def _send_step(self, event: StepDone) -> None:
         is_logged = event.logged_loss is not None
@@ -121,15 +136,40 @@ class RunTrackers:
     def _send(self, step: int, logs: dict[str, Any]) -> None:
         self._state.global_step = step
         for name, callback in self._callbacks.items():
-            self._run(name, callback.on_log, logs=dict(logs))
+            if name not in self._failed:
+                self._call_or_drop(name, callback.on_log, logs=dict(logs))
 
-    def _run(self, name: str, callback: Callable[..., Any], **options: Any) -> None:
-        try:
-            with redirect_stdout(sys.stderr):
-                callback(self._arguments, self._state, self._control, **options)
-        except Exception as error:  # each tracker raises its own classes
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise RequestError(f"--report-to {name}: {name} failed ({reason[:200]}); set {name} up, or leave it out") from error
+    def _call_or_drop(self, name: str, method: Callable[..., Any], **options: Any) -> None:
+        """Call a method of a tracker's callback. If it fails, the tracker gets no more numbers."""
+        with _warning_of_failure(self._failed, name):
+            method(self._arguments, self._state, self._control, **options)
+
+
+@contextmanager
+def _refusing_failure(name: str) -> Iterator[None]:
+    """Raise RequestError if the tracker fails in this block. What it prints goes to standard error."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except Exception as error:  # each tracker raises its own classes
+        raise RequestError(f"--report-to {name}: {name} failed ({_reason(error)}); set {name} up, or leave it out") from error
+
+
+@contextmanager
+def _warning_of_failure(failed: set[str], name: str) -> Iterator[None]:
+    """Log a warning if the tracker fails in this block and is not in ``failed``, and add it. Output goes to standard error."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except Exception as error:  # each tracker raises its own classes, and none of them may end a training
+        if name not in failed:
+            logger.warning("--report-to %s: %s failed (%s); it gets no more numbers, the run goes on", name, name, _reason(error))
+        failed.add(name)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error's message, or its class if there is none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def check_installed(name: Tracker) -> None:
@@ -137,4 +177,16 @@ def check_installed(name: Tracker) -> None:
     if not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
         raise RequestError(
             f"--report-to {name} needs the package {PACKAGES[name][0]}; pip install {PACKAGES[name][0]}, or leave it out"
+        )
+
+
+def check_variables(name: Tracker) -> None:
+    """Raise RequestError if an environment variable asks the tracker for the model, or switches the tracker off.
+
+    The callbacks run in a process that has neither the model nor the moment of a save.
+    """
+    for variable, value in unusable_tracker_variables(name).items():
+        raise RequestError(
+            f"{variable}={value} does not work with --report-to {name}: Upshift sends numbers only, not the model; "
+            f"unset {variable}, and upload the output folder after the run if you need it there"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def drops_layers(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
     """
     try:
         with torch.device("meta"):
-            model = build_model(config, model_class, dtype=torch.float32)
+            model = build_model(deepcopy(config), model_class, dtype=torch.float32)  # cutting changes the config
         cut_stacks(model)
         fake = FAKE_TENSOR_MODE.get()()
         with fake:

@@ -88,7 +88,7 @@ def find_checkpoints(directory: Path, *, contents: bool = True) -> CheckpointSea
     """
     damaged: list[tuple[Path, str]] = []
     for path in _checkpoints_newest_first(directory):
-        reason = _describe_damage(path, contents=contents)
+        reason = describe_damage(path, contents=contents)
         if reason is None:
             return CheckpointSearch(newest=path, damaged=tuple(damaged))
         damaged.append((path, reason))
@@ -152,7 +152,7 @@ def _checkpoints_newest_first(directory: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def _describe_damage(path: Path, *, contents: bool = False) -> str | None:
+def describe_damage(path: Path, *, contents: bool = False) -> str | None:
     """Return what is wrong with a checkpoint, or None."""
     try:
         check_checkpoint(path, contents=contents)
@@ -226,7 +226,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
     sync_tree(temporary)
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
-        if _describe_damage(final) is None:
+        if describe_damage(final) is None:
             remove_checkpoint(replaced)
             final.rename(replaced)
         else:
@@ -252,7 +252,7 @@ def remove_older(directory: Path, *, newest: Path, keep: int, best_step: int | N
     older = [path for path in _checkpoints_newest_first(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
     num_kept = 1
     for path in older:
-        if num_kept < max(keep, MIN_KEPT) and _describe_damage(path) is None:
+        if num_kept < max(keep, MIN_KEPT) and describe_damage(path) is None:
             num_kept += 1
         elif step_of(path) != best_step:
             remove_checkpoint(path)

@@ -54,7 +54,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Doubted:
-    """Warn before the first step: say what will probably go wrong, and what to do instead."""
+    """Warn of something that goes wrong or probably will: before the first step, or when the best model cannot be loaded."""
 
     words: str
 

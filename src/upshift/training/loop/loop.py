@@ -22,12 +22,13 @@ from upshift.training.checkpoint.directory import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.checkpoint.sharded import is_sharded
 from upshift.training.data.dataset import TrainingData
-from upshift.training.distributed.mesh import all_reduce_max, gather_errors, init_mesh, rank_0_first
+from upshift.training.distributed.mesh import all_gather_objects, all_reduce_max, gather_errors, init_mesh, rank_0_first
 from upshift.training.distributed.watchdog import watching
 from upshift.training.elastic.replica import ReplicaGroup, RetryStep
 from upshift.training.evaluate import evaluate
 from upshift.training.held_memory import HeldMemory
 from upshift.training.job.request import Job
+from upshift.training.loop.best_evaluation import Evaluation, checkpoint_of_step, choose_best, find_checkpoint_damage
 from upshift.training.loop.events import (
     EARLY_STOPPING,
     Doubted,
@@ -54,7 +55,7 @@ from upshift.training.preference_loss import PreferenceLoss, Rewards
 from upshift.training.prepare import configure_process, load_or_build, load_shards, prepare_model
 from upshift.training.process_group import rank_environment
 from upshift.training.reference import add_reference
-from upshift.training.step import Shape, TrainStep
+from upshift.training.step import Shape, TrainStep, check_finite
 from upshift.units import GIB, gib
 
 # Why to stop before max_steps; the later one wins.
@@ -242,7 +243,8 @@ class TrainingLoop:
         self.saver.finish()
         self._evaluate()
         best_evaluation = self._load_best()
-        self._save_model()
+        model_step = best_evaluation[0] if best_evaluation else self.progress.step
+        self._save_model(model_step)
         seconds = time.perf_counter() - self.start
         self._send_event(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
         return RunResult(
@@ -251,7 +253,7 @@ class TrainingLoop:
             loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations),
             logged_steps=tuple(self.progress.logged_steps),
-            model_step=best_evaluation[0] if best_evaluation else self.progress.step,
+            model_step=model_step,
             memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step,
             seconds=seconds,
@@ -292,7 +294,7 @@ class TrainingLoop:
             if self.progress.evaluation_is_due:
                 self._evaluate()
                 is_last = self.progress.step == self.arguments.max_steps
-                if self.arguments.load_best and self.progress.has_best_weights and not is_last:
+                if self.progress.best_step == self.progress.step and not is_last:
                     self._save()
             if self.arguments.save_steps and self.progress.step % self.arguments.save_steps == 0:
                 self._save()
@@ -369,7 +371,7 @@ class TrainingLoop:
         return REASONS[decision]
 
     def _evaluate(self) -> None:
-        """Compute the held-out loss, unless this step is evaluated already."""
+        """Compute the held-out loss, unless this step is evaluated already. Raise JobFailed if it is NaN or infinite."""
         progress = self.progress
         if self.data.evaluation is None or (progress.evaluations and progress.evaluations[-1][0] == progress.step):
             return
@@ -382,6 +384,11 @@ class TrainingLoop:
             loss = evaluate(self.train_step.model, self.plan, batches, preference)
             if self.data.objective.has_pairs:
                 rewards = preference.read(device=self.plan.device, num_processes=self.plan.num_processes)
+        try:
+            check_finite(loss)
+        except JobFailed as error:
+            evaluation = f"evaluation of the held-out data after step {progress.step}"
+            raise JobFailed(f"{evaluation}: {error}; {still_loadable(self.output)}") from None
         progress.evaluations.append((progress.step, progress.tokens[-1], loss))
         if rewards is not None:
             self.evaluation_rewards.append((progress.step, rewards))
@@ -420,7 +427,8 @@ class TrainingLoop:
         """Return whether another copy writes for this one."""
         return self.copies is not None and not self.leads
 
-    def _save_model(self) -> None:
+    def _save_model(self, model_step: int) -> None:
+        """Save the final model, which has the weights after ``model_step``."""
         if self._is_silent:
             return
         with self._phase("save"):
@@ -428,26 +436,36 @@ class TrainingLoop:
         with rank_0_first(self.plan):
             if self.rank == 0:
                 self.progress.write_run(self.output, finished=True)
-                self._send_event(Saved(str(self.output), self.progress.step))
+                self._send_event(Saved(str(self.output), model_step))
 
-    def _load_best(self) -> tuple[int, int, float] | None:
+    def _load_best(self) -> Evaluation | None:
         """Load the checkpoint of the lowest held-out loss, if the run asks for it and has gone on since.
 
-        Return its evaluation, or None if the model stays as it is. Raise JobFailed if the checkpoint cannot be loaded.
+        If that checkpoint is missing or damaged, load the one of the next lowest loss, and send an event that says so. Return
+        the evaluation that is loaded, or None if the model stays as it is. Raise JobFailed if a whole checkpoint cannot be read.
         """
-        best = self.progress.best_evaluation
-        if not self.arguments.load_best or best is None or self.progress.has_best_weights:
+        if not self.arguments.load_best or self._is_silent:
             return None
-        if not self._is_silent:
-            checkpoint = self.output / f"checkpoint-{best[0]}"
-            try:
-                with gather_errors(self.plan):
-                    load_training_state(checkpoint, self.train_step, self.mesh)
-            except RequestError as error:
-                raise JobFailed(f"the best checkpoint cannot be loaded: {error}; {still_loadable(self.output)}") from None
-        return best
+        step = self.progress.step
+        best = choose_best(self.progress.evaluations, step=step, find_damage=self._find_damage)
+        if best.lost:
+            model_step = best.evaluation[0] if best.evaluation else step
+            self._send_event(Doubted(f"{best.loss_message}; the final model is that of step {model_step}"))
+        if best.evaluation is None or best.evaluation[0] == step:
+            return None
+        try:
+            with gather_errors(self.plan):
+                load_training_state(checkpoint_of_step(self.output, best.evaluation[0]), self.train_step, self.mesh)
+        except RequestError as error:
+            raise JobFailed(f"the best checkpoint cannot be loaded: {error}; {still_loadable(self.output)}") from None
+        return best.evaluation
 
-    def _numbers(self, best_evaluation: tuple[int, int, float] | None) -> Numbers:
+    def _find_damage(self, step: int) -> str | None:
+        """Return why the checkpoint of a step cannot be loaded on some rank, or None. All ranks return the same."""
+        damage = find_checkpoint_damage(self.output, step, contents=self.rank == 0)  # one rank reads the bytes for all
+        return next((reason for reason in all_gather_objects(damage, self.plan) if reason is not None), None)
+
+    def _numbers(self, best_evaluation: Evaluation | None) -> Numbers:
         """Return the measured numbers. ``best_evaluation``: of the checkpoint that was loaded at the end, or None."""
         tokens_per_second = self.meter.tokens_per_second
         flops_per_token = self.job.model_flops_per_token

@@ -6,6 +6,7 @@ The file lies beside the checkpoints. It holds the run's request, and the tokens
 from __future__ import annotations
 
 import json
+import logging
 import math
 import secrets
 import zlib
@@ -26,11 +27,14 @@ from upshift.training.data.dataset import TrainingData
 from upshift.training.data.tokens import Sequences
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.job.request import Job
+from upshift.training.loop.best_evaluation import choose_best, find_checkpoint_damage
 from upshift.training.loop.metrics import StepMeter
 from upshift.training.loop.save import load_training_state
 from upshift.training.out_of_memory import AUTOPSIES_NAME
 from upshift.training.step import StepResult, TrainStep
 from upshift.value import Value
+
+logger = logging.getLogger(__name__)
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
@@ -72,6 +76,7 @@ class Run(Value):
     tokens: tuple[int, ...] = ()  # seen until the end of each step
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
     logged_steps: tuple[LoggedStep, ...] = ()
+    lost_steps: tuple[int, ...] = ()  # of evaluations lower than the best one that can be loaded: their checkpoints are gone
 
     def write(self, directory: Path) -> None:
         with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
@@ -140,8 +145,23 @@ def open_run(job: Job, data: TrainingData) -> Job:
         )
     if state.run != previous_run.id:
         raise RequestError(f"{checkpoint} is of another run than {directory / RUN_NAME}; move it away, then --resume")
-    previous_run.as_of_step(state.step).changed(arguments=job.arguments, eval_data=run.eval_data).write(directory)
+    previous_run = previous_run.as_of_step(state.step)
+    lost_steps = _find_lost_steps(previous_run, directory, state.step) if job.arguments.load_best else ()
+    previous_run.changed(arguments=job.arguments, eval_data=run.eval_data, lost_steps=lost_steps).write(directory)
     return job.changed(checkpoint=str(checkpoint))
+
+
+def _find_lost_steps(run: Run, directory: Path, step: int) -> tuple[int, ...]:
+    """Return the steps of the lowest evaluations whose checkpoints cannot be loaded. Log a warning about them.
+
+    ``step`` is the step of the checkpoint from which the run resumes.
+    """
+    best = choose_best(
+        list(run.evaluations), step=step, find_damage=lambda earlier_step: find_checkpoint_damage(directory, earlier_step)
+    )
+    if best.lost:
+        logger.warning("%s; the final model will be the best one that can be loaded", best.loss_message)
+    return tuple(lost.evaluation[0] for lost in best.lost)
 
 
 def check_run_file(directory: Path, *, resume: bool, adapter: AdapterOptions) -> None:
@@ -206,7 +226,8 @@ class Progress:
         every = self.job.arguments.logging_steps
         if not every or self.step % every:
             return None
-        losses = self.losses[-every:]
+        previous_step = self.logged_steps[-1].step if self.logged_steps else max(self.step - every, 0)
+        losses = self.losses[previous_step : self.step]
         norm = result.gradient_norm
         logged = LoggedStep(
             step=self.step,
@@ -243,9 +264,15 @@ class Progress:
         return min(self.evaluations, key=lambda evaluation: evaluation[2], default=None)
 
     @property
-    def has_best_weights(self) -> bool:
-        """Return whether no earlier weights have a lower held-out loss than the weights of now, which are evaluated."""
-        return self.best_evaluation is not None and self.best_evaluation[0] == self.step
+    def best_step(self) -> int | None:
+        """Return the step whose checkpoint has to stay until the end of the run, or None.
+
+        It is the step with the lowest held-out loss, without the steps whose checkpoints were gone when the run resumed.
+        """
+        if not self.job.arguments.load_best:
+            return None
+        loadable = [evaluation for evaluation in self.evaluations if evaluation[0] not in self.run.lost_steps]
+        return min(loadable, key=lambda evaluation: evaluation[2])[0] if loadable else None
 
     @property
     def patience_is_over(self) -> bool:
@@ -254,12 +281,6 @@ class Progress:
         if patience is None or self.best_evaluation is None:
             return False
         return len(self.evaluations) - 1 - self.evaluations.index(self.best_evaluation) >= patience
-
-    @property
-    def best_step(self) -> int | None:
-        """Return the step whose checkpoint has to stay until the end of the run, or None."""
-        best = self.best_evaluation
-        return best[0] if self.job.arguments.load_best and best is not None else None
 
     def seconds_left(self, meter: StepMeter) -> float:
         """Return the estimated seconds until the first of the requested ends."""
