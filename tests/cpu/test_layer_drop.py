@@ -34,6 +34,18 @@ BIOGPT = SIZES | {
     "attention_probs_dropout_prob": 0.0, "pad_token_id": 1,
 }  # fmt: skip
 BERT = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+AUDIO = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_blocks": 2, "ext_pw_out_channel": 32,
+         "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}  # fmt: skip
+PHI4 = LLAMA | {
+    "num_key_value_heads": 2, "vision_config": VISION | {"crop_size": 28, "image_token_id": 94},
+    "audio_config": AUDIO | {"audio_token_id": 95},
+}  # fmt: skip
+LLAVA = {
+    "text_config": LLAMA | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model", "patch_size": 14},
+    "image_token_index": 95,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt": ("OPTConfig", "OPTForCausalLM", OPT | {"layerdrop": 0.5}),
     "opt, never": ("OPTConfig", "OPTForCausalLM", OPT | {"layerdrop": 0.0}),
@@ -43,6 +55,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "biogpt": ("BioGptConfig", "BioGptForCausalLM", BIOGPT | {"layerdrop": 0.5}),
     "biogpt, never": ("BioGptConfig", "BioGptForCausalLM", BIOGPT | {"layerdrop": 0.0}),
     "bert: dropout is no LayerDrop": ("BertConfig", "BertForMaskedLM", BERT | {"hidden_dropout_prob": 0.5}),
+    "llava: no text reaches the layers for images": ("LlavaConfig", "LlavaForConditionalGeneration", LLAVA),
+    "phi4: nor those for images and audio": ("Phi4MultimodalConfig", "Phi4MultimodalForCausalLM", PHI4),
     "llama": ("LlamaConfig", "LlamaForCausalLM", SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}),
 }
 

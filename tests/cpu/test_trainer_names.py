@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import time
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 import upshift
 import upshift.training.hf_trainer
 import upshift.tuning
+from upshift.errors import RequestError
+from upshift.training.hf_trainer.planned_training import check_order_of_bases
 
 PREFIX = ("_upshift_", "upshift_")
 KINDS = [(upshift.Trainer, transformers.Trainer), (upshift.Seq2SeqTrainer, transformers.Seq2SeqTrainer)]
@@ -46,6 +49,21 @@ def _attributes_of(library: type) -> set[str]:
             code = getattr(getattr(function, "__func__", function), "__code__", None)
             found |= {*code.co_names} if code is not None else set()
     return found
+
+
+def test_an_order_of_bases_that_hides_a_method_is_refused() -> None:
+    def method(self: Any) -> None: ...
+
+    other = type("Other", (transformers.Trainer,), {"training_step": method, "__init__": method})
+    compatible = type("Compatible", (transformers.Trainer,), {"compute_loss": method, "own": method, "__init__": method})
+    check_order_of_bases(type("Script", (upshift.Trainer, compatible), {}))
+    check_order_of_bases(type("Script", (other, upshift.Trainer), {}))
+    check_order_of_bases(type("Script", (upshift.Trainer,), {"training_step": method}))
+    script = type("Script", (upshift.Trainer, type("Derived", (other,), {})), {})
+    refusal = "class Script: Derived comes after upshift.Trainer, which would hide its training_step; write class Script(Derived"
+    for trainer_class in (script, type("Smaller", (script,), {})):
+        with pytest.raises(RequestError, match=re.escape(refusal)):
+            check_order_of_bases(trainer_class)
 
 
 def test_no_other_class_is_mixed_in() -> None:

@@ -14,6 +14,7 @@ from upshift.errors import RequestError
 from upshift.inference.tokenizer import load_tokenizer as load_for_inference
 from upshift.models.source import find_model
 from upshift.text import has_words
+from upshift.training.data import tokenizer as data_tokenizer
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 
@@ -67,6 +68,19 @@ def test_unknown_tokens_are_counted_and_said(caplog: pytest.LogCaptureFixture) -
 def test_a_single_text_of_unknown_tokens_is_said(caplog: pytest.LogCaptureFixture) -> None:
     tokenize(["known word"] * 500 + ["strange"], word_tokenizer("known", "word"))
     assert "does not know 1 of 1,001 tokens (0.1%), which become <unk>, and of 1 texts it knows no token" in warnings_of(caplog)
+
+
+@pytest.mark.parametrize(("pieces", "num_known", "num_lost"), [("ssk", 50, 0), ("kss", 60, 0), ("sss", 70, 1)])
+def test_a_long_text_is_one_text_however_many_pieces_it_has(
+    pieces: str, num_known: int, num_lost: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_tokenizer, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(data_tokenizer, "BATCH_BYTES", 1)  # each piece in a batch of its own
+    lines = {"s": "strange strange\n", "k": "known known\n"}
+    tokenize(["known\n" * num_known, "".join(lines[piece] for piece in pieces)], word_tokenizer("known"))
+    assert "does not know" in warnings_of(caplog)
+    lost = ", and of 1 texts it knows no token" if num_lost else ""
+    assert warnings_of(caplog).endswith(f"which become <unk>{lost}")
 
 
 def test_texts_that_are_known_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,10 @@ from torch.nn.functional import logsigmoid
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import upshift
-from upshift.errors import RequestError
+from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.training.batches.stand_ins import make_stand_ins
 from upshift.training.batches.user_batches import InseparableRows
+from upshift.training.hf_trainer import plan_mixin
 from upshift.training.hf_trainer.choose_plan import whole_batch_fields
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 99}
@@ -110,6 +111,58 @@ def test_a_script_whose_batches_stay_whole_gets_a_plan(methods: dict[str, Any], 
             assert trainer.batches_seen == 12
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.per_device_train_batch_size == 4
+
+
+def rows_apart(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    """A loss of the script that splits over rows."""
+    return model(**inputs).logits.square().mean()
+
+
+def train_script(methods: dict[str, Any], folder: Path, **options: Any) -> Any:
+    """Return the trainer of a short training under ``options`` of Upshift."""
+    rows = [{"input_ids": (tokens(16) + number).tolist(), "labels": number % 3} for number in range(16)]
+    trainer = type("Script", (upshift.Trainer,), methods)(
+        model=classifier(3),
+        args=TrainingArguments(
+            str(folder), max_steps=2, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+            per_device_train_batch_size=4,
+        ),
+        train_dataset=rows,
+        data_collator=transformers.default_data_collator,
+        **options,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(params=[NothingFits, JobFailed], ids=["predicted", "tried"])
+def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[UpshiftError]:
+    """Let no plan fit, by the prediction or in the trials, and plan even the shortest run. Tracing a model would take longer."""
+    kind: type[UpshiftError] = request.param
+
+    def choose(*arguments: Any, **named: Any) -> Any:
+        raise kind("nothing fits")
+
+    monkeypatch.setattr(plan_mixin, "choose", choose)
+    monkeypatch.setattr(plan_mixin, "SHORT_RUN_SECONDS", 0.0)
+    return kind
+
+
+@pytest.mark.parametrize("loss", [pairs, rows_apart])
+def test_a_prediction_of_another_loss_than_the_runs_does_not_end_the_run(
+    loss: Any, problem: type[UpshiftError], tmp_path: Path
+) -> None:
+    """The script's loss may need less memory than the model's own, with which a plan is predicted and tried."""
+    trainer = train_script({"compute_loss": loss}, tmp_path)
+    assert trainer.state.global_step == 2 and trainer.upshift_choice.planning is None
+    assert "no plan: nothing fits" in trainer.upshift_choice.reason
+    with pytest.raises(problem):
+        train_script({"compute_loss": loss}, tmp_path, **PLANNED)
+
+
+def test_a_run_whose_own_loss_does_not_fit_ends_before_it_starts(problem: type[UpshiftError], tmp_path: Path) -> None:
+    with pytest.raises(problem):
+        train_script({}, tmp_path)
 
 
 def test_a_field_that_the_scripts_own_step_would_not_see_is_refused_by_name() -> None:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from upshift.internals.torch_names import FAKE_TENSOR_MODE
 from upshift.models.build import build_model, cut_stacks, find_stacks, sample_inputs
 from upshift.models.profile import Objective
-from upshift.models.tracing.lone_draws import SKIPS_LAYERS, lone_draws
+from upshift.models.tracing.lone_draws import KEEPS_LAYERS, SKIPS_LAYERS, lone_draws
 from upshift.models.tracing.segments import fake_masks, materialize_on_cpu
 
 WIDTH = 64  # tokens; some models pool tokens, and need several
@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def drops_layers(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
-    """Return whether some layer does not run if every lone random number is 0. The model has no weights, and one layer of a kind.
+    """Return whether other layers run if every lone random number is 0 than if it is 1. The model has no weights.
 
-    Return False for a model that does not run without weights. Such a model cannot be traced either."""
+    It has one layer of a kind. Layers that a text never reaches, such as those for images, run in neither case. Return False for
+    a model that does not run without weights. Such a model cannot be traced either.
+    """
     try:
         with torch.device("meta"):
             model = build_model(deepcopy(config), model_class, dtype=torch.float32)  # cutting changes the config
@@ -34,8 +36,11 @@ def drops_layers(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
         with fake:
             materialize_on_cpu(model)
         layers = [layer for _, stack in find_stacks(model) for layer in stack]
-        with fake, torch.no_grad(), fake_masks(masked=False), lone_draws(SKIPS_LAYERS):
-            return len(_layers_that_run(model, layers)) < len(layers)
+        layers_of_draw = []
+        for draw in (KEEPS_LAYERS, SKIPS_LAYERS):
+            with fake, torch.no_grad(), fake_masks(masked=False), lone_draws(draw):
+                layers_of_draw.append(_layers_that_run(model, layers))
+        return layers_of_draw[0] != layers_of_draw[1]
     except Exception as error:  # any operator may fail on tensors without values, in many ways
         logger.debug("%s does not run without weights: %s", model_class.__name__, error)
         return False

@@ -75,9 +75,16 @@ class UnknownTokens:
         self._num_tokens = 0
         self._num_unknown = 0
         self._num_lost_texts = 0
+        self._text_has_tokens = False
+        self._text_has_known_tokens = False
 
     def add(self, ids: Any) -> None:
-        """Count the tokens of a text: a list of ids, or an array of them."""
+        """Count the tokens of a whole text: a list of ids, or an array of them."""
+        self.add_piece(ids)
+        self.end_text()
+
+    def add_piece(self, ids: Any) -> None:
+        """Count the tokens of a piece of a text. ``end_text`` follows the last piece."""
         if self._id is None or not len(ids):
             return
         array = np.asarray(ids)
@@ -87,7 +94,14 @@ class UnknownTokens:
             num_tokens -= int(np.isin(array, self._spaces).sum())
         self._num_tokens += num_tokens
         self._num_unknown += num_unknown
-        self._num_lost_texts += num_unknown == num_tokens
+        self._text_has_tokens = True
+        self._text_has_known_tokens |= num_unknown < num_tokens
+
+    def end_text(self) -> None:
+        """Count the text as lost if all tokens of its pieces are unknown."""
+        self._num_lost_texts += self._text_has_tokens and not self._text_has_known_tokens
+        self._text_has_tokens = False
+        self._text_has_known_tokens = False
 
     def counted(self, rows: Iterable[TokenRow]) -> Iterator[TokenRow]:
         """Yield the rows, and count their tokens."""

@@ -149,8 +149,9 @@ def _encode(
         if piece.is_first:
             writer.add_part(ids_before[: len(ids_before) - overlap(ids_before, piece_ids)])
         writer.add_part(piece_ids)
-        unknown.add(piece_ids)
+        unknown.add_piece(piece_ids)
         if piece.is_last:
+            unknown.end_text()
             writer.add_part(ids_after[overlap(piece_ids, ids_after) :])
             writer.end_row()
     unknown.check()

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 from torch import nn
 
-from upshift.errors import RequestError
+from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.models.live_model import source_of
 from upshift.models.profile_cache import isolation_of
@@ -411,5 +411,5 @@ def short_run_reason(seconds: float) -> str:
     return f"the whole run takes some {seconds:.0f} s, less than planning it would"
 
 
-def no_plan_reason(error: RequestError) -> str:
+def no_plan_reason(error: UpshiftError) -> str:
     return f"no plan: {error}"

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from upshift import errors
-from upshift.errors import JobFailed, RequestError, UpshiftError
+from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.hardware.spec import Host
 from upshift.internals.torch_names import dispatch_mode
 from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
@@ -122,7 +121,7 @@ def choose_on_rank_0(choose: Callable[[], T]) -> T:
             with preserved_rng():
                 message = [choose()]
         except UpshiftError as error:
-            kind = type(error) if type(error) in (RequestError, errors.NothingFits) else JobFailed
+            kind = type(error) if type(error) in (RequestError, NothingFits) else JobFailed
             message = [kind(str(error))]
         except Exception as error:  # the other ranks must not wait for a result that never comes
             dist.broadcast_object_list([JobFailed(f"rank 0: {type(error).__name__}: {error}")])
@@ -162,7 +161,8 @@ class PlanMixin(LibraryTrainer):
         """Return the plan, and how the loss splits over the rows of a batch.
 
         Once the ranks have divided the model, the first choice stays. Raise RequestError if the user's options for the plan
-        cannot be met, and NothingFits if no plan fits into memory.
+        cannot be met, and NothingFits if no plan fits into memory. If the prediction is of another loss than the run's, the
+        user's own settings run instead.
         """
         choice = self._upshift_planned.last_choice
         if choice is None or not self._upshift_is_divided:
@@ -217,8 +217,9 @@ class PlanMixin(LibraryTrainer):
         request = self._upshift_plan_request(sample, rows, split, steps)
         try:
             return choose(request, on_trial=lambda tried: print_line(format_trial(tried))), split
-        except RequestError as error:
-            if options.is_demanded:
+        except (RequestError, NothingFits, JobFailed) as error:
+            predicts_other_loss = not self._upshift_uses_library_loss
+            if options.is_demanded or not (predicts_other_loss or isinstance(error, RequestError)):
                 raise
             return Choice(plain, no_plan_reason(error)), split
 
@@ -259,7 +260,7 @@ class PlanMixin(LibraryTrainer):
         )
         try:
             choice = choose(request, on_trial=lambda tried: print_line(format_trial(tried)))
-        except RequestError as error:
+        except (RequestError, NothingFits, JobFailed) as error:  # predicted and tried with the model's own loss, not the run's
             if options.is_demanded:
                 raise
             return Choice(plain, f"{split.reason}; {no_plan_reason(error)}")

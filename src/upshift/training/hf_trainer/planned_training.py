@@ -47,7 +47,6 @@ from upshift.training.hf_trainer.distributed import DistributedTraining
 from upshift.training.hf_trainer.loss_split import Split
 from upshift.training.hf_trainer.monitor import StepMonitor, hidden_debug_option, plan_lines, print_line, watched_numerics
 from upshift.training.hf_trainer.plan_mixin import PlanMixin, PlannedState, as_tuple
-from upshift.training.hf_trainer.save import KNOWN_PACKAGES
 from upshift.training.hf_trainer.step import BatchStep, Shape, StepExchange, halve_item, smallest_item, zero_gradients
 from upshift.training.optimizers.build import build_optimizer, update_in_backward
 from upshift.training.optimizers.sharded import ShardedOptimizer
@@ -66,18 +65,33 @@ SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
 
 
 def check_order_of_bases(trainer_class: type) -> None:
-    """Raise RequestError if methods of Upshift would hide those of another library's Trainer, such as its training_step.
+    """Raise RequestError if a method of Upshift would hide one of another Trainer, such as its training_step.
 
-    This is so if ``upshift.Trainer`` comes before that Trainer in the bases of a class.
+    This is so if ``upshift.Trainer`` comes before that Trainer in the bases of a class, and both define the method. A Trainer
+    that Upshift's own classes are made of is no other one.
     """
     order = trainer_class.__mro__
-    behind = order[order.index(PlannedTraining) : order.index(transformers.Trainer)]
-    for base in behind:
-        if base.__module__.partition(".")[0] not in KNOWN_PACKAGES and issubclass(base, transformers.Trainer):
+    planned_class = next(ancestor for ancestor in order if "_upshift_library_class" in vars(ancestor))
+    for base in order[order.index(PlannedTraining) : order.index(transformers.Trainer)]:
+        if base in planned_class.__mro__ or not issubclass(base, transformers.Trainer) or base is transformers.Seq2SeqTrainer:
+            continue
+        name = _hidden_name(base, order)
+        if name is not None:
+            mixing = [ancestor for ancestor in order if issubclass(ancestor, planned_class) and issubclass(ancestor, base)][-1]
+            other = next(ancestor for ancestor in mixing.__bases__ if issubclass(ancestor, base))
             raise RequestError(
-                f"class {trainer_class.__name__}: {base.__name__} comes after upshift.Trainer, which would hide its methods; "
-                f"write class {trainer_class.__name__}({base.__name__}, upshift.Trainer)"
+                f"class {mixing.__name__}: {other.__name__} comes after upshift.Trainer, which would hide its {name}; "
+                f"write class {mixing.__name__}({other.__name__}, upshift.Trainer)"
             )
+
+
+def _hidden_name(base: type, order: Sequence[type]) -> str | None:
+    """Return a method or attribute of ``base`` that a class of Upshift before it in ``order`` defines, too, or None."""
+    before = [ancestor for ancestor in order[: order.index(base)] if not issubclass(ancestor, base)]
+    hiding = [ancestor for ancestor in before if ancestor.__module__.partition(".")[0] == "upshift"]
+    # Upshift's __init__ calls the one behind it.
+    names = [name for name in vars(base) if not name.startswith("__")]
+    return next((name for name in names if any(name in vars(ancestor) for ancestor in hiding)), None)
 
 
 class PlannedTraining(StepMonitor, PlanMixin, DistributedTraining):
