@@ -446,7 +446,7 @@ def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("upshift.training.data.text_files.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.tokenizer.PIECE_CHARACTERS", 8)
     monkeypatch.setattr("upshift.training.data.records.READ_CHARACTERS", 5)
-    (tmp_path / "a.txt").write_text("one two\nthree four five\n" * 3, encoding="utf-8")
+    (tmp_path / "a.txt").write_text("one two\nhello one a\n" * 3, encoding="utf-8")
     tokenizer = words_tokenizer(bos=True, eos=True)
     tokenized = tokenize(read_corpus(tmp_path / "a.txt").documents, tokenizer)
     ids = tokenized.tokens.tolist()

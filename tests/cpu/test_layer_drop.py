@@ -43,7 +43,8 @@ PHI4 = LLAMA | {
     "audio_config": AUDIO | {"audio_token_id": 95},
 }  # fmt: skip
 LLAVA = {
-    "text_config": LLAMA | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model", "patch_size": 14},
+    "text_config": LLAMA | {"model_type": "llama"},
+    "vision_config": VISION | {"model_type": "clip_vision_model", "patch_size": 14},
     "image_token_index": 95,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -49,8 +49,8 @@ def shard_weights(model: nn.Module, mesh: Mesh) -> None:
         fully_shard(experts, reshard_after_forward=not keeps_weights, mesh=mesh.expert_mesh["replicas"], mp_policy=policy)
     for _, stack in find_stacks(model):
         for layer in stack:
-            for module in (*modules_of_other_dtypes(layer), layer):
-                fully_shard(module, reshard_after_forward=not keeps_weights, mesh=fsdp_mesh, mp_policy=policy)
+            for part in (*modules_of_other_dtypes(layer), layer):
+                fully_shard(part, reshard_after_forward=not keeps_weights, mesh=fsdp_mesh, mp_policy=policy)
     root = fully_shard(
         model, reshard_after_forward=False, mesh=fsdp_mesh, mp_policy=policy
     )  # the backward pass starts with it at once
