@@ -31,10 +31,10 @@ from upshift.training.data.text_files import TextFile
 from upshift.training.data.tokenizer import tokenize
 from upshift.training.data.tokens import cut_sequences
 
-tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "word" * 300: 2}, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
-tokenize(["warm up"], wrapped)
+tokenize(["word" * 300], wrapped)
 highest = 0
 
 def anonymous():
