@@ -21,6 +21,8 @@ REACHED_BY = {  # folder: the commands that call what is in it; each has the opt
     "training/data": ("train", "tune", "plan", "data to-tfrecord"),
 }
 OTHERS = {"--nproc-per-node"}  # torchrun's
+# What a command does not reach: --objective is of those that train, and the one message without it names upshift train.
+NOT_REACHED = {"data to-tfrecord": {"--objective"}}
 
 
 def commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -70,7 +72,8 @@ def test_every_option_that_a_message_names_exists() -> None:
 def test_each_command_that_reaches_a_message_has_its_options(folder: str) -> None:
     named = {option for path in files_of(folder) for _, text in messages(path) for option in OPTION.findall(text)}
     assert named
-    assert {path: named - OPTIONS[path] for path in REACHED_BY[folder] if named - OPTIONS[path]} == {}
+    missing = {path: named - OPTIONS[path] - NOT_REACHED.get(path, set()) for path in REACHED_BY[folder]}
+    assert {path: options for path, options in missing.items() if options} == {}
 
 
 def test_a_command_names_its_own_options_or_the_command() -> None:

@@ -26,6 +26,7 @@ from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
 from upshift.planning.workload import LengthHistogram
 from upshift.value import Value
+from upshift.xla.training.arguments import NOT_USED, XlaArguments
 
 SOURCE = Path(__file__).parents[2] / "src"
 MAX_ITEMS = 2  # of a generated tuple or dict; a ModelProfile nests five deep
@@ -170,6 +171,12 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
+def xla_arguments(draw: st.DrawFn) -> XlaArguments:
+    unused = {name: st.just(XlaArguments.model_fields[name].default) for name in NOT_USED}  # anything else is refused
+    return XlaArguments(**draw(fields_of(XlaArguments, **unused)))
+
+
+@st.composite
 def histograms(draw: st.DrawFn) -> LengthHistogram:
     pairs = draw(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**40)), min_size=1, max_size=5))
     lengths, counts = zip(*pairs, strict=True)
@@ -192,7 +199,7 @@ def launches(draw: st.DrawFn) -> Launch:
 
 
 SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {
-    Host: hosts, Launch: launches, LengthHistogram: histograms, Plan: plans,
+    Host: hosts, Launch: launches, LengthHistogram: histograms, Plan: plans, XlaArguments: xla_arguments,
 }  # fmt: skip
 
 
