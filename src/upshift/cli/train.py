@@ -278,10 +278,7 @@ def command(
 
 def parse(words: Sequence[str]) -> dict[str, Any]:
     """Parse the words that follow ``upshift train``. Return the options by name. Raise RequestError for wrong ones."""
-    app = typer.Typer(add_completion=False)
-    app.command("train", cls=HelpCommand)(command)
-    parser: Any = typer.main.get_command(app)
-    parsed: dict[str, Any] = parser.make_context("upshift train", list(words)).params
+    parsed: dict[str, Any] = _context_of(words).params
     return parsed
 
 
@@ -289,10 +286,16 @@ def expand(words: Sequence[str]) -> list[str]:
     """Return the words that follow ``upshift train``, with the options of the file of ``--config`` in place of its name.
 
     Another host, which runs the command, need not have the file."""
+    context = _context_of(words)
+    return expand_file(context.command, context, words)
+
+
+def _context_of(words: Sequence[str]) -> Any:
+    """Return typer's context of ``upshift train`` with these words. Raise RequestError for wrong ones."""
     app = typer.Typer(add_completion=False)
     app.command("train", cls=HelpCommand)(command)
     parser: Any = typer.main.get_command(app)
-    return expand_file(parser, parser.make_context("upshift train", list(words)), words)
+    return parser.make_context("upshift train", list(words))
 
 
 def request_of(options: dict[str, Any]) -> TrainRequest:

@@ -39,8 +39,16 @@ logger = logging.getLogger(__name__)
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # the folder with data for the ranks of a launcher, removed when the run is finished
 TENSORBOARD_FOLDER = "upshift_tensorboard"
-_OF_EVERY_RUN = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-OWN_FILES = (*_OF_EVERY_RUN, TENSORBOARD_FOLDER, REFERENCE_NAME, f"{REFERENCE_NAME}.tmp")
+OWN_FILES = (
+    RUN_NAME,
+    f"{RUN_NAME}.tmp",
+    AUTOPSIES_NAME,
+    SHARED_NAME,
+    REPORT_FOLDER,
+    TENSORBOARD_FOLDER,
+    REFERENCE_NAME,
+    f"{REFERENCE_NAME}.tmp",
+)
 _REPAIR_ADVICE = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
 )
