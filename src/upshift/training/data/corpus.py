@@ -24,10 +24,10 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.training.data.chat_rows import Chat, PreferencePair, PromptCompletion, read_chat
 from upshift.training.data.data_files import (
     EVALUATION_SPLIT,
-    SPLIT_WORDS,
     Kind,
     find_data_files,
     find_split,
+    find_validation_split,
     first_names,
     say_once,
 )
@@ -559,7 +559,7 @@ def _open_saved_dataset(path: Path, selection: _Selection, *, is_evaluation: boo
     if split is None:
         missing = f"{EVALUATION_SPLIT!r} to evaluate on" if is_evaluation else "'train'"
         raise RequestError(f"{path} has no split {missing}; it has {', '.join(names) or 'none'}; give the folder of one split")
-    evaluation_name = None if is_evaluation else next((name for name in SPLIT_WORDS[EVALUATION_SPLIT] if name in names), None)
+    evaluation_name = None if is_evaluation else find_validation_split(names)
     other_names = [name for name in names if name not in (split, evaluation_name)]
     if other_names:
         say_once(f"{path}: not trained on: split {', '.join(other_names)}, which is left alone")

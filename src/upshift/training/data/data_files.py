@@ -99,10 +99,12 @@ def find_split(names: Collection[str], *, is_evaluation: bool) -> str | None:
     """
     if not is_evaluation:
         return "train" if "train" in names else None
-    for word in SPLIT_WORDS[EVALUATION_SPLIT]:
-        if word in names:
-            return word
-    return next(iter(names)) if len(names) == 1 else None
+    return find_validation_split(names) or (next(iter(names)) if len(names) == 1 else None)
+
+
+def find_validation_split(names: Collection[str]) -> str | None:
+    """Return which of the splits is for validation, or None."""
+    return next((word for word in SPLIT_WORDS[EVALUATION_SPLIT] if word in names), None)
 
 
 def file_kind(path: Path) -> Kind:
