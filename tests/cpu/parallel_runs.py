@@ -6,11 +6,13 @@ world runs its cases one after the other. Cases and what they gave cross the bor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,7 @@ class Case:
     steps: int = STEPS
     device: str = "cpu"
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
+    skips: tuple[int, ...] = ()  # steps in which no rank runs the MLP of the last layer
 
     @property
     def alone(self) -> Case:
@@ -220,7 +223,9 @@ def train(case: Case) -> Result:
     for step in range(case.steps):
         if case.fails is not None and (place.rank, step) == (case.fails["rank"], case.fails["step"]):
             run_out_of_memory(model, **{name: value for name, value in case.fails.items() if name not in ("rank", "step")})
-        outcomes.append(stepper.step(next(batches)))
+        has_last_layer = place.stage == plan.layout.pipeline_parallel - 1
+        with without_mlp(model) if step in case.skips and has_last_layer else contextlib.nullcontext():
+            outcomes.append(stepper.step(next(batches)))
     seven = some_sequences(7, "mixed", seed=9)
     held_out = evaluation_batches(seven, global_batch=GLOBAL_BATCH, layout=layout, objective=objective)
     return Result(
@@ -232,6 +237,21 @@ def train(case: Case) -> Result:
         halvings=stepper.halvings,
         pinned=most_pinned_bytes() if plan.activation_offload else 0,
     )
+
+
+@contextlib.contextmanager
+def without_mlp(model: Any) -> Iterator[None]:
+    """The last layer's MLP adds nothing while open, and none of its weights is used."""
+    import torch
+
+    from upshift.models.build import find_stacks
+
+    mlp = find_stacks(model)[-1][1][-1].mlp
+    mlp.forward = torch.zeros_like
+    try:
+        yield
+    finally:
+        del mlp.forward
 
 
 def most_pinned_bytes() -> int:

@@ -49,6 +49,7 @@ CASES = {
     "recomputed interleaved": Case(world=2, layout=TWO | SCHEDULES["interleaved"], plan={"activation_checkpointing": 3}),
     "chunked loss": Case("qwen2 tied", 2, TWO, {"loss_chunk_tokens": 16}),
     "bf16 weights, tied": Case("qwen2 tied", 2, TWO, {"precision": "bf16-weights"}),
+    "weights that no rank uses in some steps": Case(world=2, layout=TWO, options={"weight_decay": 10.0}, skips=(0, 2, 3)),
     "one micro-batch": Case(world=2, layout=TWO, micro_batch=8),
     "four stages": Case("qwen2 tied", 4, {"pipeline_parallel": 4}),
     **{

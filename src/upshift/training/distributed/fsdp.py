@@ -15,7 +15,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -135,6 +135,43 @@ def reshard_weights(model: nn.Module) -> None:
     """Free the gathered weights after a forward pass that no backward pass follows."""
     for module in sharded_modules(model):
         module.reshard()
+
+
+class UsedWeights:
+    """Record which weights of a sharded model get a gradient from this rank's backward passes in a step.
+
+    fully_shard gives every weight of a module a gradient if the module runs: zero for a weight that no rank used. An optimizer
+    would decay such a weight, and change its moments. The record is of the gathered weights, which exist from the first forward
+    pass of their module on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._used: set[nn.Parameter] = set()
+        self._watched: set[nn.Module] = set()
+        self._shards = dict(model.named_parameters())
+        for path, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                sharded: Any = module  # torch types an FSDPModule as no module
+                sharded.register_forward_pre_hook(torch.compiler.disable(partial(self._watch, path)))
+
+    def __contains__(self, shard: object) -> bool:
+        return shard in self._used
+
+    def clear(self) -> None:
+        self._used.clear()
+
+    def _watch(self, path: str, module: nn.Module, _: object) -> None:
+        """Watch the gathered weights of a module. fully_shard's own hook, which gathers them, runs before this one."""
+        if module in self._watched:
+            return
+        self._watched.add(module)
+        for name, gathered in module.named_parameters(prefix=path):
+            shard = self._shards[name]
+            if gathered is not shard and gathered.requires_grad:  # the weights of a module within it are gathered later
+                gathered.register_post_accumulate_grad_hook(partial(self._record, shard))
+
+    def _record(self, shard: nn.Parameter, _: torch.Tensor) -> None:
+        self._used.add(shard)
 
 
 logger = logging.getLogger(__name__)

@@ -44,13 +44,13 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_reduce_over(tensor: torch.Tensor, mesh: Mesh, names: Iterable[str]) -> None:
-    """Sum a tensor in place over these dimensions of the mesh."""
+def all_reduce_over(tensor: torch.Tensor, mesh: Mesh, names: Iterable[str], *, operation: Any = dist.ReduceOp.SUM) -> None:
+    """Sum a tensor in place, or apply another reduction, over these dimensions of the mesh."""
     if mesh.device_mesh is None:
         return
     for name in names:
         if mesh.device_mesh[name].size() > 1:
-            dist.all_reduce(tensor, group=mesh.device_mesh.get_group(name))
+            dist.all_reduce(tensor, op=operation, group=mesh.device_mesh.get_group(name))
 
 
 def sum_loss(total: torch.Tensor, mesh: Mesh) -> None:
@@ -75,20 +75,29 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Sum gradients over the ranks that have the same weights.
 
-    An expert's gradient already covers the tokens of all ranks that share experts. A weight that no rank used has no gradient
-    afterwards, unless ranks exchange tensors within a layer.
+    An expert's gradient already covers the tokens of all ranks that share experts.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    counts = use_counts(trained)
     experts = [parameter for module in expert_modules(model, mesh) for parameter in module.parameters()]
     expert_ids = set(map(id, experts))
     shared = local_gradients(parameter for parameter in model.parameters() if id(parameter) not in expert_ids)
-    sum_in_buckets([counts, *shared], lambda flat: all_reduce_over(flat, mesh, REPLICA_DIMENSIONS))
+    sum_in_buckets(shared, lambda flat: all_reduce_over(flat, mesh, REPLICA_DIMENSIONS))
     if mesh.expert_mesh is not None:
         group = mesh.expert_mesh.get_group("replicas")
         sum_in_buckets(local_gradients(experts), lambda flat: dist.all_reduce(flat, group=group))
-    if not mesh.plan.layout.exchanges:
-        drop_unused_gradients(trained, counts)
+
+
+def unused_parameters(parameters: list[nn.Parameter], mesh: Mesh, is_used: Callable[[nn.Parameter], bool]) -> list[nn.Parameter]:
+    """Return the parameters that no rank of this pipeline stage used in this step. Every rank calls it.
+
+    ``is_used`` says whether this rank's backward passes gave a gradient to the parameter, or to its part of it. A GPU is waited
+    for only if some parameter was not used here.
+    """
+    used = [is_used(parameter) for parameter in parameters]
+    flags = torch.tensor(used, dtype=torch.uint8, device=mesh.plan.device)
+    all_reduce_over(flags, mesh, (*REPLICA_DIMENSIONS, "tensor"), operation=dist.ReduceOp.MAX)
+    if all(used):
+        return []
+    return [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if not flag]
 
 
 def use_counts(parameters: list[nn.Parameter]) -> torch.Tensor:

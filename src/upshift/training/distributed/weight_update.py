@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.internals.torch_names import SCALER_STATES
+from upshift.planning.layout import Layout
+from upshift.training.distributed.fsdp import UsedWeights
 from upshift.training.distributed.gradients import (
     ShardedDimensions,
     clip_gradients,
@@ -19,6 +21,7 @@ from upshift.training.distributed.gradients import (
     sum_tied_gradients,
     tied_copies,
     total_norm,
+    unused_parameters,
 )
 from upshift.training.distributed.mesh import Mesh
 from upshift.training.distributed.partial_gradients import sum_partial_gradients
@@ -27,7 +30,14 @@ from upshift.training.optimizers.sharded import ShardedOptimizer, UpdateSharding
 
 
 class ShardedWeights:
-    """The UpdateSharding of weights that are DTensors, or whole on every rank: each rank updates what it has."""
+    """The UpdateSharding of weights that are DTensors, or whole on every rank: each rank updates what it has.
+
+    With ``zero_bubble`` every weight counts as used, because its backward pass passes by the hooks that would tell.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._used = UsedWeights(model) if layout.gathers else None
+        self._knows_uses = not (layout.gathers and layout.splits_backward)
 
     def shard(self, parameter: Tensor) -> Tensor:
         return local_shard(parameter.detach())
@@ -38,6 +48,14 @@ class ShardedWeights:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return None if parameter.grad is None else local_shard(parameter.grad)
 
+    def is_used(self, parameter: Tensor) -> bool:
+        if not self._knows_uses:
+            return True
+        return parameter.grad is not None if self._used is None else parameter in self._used
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        parameter.grad = None
+
     def sharded_along(self, parameter: Tensor) -> ShardedDimensions:
         return sharded_dimensions(parameter)
 
@@ -45,26 +63,30 @@ class ShardedWeights:
         pass  # shards use the memory of the weights
 
     def forget(self) -> None:
-        pass
+        if self._used is not None:
+            self._used.clear()
 
 
 def make_update_sharding(model: nn.Module, mesh: Mesh) -> UpdateSharding | None:
     """Return how ranks divide the update, or None if each rank updates whole parameters, as one process does."""
     if mesh.plan.layout.fully_shard == "optimizer":
         return ShardedUpdate(model, mesh)
-    return ShardedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
+    has_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return ShardedWeights(model, mesh.plan.layout) if has_shards else None
 
 
 def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, *, summed: bool) -> None:
     """Set the gradients of the optimizer's parameters to those of the whole job.
 
-    ``summed`` says that they are already summed over the ranks with the same weights.
+    ``summed`` says that they are already summed over the ranks with the same weights. A weight that no rank used has no gradient
+    afterwards, so that the optimizer leaves it alone, as in one process.
     """
     sharding = optimizer.sharding if isinstance(optimizer, ShardedOptimizer) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad if sharding is None else sharding.gradient(parameter)
 
+    unused = find_unused(optimizer, model, mesh)
     if isinstance(sharding, ShardedUpdate):
         sum_partial_gradients(model, mesh, sharding.whole_gradient)
         sharding.reduce()
@@ -73,8 +95,28 @@ def sum_gradients_over_job(optimizer: torch.optim.Optimizer, model: nn.Module, m
             sum_gradients(model, mesh)
         sum_partial_gradients(model, mesh)
     sum_tied_gradients(model, gradient_of)
+    drop_gradients(optimizer, unused)
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.take_gradients()
+
+
+def find_unused(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """Return the trained parameters that no rank used in this step. Every rank calls it, before gradients are summed."""
+    if mesh.device_mesh is None:
+        return []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optimizer, ShardedOptimizer):
+        return unused_parameters(trained, mesh, optimizer.sharding.is_used)
+    return unused_parameters(trained, mesh, lambda parameter: parameter.grad is not None)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Drop the gradients of these parameters, so that the optimizer leaves them alone."""
+    for parameter in parameters:
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.sharding.drop_gradient(parameter)
+        else:
+            parameter.grad = None
 
 
 def clip_all_gradients(optimizer: torch.optim.Optimizer, model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:

@@ -95,6 +95,12 @@ class ShardedUpdate:
             parameter.grad = torch.zeros_like(parameter)
         return local_shard(parameter.grad)
 
+    def is_used(self, parameter: Tensor) -> bool:
+        return parameter in self._sums if self.has_masters else parameter.grad is not None
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        self._reduced.pop(parameter, None)
+
     def reduce(self) -> None:
         """Reduce gradients bucket by bucket, and drop the unreduced ones."""
         wholes = {parameter: self.whole_gradient(parameter) for parameter in self.trained}

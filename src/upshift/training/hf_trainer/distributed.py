@@ -26,6 +26,8 @@ from upshift.training.distributed.parallelize import parallelize
 from upshift.training.distributed.weight_update import (
     agree_on_overflow,
     clip_all_gradients,
+    drop_gradients,
+    find_unused,
     make_update_sharding,
     sum_gradients_over_job,
 )
@@ -158,6 +160,7 @@ class DistributedTraining(LibraryTrainer):
         optimizer = self._upshift_plain_optimizer()
         scaler = getattr(self.accelerator, "scaler", None)
         if self._upshift_has_own_step and isinstance(optimizer, ShardedOptimizer):
+            drop_gradients(optimizer, find_unused(optimizer, self.model, self._upshift_mesh))
             optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:

@@ -31,6 +31,12 @@ class UpdateSharding(Protocol):
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of the shard, summed over ranks."""
 
+    def is_used(self, parameter: Any) -> bool:
+        """Return whether this rank's backward passes gave the parameter a gradient, before gradients are summed over ranks."""
+
+    def drop_gradient(self, parameter: Any) -> None:
+        """Drop the summed gradient of a parameter that no rank used, so that the optimizer leaves its shard alone."""
+
     def sharded_along(self, parameter: Tensor) -> Any:
         """Return the mesh dimensions along which ranks have different shards of the parameter."""
 
