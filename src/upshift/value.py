@@ -10,11 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from upshift.errors import RequestError
 
 SHOWN_LENGTH = 80  # characters of a wrong value in a message
+
+
+def read_boolean(text: str) -> bool:
+    """Return the truth value of a text, read as every field of a Value reads it. Raise ValueError for any other text.
+
+    The texts are true, yes, on, y, t, 1, false, no, off, n, f and 0, in upper or lower case.
+    """
+    return TypeAdapter(bool).validate_python(text)
 
 
 class _RaisesRequestErrors(type(BaseModel)):  # type: ignore[misc]

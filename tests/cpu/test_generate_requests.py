@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from command import Command
 from test_generate import CONFIGS, SEQ2SEQ, SMALL, ids_of, save
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, LlamaConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+)
 
 import upshift
 from upshift.errors import NothingFits, RequestError
@@ -20,13 +30,15 @@ from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation import prefix as prefill
 from upshift.inference.generation.contest import GenerationTask
 from upshift.inference.generation.options import GenerationOptions, read_options
-from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, read_prompts
+from upshift.inference.generation.prompts import Prompts, check_files, prompt_record, prompt_vocabulary, read_prompts
 from upshift.inference.generation.sequence import GeneratedSequence
 from upshift.inference.race.types import Contest
 from upshift.inference.resumable_output import UnfinishedLines
 from upshift.inference.weights import find_weights, needed_memory, weights_size
 from upshift.models.generation_config import read_defaults
+from upshift.models.source import find_model
 
+PROMPT = "the quick brown fox jumps over the lazy dog"
 FEW = ("--engine", "torch", "--max-new-tokens", 4)
 
 
@@ -53,6 +65,36 @@ def test_a_chat_template_says_what_it_does_not_take(model: str, template: str, s
     prompts.tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"prompt 2 is not what the chat template of .* takes .*{said}"):
         prompts.tokenize(["a text", [{"role": "system", "content": "s"}]])
+
+
+def test_a_tokenizer_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
+    """Its tokens would be read outside of the embedding, or, under XLA, as other tokens."""
+    shutil.copytree(model, tmp_path / "small")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
+    prompts = Prompts(find_model(str(tmp_path / "small")))
+    known = next(token for token, number in prompts.tokenizer.get_vocab().items() if 10 < number < 70 and token.isalpha())
+    assert max(prompts.tokenize([known])[0]) < 70
+    unknown = max(prompts.tokenizer(PROMPT).input_ids)
+    assert unknown >= 70
+    with pytest.raises(
+        RequestError, match=r"prompt 3 has the token id \d+, and .* has 0 to 69: the tokenizer is of another model"
+    ):
+        prompts.tokenize([known, PROMPT], first=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("T5Config", 50), ("LlamaConfig", 60), ("Gemma3Config", 70), ("LlavaConfig", 80), ("EncoderDecoderConfig", 90)],
+)
+def test_the_vocabulary_of_a_prompt_is_that_of_what_reads_it(kind: str, size: int) -> None:
+    if kind == "EncoderDecoderConfig":
+        config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(vocab_size=size), BertConfig(vocab_size=7))
+    elif kind in ("Gemma3Config", "LlavaConfig"):
+        config = getattr(transformers, kind)(text_config={"vocab_size": size})
+    else:
+        config = getattr(transformers, kind)(vocab_size=size)
+    assert prompt_vocabulary(config) == size
 
 
 @pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [None], [3], [[]], [["hi"]], ["\ud800"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ def same(one: GlobalBatch, other: GlobalBatch) -> bool:
         and all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
         for first, second in pairs
     )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_trial_whose_loss_is_no_number_says_so(
+    loss: float, model: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "evaluate", lambda *_: loss)
+    path = tmp_path / "request.json"
+    path.write_text(a_request(model, stored, a_plan(model)).to_json())
+    answers: list[TrialResult] = []
+    worker.main(path, answers.append)
+    assert answers[-1].failure is not None and "the loss became" in answers[-1].failure
+    assert all(answer.check_loss is None for answer in answers)
 
 
 @pytest.mark.parametrize(("packing", "seed"), [(False, 42), (True, 7)])

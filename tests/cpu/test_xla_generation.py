@@ -254,6 +254,8 @@ def test_prompts_share_few_widths() -> None:
         ([[5]], {"num_beams": 2, "do_sample": True}, "num_beams=1 or do_sample=False"),
         ([[5]], {"repetition_penalty": 2.0}, "repetition_penalty"),
         ([[5]], {"top_p": 0.0}, "top_p"),
+        ([[5], [5, 10**6]], {"max_new_tokens": 4}, "prompt 2 has the token id 1000000, and .* the tokenizer is of another model"),
+        ([[5]], {"suppress_tokens": [10**6]}, "suppress_tokens has 1000000, which is no token of the model"),
     ],
 )
 def test_wrong_requests_are_one_line(prompts: Any, options: dict[str, Any], words: str, generators: Any) -> None:

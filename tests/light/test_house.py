@@ -43,6 +43,7 @@ SIDEWAYS = {  # the only imports within one floor
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("cli", "serving"): "likewise; the server is serving's",
     ("xla", "training"): "what a user decides about a run is the same for both backends",
+    ("xla", "inference"): "a prompt has the same tokens, and is refused in the same words, for both backends",
     ("benchmarking", "hardware"): "a result row names the host that it was measured on",
 }
 

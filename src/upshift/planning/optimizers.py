@@ -13,6 +13,7 @@ Names that transformers has and Upshift does not plan are refused with the reaso
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.value import first_problem
+from upshift.value import first_problem, read_boolean
 
 FOLDER = Path(__file__).parents[1] / "training" / "optimizers"
 DECLARATION_START = "\nOPTIMIZER = {"
@@ -145,10 +146,26 @@ def check_name(name: str) -> None:
         raise RequestError(f"optim={name} is not offered: {REFUSED[name]}")
 
 
-def check_library(library: str, *, purpose: str) -> None:
-    """Raise MissingExtra with the install line where the library is not installed."""
+def check_library(library: str, *, purpose: str, on_gpu: bool = False) -> None:
+    """Raise MissingExtra with the install line where the library is not installed.
+
+    ``on_gpu``: also raise RequestError if the installed build has no machine code for GPUs.
+    """
     if find_spec(library) is None:
         raise MissingExtra(library=library, extra=EXTRAS[library], purpose=purpose)
+    if on_gpu and not has_gpu_code(library):
+        raise RequestError(
+            f"{purpose} needs {library} with its code for GPUs, and the installed {library} has none (it is built for CPUs "
+            f"only); run  pip install --force-reinstall {library}"
+        )
+
+
+def has_gpu_code(library: str) -> bool:
+    """Return whether a library is installed with machine code for GPUs, as bitsandbytes packs it: one file for each version."""
+    spec = find_spec(library)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    names = [file.name for folder in folders for file in Path(folder).iterdir()]
+    return any(re.fullmatch(rf"lib{library}_(cuda|rocm)[0-9]+\.(so|dll)", name) for name in names)
 
 
 def read_optim_args(optim: str, text: str) -> dict[str, Option]:
@@ -172,11 +189,5 @@ def read_optim_args(optim: str, text: str) -> dict[str, Option]:
 
 def _read(kind: type, text: str) -> Option:
     if kind is bool:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_check_boolean(text)]
+        return read_boolean(text)
     return int(text) if kind is int else float(text)
-
-
-def _check_boolean(text: str) -> str:
-    if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
-        raise ValueError(text)
-    return text.lower()

@@ -11,8 +11,9 @@ from torch import nn
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ACTIVATE_NEFTUNE
 from upshift.planning.plan import Plan
+from upshift.planning.search.space import fixed_value
 
-WHOLE_ROWS = {"packing": "false", "tensor_parallel": "1", "context_parallel": "1", "pipeline_parallel": "1"}
+WHOLE_ROWS = {"packing": False, "tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1}
 
 
 def fixed_for_neftune(fixed: tuple[str, ...]) -> tuple[str, ...]:
@@ -22,12 +23,12 @@ def fixed_for_neftune(fixed: tuple[str, ...]) -> tuple[str, ...]:
     """
     user_values = dict(text.partition("=")[::2] for text in fixed)
     for name, value in WHOLE_ROWS.items():
-        if user_values.get(name, value).lower() != value:
+        if fixed_value(fixed, name) not in (None, value):
             raise RequestError(
-                f"--neftune-noise-alpha needs {name}={value}, and {name}={user_values[name]} is set: packed or divided rows "
-                "have other noise than the Trainer's; leave one of the two out"
+                f"--neftune-noise-alpha needs {name}={str(value).lower()}, and {name}={user_values[name]} is set: packed or "
+                "divided rows have other noise than the Trainer's; leave one of the two out"
             )
-    return (*fixed, *(f"{name}={value}" for name, value in WHOLE_ROWS.items() if name not in user_values))
+    return (*fixed, *(f"{name}={str(value).lower()}" for name, value in WHOLE_ROWS.items() if name not in user_values))
 
 
 def check_neftune(plan: Plan, alpha: float | None) -> None:

@@ -80,10 +80,7 @@ def check_tokens(options: GenerationOptions, arguments: Mapping[str, Any], vocab
     ``arguments`` are the user's options. The eos_token_id of a model's file may have such ids."""
     token_options = {name: getattr(options, name) for name in TOKEN_OPTIONS}
     biased = tuple(ids for ids, _ in options.sequence_bias)
-    for name, value in {"sequence_bias": biased, **token_options}.items():
-        unknown = [token for token in _flatten(value) if not 0 <= token < vocabulary]
-        if unknown and (name in arguments or name != "eos_token_id"):
-            raise RequestError(f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
+    check_token_ids({"sequence_bias": biased, **token_options}, arguments, vocabulary)
     if options.bad_words_ids and {*options.bad_words_ids} <= {(token,) for token in options.eos_token_id}:
         raise RequestError("bad_words_ids has nothing but the token that ends a text; ask for min_new_tokens, or for other words")
     if options.exponential_decay_length_penalty is not None and not options.eos_token_id:
@@ -91,6 +88,16 @@ def check_tokens(options: GenerationOptions, arguments: Mapping[str, Any], vocab
             "exponential_decay_length_penalty raises the score of the token that ends a text, and the model names none; give "
             "eos_token_id, or leave it out"
         )
+
+
+def check_token_ids(options: Mapping[str, Any], arguments: Mapping[str, Any], vocabulary: int) -> None:
+    """Raise RequestError if an option, by its name, has a token id that is not below ``vocabulary``.
+
+    ``arguments`` are the user's options. The eos_token_id of a model's file may have such ids."""
+    for name, value in options.items():
+        unknown = [token for token in _flatten(value) if not 0 <= token < vocabulary]
+        if unknown and (name in arguments or name != "eos_token_id"):
+            raise RequestError(f"{name} has {unknown[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
 
 
 def _flatten(value: Any) -> Iterator[int]:

@@ -31,13 +31,15 @@ class Prompts:
         self.tokenizer = load_tokenizer(source)
         self.chat = chat
         self._reference = source.reference
+        self._vocabulary = prompt_vocabulary(source.hf_config)
         if chat:
             self._check_template()
 
     def tokenize(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
         """Return the token ids of prompts. ``first`` is the index of the first prompt among all, for messages.
 
-        Raise RequestError for a prompt that is of another type, has no tokens, or does not suit the chat template."""
+        Raise RequestError for a prompt that is of another type, has no tokens, has tokens that the model does not have, or does
+        not suit the chat template."""
         prompt_ids = []
         for number, prompt in enumerate(prompts, start=first + 1):
             if not _is_prompt(prompt):
@@ -45,6 +47,7 @@ class Prompts:
             ids = self._tokenize_one(prompt, f"prompt {number}")
             if not ids:
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
+            check_prompt_ids(ids, f"prompt {number}", self._vocabulary, self._reference)
             prompt_ids.append(ids)
         return prompt_ids
 
@@ -95,6 +98,23 @@ class Prompts:
     def _check_template(self) -> None:
         if not self.tokenizer.chat_template:
             raise RequestError(f"{self._reference!r} has no chat template; give texts instead of messages, without --chat")
+
+
+def prompt_vocabulary(config: Any) -> int:
+    """Return the number that all token ids of a prompt are below: of the encoder if the model has one, else of the decoder."""
+    encoder_config = getattr(config, "encoder", None) if config.is_encoder_decoder else None
+    text_config = encoder_config or config.get_text_config(decoder=True)
+    return int(text_config.get_text_config().vocab_size)
+
+
+def check_prompt_ids(ids: Sequence[int], name: str, vocabulary: int, reference: str) -> None:
+    """Raise RequestError for a token id that the model does not have. ``name`` names the prompt in the message."""
+    unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        raise RequestError(
+            f"{name} has the token id {unknown}, and {reference!r} has 0 to {vocabulary - 1:,}: the tokenizer is of another "
+            "model; save the tokenizer with which the model was trained beside it"
+        )
 
 
 def normalize_chat(prompt: Messages | Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from upshift.models.tracing.compiled import Call
 from upshift.models.tracing.lone_draws import KEEPS_LAYERS, lone_draws
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
+from upshift.models.tracing.routing import all_tokens_to_one_expert
 from upshift.models.tracing.symbolic_sizes import PlainSizes, PrimeSizes
 
 
@@ -318,6 +319,8 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
     packed_rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
     no_padding_warning = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
     grouped_product = GROUPED_PRODUCT.replaced(lambda *_: False)
-    with packed_rows, no_padding_warning, grouped_product, lone_draws(KEEPS_LAYERS), warnings.catch_warnings():
+    draws = lone_draws(KEEPS_LAYERS)
+    routing = all_tokens_to_one_expert()
+    with packed_rows, no_padding_warning, grouped_product, draws, routing, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -516,6 +516,9 @@ def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
     model.train(False)
     with fake_masks(masked=False), tracer.fake, torch.no_grad():
         inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
+        if tracer.base.config.is_encoder_decoder:  # as generate does: an encoder has no cache, and some refuse use_cache
+            encoder_inputs = {name: value for name, value in inputs.items() if name != "labels"}
+            inputs["encoder_outputs"] = tracer.base.get_encoder()(**encoder_inputs, return_dict=True)
         cache = returned_cache(model(**inputs, use_cache=True))
     model.train()
     return getattr(cache, "self_attention_cache", cache)

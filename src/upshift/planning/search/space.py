@@ -24,7 +24,7 @@ from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.models.source import ModelSource
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout, divisors
-from upshift.planning.optimizers import ALIASES, check_library, check_name, optimizers, read_optim_args
+from upshift.planning.optimizers import ALIASES, check_library, check_name, has_gpu_code, optimizers, read_optim_args
 from upshift.planning.plan import (
     Attention,
     Compile,
@@ -225,6 +225,8 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
         raise RequestError(f"--set {layout_text} is for several ranks, and {host.name} has one GPU; leave it out")
     fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
     check_processes(fixed, host)
+    if quantized and host.device == "cuda" and host.measured is not None:
+        check_library("bitsandbytes", purpose="a model in 4 bits", on_gpu=True)
     _check_batches(fixed, host, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
     if fixed.get("mup_base"):
@@ -301,6 +303,13 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
     kind = Layout if is_layout_field else Plan
     required = {} if is_layout_field else required_of_plan
     return parse_field(kind, required, name, text, valid=list_valid_values(options), option=option)
+
+
+def fixed_value(assignments: tuple[str, ...], name: str) -> Any:
+    """Return the value that ``field=value`` assignments give a field of a plan, or None without one. Raises RequestError."""
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    texts = [text for field, _, text in (assignment.partition("=") for assignment in assignments) if field == name]
+    return parse_value(name, texts[-1], hints[name]) if texts else None
 
 
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
@@ -388,7 +397,7 @@ def _reason_not_legal_here(name: str, value: Any, host: Host, workload: Workload
     if name == "optim" and optimizers()[value].compiles and lacks_compiler(host):
         return f" ({library} compiles its update, and no compiler works here; run  upshift doctor)"
     if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
-        check_library(library, purpose=f"{name}={value}")
+        check_library(library, purpose=f"{name}={value}", on_gpu=name == "optim" and optimizers()[value].cuda_only)
     return ""
 
 
@@ -421,7 +430,8 @@ def _optimizers(host: Host, workload: Workload) -> list[str]:
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
         runs_here = (host.device == "cuda" or not facts.cuda_only) and not (facts.compiles and lacks_compiler(host))
-        if allowed and runs_here and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
+        has_library = facts.library is None or (has_gpu_code if facts.cuda_only else _is_installed)(facts.library)
+        if allowed and runs_here and name not in ALIASES and has_library:
             names.append(name)
     return names
 

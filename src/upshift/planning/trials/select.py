@@ -323,10 +323,13 @@ def _unique_entries(*entries: Tried) -> list[Tried]:
 
 
 def _has_wrong_loss(entry: Tried, default: Tried) -> bool:
+    """Return whether a plan computes another loss than the plain default. A loss that is NaN or infinite is always wrong."""
     loss = entry.best.check_loss
     default_loss = default.best.check_loss
     tolerance = loosen_tolerance(LOSS_TOLERANCE, default.best.check_labels)
-    return loss is not None and default_loss is not None and abs(loss - default_loss) > tolerance * abs(default_loss)
+    if loss is None or default_loss is None:
+        return False
+    return not abs(loss - default_loss) <= tolerance * abs(default_loss)  # also for NaN, which is neither above nor below
 
 
 def _choose_next(

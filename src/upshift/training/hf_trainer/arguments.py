@@ -16,6 +16,7 @@ from upshift.errors import RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.search.space import fixed_value
 from upshift.settings import read_ranks
 
 Treatment = Literal["honoured", "planned", "refused"]
@@ -270,7 +271,7 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
                 f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
                 "--from-config --mup-base, or upshift.train(..., mup_base=)"
             )
-        if name not in OPT_IN_FIELDS or value.lower() not in ("true", "1", "yes", "on"):
+        if name not in OPT_IN_FIELDS or not fixed_value(fixed, name):
             continue
         if optimizer_given:
             raise RequestError(f"fixed {assignment!r} is for an optimizer that the Trainer makes; leave the optimizer to it")

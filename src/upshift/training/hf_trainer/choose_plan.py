@@ -31,7 +31,7 @@ from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.row_sharing import why_not_isolated
 from upshift.planning.search.ranking import Candidate
-from upshift.planning.search.space import check_allow
+from upshift.planning.search.space import check_allow, fixed_value
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
@@ -238,7 +238,7 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
         allow=allow,
         clips_gradients=request.clips_gradients,
     )
-    if not request.split.flattens and "packing=True" in request.fixed:
+    if not request.split.flattens and fixed_value(request.fixed, "packing"):
         raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limit_memory(request.host, request.memory_limit_gib)
@@ -268,16 +268,16 @@ def whole_batch_fields(fixed: tuple[str, ...], *, num_rows: int, own_step: bool,
     ``fixed`` are the user's. ``own_step`` means that the script's training_step runs for each batch. ``reason`` is why the
     batches stay whole. Raise RequestError for a field of the user that needs other batches or another step.
     """
-    required = {"per_device_train_batch_size": str(num_rows), "packing": "False"}
+    required = {"per_device_train_batch_size": num_rows, "packing": False}
     if own_step:
-        required |= dict.fromkeys(OPT_IN_FIELDS, "False")
-    chosen = dict(assignment.partition("=")[::2] for assignment in fixed)
+        required |= dict.fromkeys(OPT_IN_FIELDS, False)
+    chosen = {name: fixed_value(fixed, name) for name in required}
     for name, value in required.items():
-        if chosen.get(name, value) != value:
+        if chosen[name] not in (None, value):
             raise RequestError(
                 f"{name}={chosen[name]} is not possible: batches of {num_rows} rows stay whole, because {reason}; leave it out"
             )
-    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in chosen))
+    return (*fixed, *(f"{name}={value}" for name, value in required.items() if chosen[name] is None))
 
 
 def batch_fields(plan: Plan) -> tuple[str, ...]:

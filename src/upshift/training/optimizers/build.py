@@ -95,9 +95,9 @@ def _adafactor(groups: Groups, lr: float) -> torch.optim.Optimizer:
 
 def _library_builder(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
     if ALIASES.get(plan.optim, plan.optim) == "adamw_bnb_8bit":
-        check_library("bitsandbytes", purpose=f"optim={plan.optim}")
         if plan.device != "cuda":
             raise RequestError(f"optim={plan.optim} needs a CUDA device, not {plan.device}; use adamw_torch_8bit")
+        check_library("bitsandbytes", purpose=f"optim={plan.optim}", on_gpu=True)
         from bitsandbytes.optim import AdamW
 
         return lambda groups: AdamW(groups, optim_bits=8, **adam)

@@ -56,7 +56,7 @@ from upshift.training.prepare import (
     prepare_model,
 )
 from upshift.training.process_group import join_processes
-from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, TrainStep
+from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, TrainStep, check_finite
 
 CHECK_SEQUENCES = 4  # sequences whose loss is compared between plans
 WARM_STEPS = 2  # first steps, which allocate, compile and tune; a run's meter leaves out as many
@@ -124,6 +124,7 @@ def run_trial(request: TrialRequest, send_partial: SendResult) -> TrialResult:
     if batches.longest.has_pairs:
         turn_off_dropout(model)
     check_loss = evaluate(model, plan, batches.checked)
+    check_finite(check_loss)
 
     def complete(result: TrialResult) -> TrialResult:
         """Add the measurements from before the steps to the result.
@@ -493,6 +494,8 @@ class Trial:
         share = float(train_step.accumulate(micro_batch, batch.num_label_tokens, last=self.exchanges))
         if self.exchanges:
             train_step.agree()
+        check_finite(eager)
+        check_finite(share)
         ratio = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
         tolerance = loosen_tolerance(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
         if abs(ratio - 1.0) < tolerance:

@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from upshift.errors import RequestError
+from upshift.inference.generation.options import check_token_ids
+from upshift.inference.generation.prompts import Prompts, check_prompt_ids, prompt_vocabulary
 from upshift.models.config import stable_positions_in
 from upshift.models.describe import max_positions
 from upshift.models.generation_config import read_defaults, start_token
@@ -21,7 +23,7 @@ from upshift.models.profile_cache import isolation_of
 from upshift.models.sequence_length import check_border
 from upshift.models.source import ModelSource
 from upshift.value import Value
-from upshift.xla.generation.options import XlaGeneration, XlaGenerationOptions, read_options
+from upshift.xla.generation.options import TOKEN_OPTIONS, XlaGeneration, XlaGenerationOptions, read_options
 from upshift.xla.generation.passes import DecoderOnly, EncoderDecoder
 from upshift.xla.generation.program import Passes, generate_tokens
 from upshift.xla.generation.sampling import Sampling
@@ -88,6 +90,7 @@ class XlaGenerator:
         self._functions: dict[XlaGeneration, Any] = {}
         self._passes = passes_of(model.torch_model, model.source)
         self._longest = max_positions(model.torch_model)
+        self._vocabulary = prompt_vocabulary(model.torch_model.config)
         decoder_config = model.torch_model.config.get_text_config(decoder=True)
         self._border = stable_positions_in(decoder_config) if self._passes.pads_left else None
 
@@ -97,7 +100,10 @@ class XlaGenerator:
 
     def options(self, **options: Unpack[XlaGenerationOptions]) -> XlaGeneration:
         """Return the options, completed by the model's generation_config.json. Raise RequestError for a wrong option."""
-        return read_options(self._defaults, options)
+        complete = read_options(self._defaults, options)
+        vocabulary = int(self.model.torch_model.config.get_text_config(decoder=True).vocab_size)
+        check_token_ids({name: getattr(complete, name) for name in TOKEN_OPTIONS}, options, vocabulary)
+        return complete
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[XlaGenerationOptions]) -> list[list[int]]:
         """Return the new token ids of each prompt of token ids, up to the end of its text."""
@@ -182,10 +188,11 @@ class XlaGenerator:
         return run
 
     def _check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration, first: int) -> None:
-        """Raise RequestError for a prompt that is empty, or too long for the model or for the options."""
+        """Raise RequestError for a prompt that is empty, too long, or has tokens that the model does not have."""
         for number, prompt in enumerate(prompts, start=first + 1):
             if not len(prompt):
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
+            check_prompt_ids(prompt, f"prompt {number}", self._vocabulary, self.model.source.reference)
             max_length = options.max_length
             if max_length is not None and max_length <= (len(prompt) if self._passes.pads_left else 1):
                 raise RequestError(
@@ -271,8 +278,5 @@ def generate(
     generator = XlaGenerator(build(model) if isinstance(model, str) else model)
     if not any(isinstance(prompt, str) for prompt in prompts):
         return generator.generate(prompts, **options)  # type: ignore[arg-type]
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(generator.model.source.directory)
-    generated = generator.generate([tokenizer(prompt).input_ids for prompt in prompts], **options)
-    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generated]
+    texts = Prompts(generator.model.source)
+    return [texts.decode(tokens) for tokens in generator.generate(texts.tokenize(prompts), **options)]

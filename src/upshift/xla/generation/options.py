@@ -11,6 +11,7 @@ from upshift.errors import RequestError
 from upshift.models.generation_config import FileDefaults, merge_options
 from upshift.value import Value
 
+TOKEN_OPTIONS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "eos_token_id")
 INPUTS = ("temperature", "top_k", "top_p", "seed")  # inputs of a program: changing them compiles nothing
 
 
