@@ -297,15 +297,3 @@ def test_a_model_that_looks_at_its_numbers_is_refused_in_words(tmp_path: Path) -
     with pytest.raises(RequestError, match=words) as told:
         upshift.inspect(str(folder), sequence_length=32)
     assert "Exception" not in str(told.value)
-
-
-def test_a_model_that_converts_its_weights_while_it_runs_is_refused_in_words(tmp_path: Path) -> None:
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=96, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2,
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=16,
-    )  # fmt: skip
-    folder = saved(transformers.SwitchTransformersForConditionalGeneration, config, tmp_path)
-    words = r"SwitchTransformersTop1Router \(modeling_switch_transformers.py:\d+\) converts its own weights.*transformers.Trainer"
-    with pytest.raises(RequestError, match=words) as refusal:
-        upshift.inspect(str(folder), sequence_length=32)
-    assert "swap" not in str(refusal.value)

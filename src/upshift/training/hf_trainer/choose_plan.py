@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.models.adapter import base_of
+from upshift.models.describe import attention_kernels
 from upshift.models.live_model import source_of
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
@@ -314,13 +317,39 @@ def restrict_to_isolation(split: Split, model: nn.Module) -> Split:
     return replace(split, drops_mask=split.drops_mask and isolation.padding == "unmasked", isolation=isolation)
 
 
-def check_plan(plan: Plan, split: Split) -> None:
-    """Raise RequestError if the user's plan would let texts of a row influence each other."""
-    reason = split.why_not_flat if plan.packing and not split.flattens else None
+def check_plan(plan: Plan, split: Split, model: nn.Module) -> None:
+    """Raise RequestError if the model cannot run the user's plan, or if texts of a row would influence each other."""
+    reason = _why_not_of_model(plan, base_of(model))
+    if reason is None and plan.packing and not split.flattens:
+        reason = split.why_not_flat
     if reason is None and split.isolation is not None:
         reason = why_not_isolated(split.isolation, plan)
     if reason is not None:
         raise RequestError(f"the given plan is not possible: {reason}")
+
+
+def check_masks(batch: Batch, model: nn.Module, error: Exception) -> None:
+    """Raise RequestError if a batch has a mask of more than two dimensions, with which the model raised ``error``."""
+    for name, value in batch.items():
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
+            message = " ".join(str(error).split())[:160]
+            raise RequestError(
+                f"{type(base_of(model)).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
+                "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
+            ) from None
+
+
+def _why_not_of_model(plan: Plan, base: nn.Module) -> str | None:
+    """Return which field of a plan this model of transformers does not have and what it has, or None."""
+    if not isinstance(base, PreTrainedModel):
+        return None
+    kernels = attention_kernels(base)
+    if plan.attention not in kernels:
+        return f"attention={plan.attention} is not for {type(base).__name__}; use one of {', '.join(kernels)}"
+    if plan.activation_checkpointing and not base.supports_gradient_checkpointing:
+        recomputed = f"activation_checkpointing={plan.activation_checkpointing}"
+        return f"{recomputed} is not for {type(base).__name__}, which recomputes no layers; use activation_checkpointing=0"
+    return None
 
 
 def limit_memory(host: Host, memory_limit_gib: float | None) -> Host:

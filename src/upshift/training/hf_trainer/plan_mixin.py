@@ -50,6 +50,7 @@ from upshift.training.hf_trainer.choose_plan import (
     PlanRequest,
     Sample,
     batch_fields,
+    check_masks,
     check_plan,
     choose,
     draw_sample,
@@ -207,7 +208,7 @@ class PlanMixin(LibraryTrainer):
         run_seconds = STEP_TO_FORWARD_RATIO * steps * self.args.gradient_accumulation_steps * seconds_per_batch
         if options.plan is not None and not self._upshift_has_own_step:
             split = restrict_to_isolation(split, self.model)
-            check_plan(options.plan, split)
+            check_plan(options.plan, split, self.model)
             return Choice(options.plan, "this plan was given"), split
         if rows is None or split.unit is None:
             return self._upshift_choose_for_whole_batches(plain, sample, split, steps, run_seconds), split
@@ -244,6 +245,7 @@ class PlanMixin(LibraryTrainer):
         chosen = self._upshift_fixed_fields() if options.plan is None else batch_fields(options.plan)
         fixed = whole_batch_fields(chosen, num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason)
         if options.plan is not None:
+            check_plan(options.plan, split, self.model)
             return Choice(options.plan, "this plan was given")
         if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
             why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
@@ -343,7 +345,8 @@ class PlanMixin(LibraryTrainer):
     def _upshift_time_first_batch(self, sample: Sample, total_steps: int) -> tuple[float, str | None]:
         """Return the seconds of the loss of the first batch, and what a plan that cuts batches must leave alone, or None.
 
-        The seconds are infinite if the loss cannot be computed here: some losses need gradients, or training mode.
+        The seconds are infinite if the loss cannot be computed here: some losses need gradients, or training mode. Raise
+        RequestError if a mask of every query and key is what the model does not take.
         """
         times: list[float] = []
         labels = sample.batches[0].get("labels") if self._upshift_counts_items(sample) else None
@@ -358,6 +361,8 @@ class PlanMixin(LibraryTrainer):
             except Exception as error:  # the script's loss may not work in evaluation mode
                 if is_out_of_memory(error):
                     raise
+                if self._upshift_uses_library_loss:
+                    check_masks(sample.batches[0], self.model, error)
                 times.clear()
         return min(times, default=math.inf), traces.reason
 
