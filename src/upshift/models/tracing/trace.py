@@ -59,9 +59,9 @@ from upshift.models.tracing.active_experts import count_experts
 from upshift.models.tracing.compiled import call_signature, compiled_saved_bytes, load_partition
 from upshift.models.tracing.fork_map import run_forked
 from upshift.models.tracing.op_counter import LiveTracker
-from upshift.models.tracing.polynomials import fit_segment, fit_single
+from upshift.models.tracing.polynomials import Measurement, at_batch, fit_segment, fit_single
 from upshift.models.tracing.segments import Tracer, fake_masks, segment_borders
-from upshift.models.tracing.symbolic_sizes import NotPolynomial, PlainSizes, PrimeSizes, prime_points
+from upshift.models.tracing.symbolic_sizes import NO_LENGTH, NotPolynomial, PlainSizes, PrimeSizes, prime_batch, prime_points
 
 BLOCK_TRACE_LENGTH = 1024
 COMPILED_TRACE_LENGTH = 256  # minimum; lengths up to here have a prime that differs from all widths
@@ -161,10 +161,33 @@ def _trace_segments(
 def _fit_points(
     tracer: Tracer, variant: Variant, granularity: Granularity | None, points: list[tuple[int, int]], degrees: tuple[int, ...]
 ) -> FittedSegments:
-    measured = [
-        [tracer.measure(variant, batch=b, sequence=s, recompute=granularity, ranks=ranks) for b, s in points] for ranks in degrees
-    ]
+    measured = [_measure_points(tracer, variant, granularity, points, ranks) for ranks in degrees]
     return {name: fit_segment(points, measured, name, longest=points[-1][1]) for name in _segment_names(tracer)}
+
+
+def _measure_points(
+    tracer: Tracer, variant: Variant, granularity: Granularity | None, points: list[tuple[int, int]], ranks: int
+) -> list[Measurement]:
+    """Measure one rank at all points.
+
+    If the numbers are polynomials of the batch, one run with a prime batch serves all batches of a length. A run at the first
+    point confirms it."""
+    measure = partial(tracer.measure, variant, recompute=granularity, ranks=ranks)
+    lengths = sorted({sequence for _, sequence in points})
+    first = measure(batch=points[0][0], sequence=points[0][1])
+    batch = prime_batch(dimension_sizes(tracer) | set(lengths))
+    try:
+        runs = {
+            sequence: measure(batch=batch, sequence=sequence, sizes=PrimeSizes(batch, NO_LENGTH))
+            for sequence in (lengths if batch else ())
+        }
+        measured = [at_batch(runs[sequence], rows) for rows, sequence in points] if runs else []
+        if measured and measured[0] == first:
+            return measured
+        logger.debug("%s %s: a prime batch shows other numbers than a small one", variant, granularity)
+    except NotPolynomial as problem:
+        logger.debug("%s %s is measured at all points: %s", variant, granularity, problem)
+    return [first, *(measure(batch=rows, sequence=sequence) for rows, sequence in points[1:])]
 
 
 def _fit_primes(
