@@ -22,8 +22,8 @@ def test_every_reader_knows_the_texts_for_true(text: str) -> None:
     assert read_optim_args("sgd", f"nesterov={text}")["nesterov"] is True
     with pytest.raises(RequestError, match=f"packing={text} is set"):
         fixed_for_neftune((f"packing={text}",))
-    with pytest.raises(RequestError, match="packing=True is not possible"):
-        whole_batch_fields((f"packing={text}",), num_rows=2, own_step=False, reason="of the test")
+    with pytest.raises(RequestError, match=f"packing={text} is not possible: .*; use packing=False"):
+        whole_batch_fields((f"packing={text}",), num_rows=2, accumulation=1, own_step=False, reason="of the test")
     with pytest.raises(RequestError, match="needs a CUDA device"):
         check_fixed((f"activation_offload={text}",), SimpleNamespace(), device="cpu", optimizer_given=False)
 
@@ -35,7 +35,8 @@ def test_every_reader_knows_the_texts_for_false(text: str) -> None:
     assert fixed_value(assignments, "packing") is False
     assert read_optim_args("sgd", f"nesterov={text}")["nesterov"] is False
     assert set(assignments) <= set(fixed_for_neftune(assignments))
-    assert whole_batch_fields(assignments, num_rows=2, own_step=False, reason="of the test") == assignments
+    complete = whole_batch_fields(assignments, num_rows=2, accumulation=1, own_step=False, reason="of the test")
+    assert complete[:2] == assignments
     check_fixed((f"activation_offload={text}",), SimpleNamespace(), device="cpu", optimizer_given=False)
 
 

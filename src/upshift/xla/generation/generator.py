@@ -279,4 +279,5 @@ def generate(
     if not any(isinstance(prompt, str) for prompt in prompts):
         return generator.generate(prompts, **options)  # type: ignore[arg-type]
     texts = Prompts(generator.model.source)
-    return [texts.decode(tokens) for tokens in generator.generate(texts.tokenize(prompts), **options)]
+    prompt_ids = texts.tokenize(list[Any](prompts))
+    return [texts.decode(tokens) for tokens in generator.generate(prompt_ids, **options)]
