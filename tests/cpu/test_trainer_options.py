@@ -32,7 +32,7 @@ def a_trainer(folder: Path, *, arguments: dict[str, Any] | None = None, **option
 
 def a_plan(**fields: Any) -> Plan:
     given = {"device": "cpu", "host": "test", "model": "test", "sequence_length": 24, "per_device_train_batch_size": 8}
-    return Plan(**(given | {"optim": "adamw_torch"} | fields))
+    return Plan(**(given | fields))
 
 
 CONTRADICTIONS = {
@@ -52,6 +52,14 @@ def test_a_field_that_contradicts_an_argument_is_refused(fixed: str, tmp_path: P
         with pytest.raises(RequestError, match=rf"{fixed} contradicts TrainingArguments\({argument}") as refused:
             a_trainer(tmp_path, arguments=CONTRADICTIONS[fixed], **options).train()
         assert "leave out one of them" in str(refused.value)
+
+
+def test_a_plan_that_names_no_optimizer_leaves_it_to_the_arguments(tmp_path: Path) -> None:
+    plan = a_plan().changed(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer = a_trainer(tmp_path, arguments={"optim": "sgd"}, plan=plan)
+    trainer.train()
+    optimizer: Any = trainer.optimizer
+    assert isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.SGD)
 
 
 @pytest.mark.parametrize(("name", "value"), [("fixed", "precision=fp32"), ("allow", "bf16-weights"), ("memory_limit_gib", 8.0)])

@@ -64,6 +64,7 @@ from upshift.training.hf_trainer.choose_plan import (
     short_run_reason,
     whole_batch_fields,
     why_not_for_whole_batches,
+    without_fields,
 )
 from upshift.training.hf_trainer.loss_split import (
     LARGER_SCALE,
@@ -238,8 +239,9 @@ class PlanMixin(LibraryTrainer):
         for plan in (plain,) if given is None else (plain, given):
             check_layer_drop(plan, self.model)
         chosen = self._upshift_planned.fixed if given is None else plan_fields(given)
+        named = chosen if given is None else without_fields(chosen, *Plan.model_fields.keys() - given.model_fields_set)
         given_optimizer = self._upshift_optimizer_is_given
-        refuse_contradictions(chosen, self.args, num_layers=self._upshift_num_layers, optimizer_given=given_optimizer)
+        refuse_contradictions(named, self.args, num_layers=self._upshift_num_layers, optimizer_given=given_optimizer)
         if self._upshift_uses_script_loss:
             refuse_other_values(chosen, WHOLE_LOGITS, "the script's own loss may read all logits")
 
