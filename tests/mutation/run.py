@@ -65,6 +65,8 @@ class Mutations:
         if not self.notes_path.exists():
             in_child(lambda: take_notes(session.items, self.notes_path))
         self.notes = json.loads(self.notes_path.read_text())
+        for nodeid in self.notes["failed"]:
+            print(f"fails without any change, and is left out: {nodeid}", flush=True)
         for number, mutant in enumerate(self.sample[len(results) :], start=len(results) + 1):
             start = time.monotonic()
             nodeids = tests_of(mutant, self.notes, most_seconds=self.most_seconds)
@@ -210,6 +212,7 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
     calls: dict[str, set[tuple[str, str]]] = defaultdict(set)
     of_fixtures: dict[str, set[tuple[str, str]]] = defaultdict(set)
     noted: set[tuple[str, str]] = set()
+    failed: set[str] = set()
 
     def on_event(frame: FrameType, event: str, _argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
@@ -234,11 +237,17 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
             seconds[item.nodeid] = time.process_time() - start
             calls[item.nodeid] |= noted
 
+        @staticmethod
+        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+            if report.failed:
+                failed.add(report.nodeid)
+
     items[0].config.pluginmanager.register(Noting())
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[nodeid.partition("::")[0]]) for nodeid in seconds}
-    path.write_text(json.dumps({"seconds": seconds, "calls": by_test}))
+    passed = [nodeid for nodeid in seconds if nodeid not in failed]  # a test that fails anyway sees nothing
+    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[nodeid.partition("::")[0]]) for nodeid in passed}
+    path.write_text(json.dumps({"seconds": seconds, "calls": by_test, "failed": sorted(failed)}))
 
 
 def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
