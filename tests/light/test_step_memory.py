@@ -18,8 +18,8 @@ from upshift.models.profile import (
     StackTrace,
     StepTrace,
 )
-from upshift.planning.cost.memory import MEMORY_PARTS, predict_memory, scale_to_peak
-from upshift.planning.cost.partition import FsdpTransients, InFlight, share_of, stage_of
+from upshift.planning.cost.memory import MEMORY_PARTS, Backward, micro_batch_memory, predict_memory, scale_to_peak
+from upshift.planning.cost.partition import FsdpTransients, InFlight, Stage, share_of, stage_of
 from upshift.planning.cost.segments import RANDOM_STATE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -30,9 +30,10 @@ HIDDEN = 10
 WORDS = 100
 SMALL = 100  # parameters of a small layer: one matrix of 10 x 10
 LARGE = 160  # of a large one: one matrix of 16 x 10
-LAYERS = (SMALL, SMALL, LARGE, SMALL)
+SIZES = (SMALL, LARGE)
+IN_LAYERS = 3 * SMALL + LARGE
 TABLE = HIDDEN * WORDS
-TOTAL = sum(LAYERS) + 2 * TABLE
+TOTAL = IN_LAYERS + 2 * TABLE
 
 
 def pass_of(left: float, rises: tuple[float, ...], *, constant: float = 0.0, released: float = 0.0) -> PassCost:
@@ -70,11 +71,13 @@ REMADE = (
     segment_of(SMALL, left=40.0, forward=350.0, backward=480.0),
     segment_of(LARGE, left=40.0, forward=520.0, backward=1100.0),
 )
-ASSIGNMENT = (0, 0, 1, 0)
+THIRD_IS_LARGE = (0, 0, 1, 0)
 
 
-def profile_of(embedding: Segment = EMBEDDING, head: Segment = HEAD) -> ModelProfile:
-    """Return a decoder of four layers, in which the third is larger than the others."""
+def profile_of(
+    embedding: Segment = EMBEDDING, head: Segment = HEAD, assignment: tuple[int, ...] = THIRD_IS_LARGE
+) -> ModelProfile:
+    """Return a decoder of four layers, of which one is larger than the others."""
     gaps = (embedding, head)
     trace = StepTrace(
         precision="fp32", attention="sdpa", masked=False, tensor_parallel=1, gaps=gaps, gaps_recomputed={"full": gaps},
@@ -86,10 +89,10 @@ def profile_of(embedding: Segment = EMBEDDING, head: Segment = HEAD) -> ModelPro
         ParameterShape(shape=(WORDS, HIDDEN), count=2),
     )  # fmt: skip
     parameters = profile.parameters.changed(
-        total=TOTAL, embedding=TABLE, layers=sum(LAYERS), head=TABLE, trainable=TOTAL, trainable_layers=sum(LAYERS),
+        total=TOTAL, embedding=TABLE, layers=IN_LAYERS, head=TABLE, trainable=TOTAL, trainable_layers=IN_LAYERS,
         trainable_head=TABLE, buffers_bytes=48, trainable_shapes=shapes,
     )  # fmt: skip
-    stack = Stack(path="model.layers", traced_layers=(0, 2), assignment=ASSIGNMENT, layer_trainable=(SMALL, LARGE))
+    stack = Stack(path="model.layers", traced_layers=(0, 2), assignment=assignment, layer_trainable=SIZES)
     return profile.changed(
         parameters=parameters, steps=(trace,), stacks=(stack,), vocab_size=WORDS, hidden_size=HIDDEN, tensor_parallel=None
     )
@@ -125,10 +128,10 @@ class Walk:
         """Return (segment, parameters, embedding, layer, remade or loss) in forward order."""
         trace = self.profile.steps[0]
         placed = [(trace.gaps[0], TABLE, "embedding")]
-        for number, index in enumerate(ASSIGNMENT):
+        for number, index in enumerate(self.profile.stacks[0].assignment):
             is_remade = number < self.plan.activation_checkpointing
             layers = REMADE if is_remade else PLAIN
-            placed.append((layers[index], LAYERS[number], "remade" if is_remade else "layer"))
+            placed.append((layers[index], SIZES[index], "remade" if is_remade else "layer"))
         return [*placed, (trace.gaps[1], TABLE, "loss")]
 
     def run(self) -> dict[str, dict[str, float]]:
@@ -202,8 +205,11 @@ def random_state(kind: str, plan: Plan) -> float:
 )
 @pytest.mark.parametrize(
     "profile",
-    [PROFILE, profile_of(segment_of(TABLE, left=4000.0, forward=9000.0, backward=9000.0)), profile_of(head=EMBEDDING)],
-    ids=["large head", "large embedding", "large layers"],
+    [
+        PROFILE, profile_of(segment_of(TABLE, left=4000.0, forward=9000.0, backward=9000.0)), profile_of(head=EMBEDDING),
+        profile_of(head=EMBEDDING, assignment=(1, 0, 0, 0)), profile_of(head=EMBEDDING, assignment=(0, 0, 0, 1)),
+    ],
+    ids=["large head", "large embedding", "large layers", "a large layer first", "a large layer last"],
 )
 def test_a_step_needs_what_a_walk_through_it_needs(profile: ModelProfile, fields: dict[str, object]) -> None:
     """Each phase at its highest moment, by part: that of a run of equal layers is found without a walk."""
@@ -218,9 +224,46 @@ def test_a_step_needs_what_a_walk_through_it_needs(profile: ModelProfile, fields
             {part: size for part, size in parts.items() if size}
         ), phase
     assert memory.peak == pytest.approx(max(sum(parts.values()) for parts in walk.values()))
-    remade = [REMADE[index] for index in ASSIGNMENT[: plan.activation_checkpointing]]
+    remade = [REMADE[index] for index in profile.stacks[0].assignment[: plan.activation_checkpointing]]
     rises = [max(at(term) for term in segment.backward_accumulating.rise) for segment in remade]
     assert memory.recomputed == pytest.approx(max(rises, default=0.0))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_first_micro_batch_of_a_pipeline_allocates_gradients_and_later_ones_add_to_them(schedule: str) -> None:
+    """On a stage that has the whole model, as a process alone does."""
+    plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2, pipeline_schedule=schedule))  # type: ignore[arg-type]
+    whole = Stage(0, 4, 4)
+    micro_batch = micro_batch_memory(PROFILE, PROFILE.steps[0], plan, whole, shape=(ROWS, TOKENS))
+    assert micro_batch.first is not None
+    for found, count in ((micro_batch.first, 1), (micro_batch.later, 2)):
+        walk = Walk(plan_of(gradient_accumulation_steps=count), PROFILE).run()
+        lasting = 4.0 * TOTAL * (count - 1)  # gradients, which the pipeline's rank counts with its other tensors
+        for phase in ("forward", "backward"):
+            resident = sum(walk[phase][part] for part in ("weights", "optimizer", "batch"))
+            assert found.peaks[phase].total == pytest.approx(sum(walk[phase].values()) - resident - lasting), phase
+
+
+def test_a_stage_between_others_has_a_buffer_for_what_it_receives() -> None:
+    """The first stage's last layer runs beside the gradient that came from the next one; no stage after the last sends any.
+
+    A stage without the embedding makes what the embedding makes for all layers, but for its output.
+    """
+    layout = Layout(pipeline_parallel=2)
+    plan = plan_of(num_processes=2, layout=layout, gradient_accumulation_steps=4)
+    first = micro_batch_memory(PROFILE, PROFILE.steps[0], plan, stage_of(PROFILE, plan, 0), shape=(ROWS, TOKENS))
+    last = micro_batch_memory(PROFILE, PROFILE.steps[0], plan, stage_of(PROFILE, plan, 1), shape=(ROWS, TOKENS))
+    states = 4.0 * ROWS * TOKENS * HIDDEN
+    assert first.hidden == last.hidden == states
+    embedding = ROWS * TOKENS * 40.0
+    in_layers = ROWS * TOKENS * 300.0
+    assert first.left == embedding + 2 * in_layers
+    assert last.left == (embedding - states) + ROWS * TOKENS * 500.0 + in_layers
+    assert (first.left_of_loss, last.left_of_loss) == (0.0, ROWS * TOKENS * 900.0)
+    live = first.left - 2 * ROWS * TOKENS * 20.0  # released after the forward pass
+    # The layer before the last runs its backward pass when the last one has freed its tensors, and the buffer is still there.
+    highest = max(live, live - ROWS * TOKENS * 280.0 + states) + ROWS * TOKENS * 300.0
+    assert first.later.peaks["backward"].total == pytest.approx(highest)
 
 
 def test_what_lasts_is_not_scaled_to_a_measured_peak() -> None:
@@ -256,9 +299,9 @@ OUTSIDE = 4000.0
         }),
         # All layers stay, with a buffer forward; backward a layer goes when its gradients are reduced.
         ("gradients", {
-            "start": OUTSIDE + 5 * LAYER, "forward": OUTSIDE + 5 * LAYER, "loss": OUTSIDE + 5 * LAYER, "head": OUTSIDE + 4 * LAYER,
-            "last_layer": OUTSIDE + 4 * LAYER, "layers": OUTSIDE + 3 * LAYER + REDUCED, "end": OUTSIDE + 3 * LAYER + REDUCED,
-            "outside": OUTSIDE + REDUCED,
+            "start": OUTSIDE + 5 * LAYER, "forward": OUTSIDE + 5 * LAYER, "loss": OUTSIDE + 5 * LAYER,
+            "head": OUTSIDE + 4 * LAYER, "last_layer": OUTSIDE + 4 * LAYER, "layers": OUTSIDE + 3 * LAYER + REDUCED,
+            "end": OUTSIDE + 3 * LAYER + REDUCED, "outside": OUTSIDE + REDUCED,
         }),
     ],
 )  # fmt: skip
@@ -288,6 +331,16 @@ def test_whole_weights_of_ranks_of_a_pipeline_that_divide_them() -> None:
     assert kept.transients == FsdpTransients(*[outside + 2 * LAYER] * 8)
 
 
+def test_ranks_of_a_pipeline_divide_gradients_after_the_last_micro_batch() -> None:
+    layout = Layout(fully_shard="weights", shard_size=2)
+    stages = layout.changed(pipeline_parallel=2)
+    divides = {
+        shape: Backward(plan_of(num_processes=4, layout=shape), PROFILE, ROWS, TOKENS, accumulating=True).divides
+        for shape in (layout, stages, Layout(), Layout(fully_shard="optimizer", shard_size=2))
+    }
+    assert [*divides.values()] == [True, False, False, False]
+
+
 # --- micro-batches of a pipeline ------------------------------------------------------------------------------------
 
 
@@ -308,8 +361,8 @@ def test_stages_of_a_pipeline_have_as_many_layers() -> None:
 @pytest.mark.parametrize(
     ("schedule", "rank", "expected"),
     [
-        # 1F1B, four ranks and eight micro-batches: 4, 3, 2 and 1 in flight. Of the transfers only the last ones are held: what the
-        # rank sent on (unless it is the last), and the gradient that it sent back (unless it is the first).
+        # 1F1B, four ranks and eight micro-batches: 4, 3, 2 and 1 in flight. Of the transfers only the last ones are held: what
+        # the rank sent on (unless it is the last), and the gradient that it sent back (unless it is the first).
         ("1f1b", 0, InFlight(later=4.0, hidden=1.0, sent=1.0, batches=8.0)),
         ("1f1b", 1, InFlight(later=3.0, hidden=4.0, sent=2.0, batches=8.0)),
         ("1f1b", 3, InFlight(later=1.0, hidden=8.0, sent=1.0, batches=8.0)),

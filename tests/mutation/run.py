@@ -25,7 +25,7 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from functools import cache
+from functools import _lru_cache_wrapper, cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
@@ -93,6 +93,8 @@ class Mutations:
 
         def run_tests() -> int:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            for function in cached_functions(ROOT):
+                function.cache_clear()  # what was computed while tests were collected has no change in it
             if put_in_place(mutant, compile(tree, str(file), "exec")):
                 items = {item.nodeid: item for item in session.items}
                 return run_items([items[nodeid] for nodeid in nodeids])
@@ -206,36 +208,52 @@ def _module_of(file: Path) -> str:
     return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
 
 
+def cached_functions(folder: Path) -> list[_lru_cache_wrapper[Any]]:
+    """Return the functions of the modules below ``folder`` that remember results."""
+    modules = [module for module in sys.modules.values() if (getattr(module, "__file__", None) or "").startswith(str(folder))]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, _lru_cache_wrapper)]
+
+
 def take_notes(items: list[pytest.Item], path: Path) -> None:
     """Write seconds and calls of every test. What fixtures call counts for every test of their file."""
     seconds: dict[str, float] = {}
     calls: dict[str, set[tuple[str, str]]] = defaultdict(set)
     of_fixtures: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    noted: set[tuple[str, str]] = set()
+    running: dict[int, CodeType] = {}  # by id, as hashing a code object reads all of it
     failed: set[str] = set()
+    remembering = cached_functions(ROOT / "tests")
 
-    def on_event(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
-            noted.add((frame.f_code.co_filename, frame.f_code.co_qualname.replace(".<locals>", "")))
+    def on_call(frame: FrameType, _event: str, _argument: object) -> None:
+        running[id(frame.f_code)] = frame.f_code
+
+    def called() -> set[tuple[str, str]]:
+        sys.settrace(None)
+        return {
+            (code.co_filename, code.co_qualname.replace(".<locals>", ""))
+            for code in running.values()
+            if code.co_filename.startswith(str(SOURCE))
+        }
+
+    def watch() -> None:
+        running.clear()
+        sys.settrace(on_call)
 
     class Noting:
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_setup(self, item: pytest.Item) -> Any:
-            noted.clear()
-            sys.setprofile(on_event)
+            for function in remembering:
+                function.cache_clear()  # else only the first test of a file is seen to call what all use
+            watch()
             yield
-            sys.setprofile(None)
-            of_fixtures[item.nodeid.partition("::")[0]] |= noted
+            of_fixtures[item.nodeid.partition("::")[0]] |= called()
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item: pytest.Item) -> Any:
-            noted.clear()
             start = time.process_time()
-            sys.setprofile(on_event)
+            watch()
             yield
-            sys.setprofile(None)
+            calls[item.nodeid] |= called()
             seconds[item.nodeid] = time.process_time() - start
-            calls[item.nodeid] |= noted
 
         @staticmethod
         def pytest_runtest_logreport(report: pytest.TestReport) -> None:
