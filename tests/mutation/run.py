@@ -215,44 +215,56 @@ def cached_functions(folder: Path) -> list[_lru_cache_wrapper[Any]]:
 
 
 def take_notes(items: list[pytest.Item], path: Path) -> None:
-    """Write seconds and calls of every test. What fixtures call counts for every test of their file."""
+    """Write seconds and calls of every test. What fixtures and helpers with a cache call counts for every test of the file."""
     seconds: dict[str, float] = {}
     calls: dict[str, set[tuple[str, str]]] = defaultdict(set)
     of_fixtures: dict[str, set[tuple[str, str]]] = defaultdict(set)
     running: dict[int, CodeType] = {}  # by id, as hashing a code object reads all of it
     failed: set[str] = set()
-    remembering = cached_functions(ROOT / "tests")
+    helpers = {id(function.__wrapped__.__code__) for function in cached_functions(ROOT / "tests")}
+    of_helpers: dict[int, CodeType] = {}
 
-    def on_call(frame: FrameType, _event: str, _argument: object) -> None:
+    def on_call(frame: FrameType, _event: str, _argument: object) -> Any:
         running[id(frame.f_code)] = frame.f_code
+        if id(frame.f_code) not in helpers:
+            return None
+        before = set(running)
+        frame.f_trace_lines = False
 
-    def called() -> set[tuple[str, str]]:
+        def on_return(_frame: FrameType, event: str, _argument: object) -> Any:
+            if event == "return":
+                of_helpers.update((number, running[number]) for number in running.keys() - before)
+            return on_return
+
+        return on_return
+
+    def names_of(codes: dict[int, CodeType]) -> set[tuple[str, str]]:
         sys.settrace(None)
         return {
             (code.co_filename, code.co_qualname.replace(".<locals>", ""))
-            for code in running.values()
+            for code in codes.values()
             if code.co_filename.startswith(str(SOURCE))
         }
 
     def watch() -> None:
         running.clear()
+        of_helpers.clear()
         sys.settrace(on_call)
 
     class Noting:
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_setup(self, item: pytest.Item) -> Any:
-            for function in remembering:
-                function.cache_clear()  # else only the first test of a file is seen to call what all use
             watch()
             yield
-            of_fixtures[item.nodeid.partition("::")[0]] |= called()
+            of_fixtures[item.nodeid.partition("::")[0]] |= names_of(running)
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item: pytest.Item) -> Any:
             start = time.process_time()
             watch()
             yield
-            calls[item.nodeid] |= called()
+            calls[item.nodeid] |= names_of(running)
+            of_fixtures[item.nodeid.partition("::")[0]] |= names_of(of_helpers)
             seconds[item.nodeid] = time.process_time() - start
 
         @staticmethod
