@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -25,10 +26,12 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import _lru_cache_wrapper, cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -62,8 +65,18 @@ class Mutations:
         if len(results) >= len(self.sample):  # a run that ended: this is another one
             results = []
             self.notes_path.unlink(missing_ok=True)
-        if not self.notes_path.exists():
-            in_child(lambda: take_notes(session.items, self.notes_path))
+        hashes = {str(file.relative_to(ROOT)): _hash_of(file) for file in {item.path for item in session.items}}
+        notes = json.loads(self.notes_path.read_text()) if self.notes_path.exists() else {}
+        changed = {file for file, value in hashes.items() if notes.get("files", {}).get(file) != value}
+        if changed:
+            items = [item for item in session.items if _file_of(item.nodeid) in changed]
+            in_child(lambda: take_notes(items, self.notes_path))
+            new_notes = json.loads(self.notes_path.read_text())
+            for name in ("seconds", "calls"):
+                kept = {nodeid: value for nodeid, value in notes.get(name, {}).items() if _file_of(nodeid) not in changed}
+                new_notes[name] = kept | new_notes[name]
+            new_notes["failed"] += [nodeid for nodeid in notes.get("failed", ()) if _file_of(nodeid) not in changed]
+            self.notes_path.write_text(json.dumps({**new_notes, "files": hashes}))
         self.notes = json.loads(self.notes_path.read_text())
         for nodeid in self.notes["failed"]:
             print(f"fails without any change, and is left out: {nodeid}", flush=True)
@@ -106,6 +119,14 @@ class Mutations:
         if os.WIFSIGNALED(status):
             return "timeout"
         return "not run" if os.WEXITSTATUS(status) == NOT_RUN else "killed"
+
+
+def _hash_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def in_child(work: Any) -> int:
@@ -167,7 +188,7 @@ def run_anew(file: Path, tree: ast.Module, nodeids: list[str]) -> int:
         if where.startswith((str(SOURCE), str(ROOT / "tests" / "light"))):
             del sys.modules[name]
     sys.meta_path.insert(0, MutatedFinder(file, tree))  # type: ignore[arg-type]
-    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids))
+    files = list(dict.fromkeys(_file_of(nodeid) for nodeid in nodeids))
     return int(pytest.main([*PYTEST, *files], plugins=[Chosen(nodeids)]))
 
 
@@ -256,7 +277,7 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
         def pytest_runtest_setup(self, item: pytest.Item) -> Any:
             watch()
             yield
-            of_fixtures[item.nodeid.partition("::")[0]] |= names_of(running)
+            of_fixtures[_file_of(item.nodeid)] |= names_of(running)
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item: pytest.Item) -> Any:
@@ -264,7 +285,7 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
             watch()
             yield
             calls[item.nodeid] |= names_of(running)
-            of_fixtures[item.nodeid.partition("::")[0]] |= names_of(of_helpers)
+            of_fixtures[_file_of(item.nodeid)] |= names_of(of_helpers)
             seconds[item.nodeid] = time.process_time() - start
 
         @staticmethod
@@ -276,36 +297,57 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     passed = [nodeid for nodeid in seconds if nodeid not in failed]  # a test that fails anyway sees nothing
-    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[nodeid.partition("::")[0]]) for nodeid in passed}
+    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[_file_of(nodeid)]) for nodeid in passed}
     path.write_text(json.dumps({"seconds": seconds, "calls": by_test, "failed": sorted(failed)}))
 
 
 def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
-    """Return the tests that call the mutated function; where it stands outside functions, those that call any of its module and
-    those of files that import it. The quick ones first, files in turn, no more than take ``most_seconds``."""
+    """Return the tests that call the mutated function, those that call least beside it first, until they take ``most_seconds``.
+
+    Of a constant of a module: those that call a function in which its name stands. Of anything else outside functions, and if
+    there are none: those that call any function of the module, and those of files that import it.
+    """
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
-    calls = notes["calls"]
-    called = [nodeid for nodeid, found in calls.items() if [file, mutant.function] in found]
-    if not called:
+    calls = {nodeid: {(where, name) for where, name in called} for nodeid, called in notes["calls"].items()}
+    users = {(file, mutant.function)} if mutant.function else set(_users_of(mutant))
+    chosen = [nodeid for nodeid, called in calls.items() if called & users]
+    if not chosen:
         importing = _files_that_name(_module_of(ROOT / mutant.file))
-        called = [
+        chosen = [
             nodeid
-            for nodeid, found in calls.items()
-            if nodeid.partition("::")[0] in importing or any(where == file for where, _ in found)
+            for nodeid, called in calls.items()
+            if _file_of(nodeid) in importing or any(where == file for where, _ in called)
         ]
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for nodeid in sorted(called, key=lambda nodeid: seconds[nodeid]):
-        by_file[nodeid.partition("::")[0]].append(nodeid)
-    in_turn = [nodeids[place] for place in range(len(called)) for nodeids in by_file.values() if place < len(nodeids)]
-    chosen = []
-    total = 0.0
-    for nodeid in in_turn:
-        total += seconds[nodeid]
-        if total > most_seconds:
-            break
-        chosen.append(nodeid)
-    return chosen or in_turn[:1]
+    chosen.sort(key=lambda nodeid: (len(calls[nodeid]), seconds[nodeid]))
+    totals = accumulate(seconds[nodeid] for nodeid in chosen)
+    in_time = [nodeid for nodeid, total in zip(chosen, totals, strict=True) if total <= most_seconds]
+    return in_time or chosen[:1]
+
+
+def _users_of(mutant: Mutant) -> Iterator[tuple[str, str]]:
+    """Yield (file, name) of the functions in which a constant stands that the mutated statement of a module assigns."""
+    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    statement = next((node for node in tree.body if node.lineno <= mutant.line <= (node.end_lineno or 0)), None)
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if any(name in text for name in names):
+            for function in _functions_that_name(ast.parse(text), names, ""):
+                yield str(file), function
+
+
+def _functions_that_name(node: ast.AST, names: set[str], prefix: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _functions_that_name(child, names, prefix)
+            continue
+        function = f"{prefix}.{child.name}" if prefix else child.name
+        has_name = any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(child))
+        if has_name and not isinstance(child, ast.ClassDef):
+            yield function
+        yield from _functions_that_name(child, names, function)
 
 
 @cache
