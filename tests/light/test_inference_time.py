@@ -167,6 +167,8 @@ def test_experts_get_few_tokens_each() -> None:
     computing = build_engine(probed(bf16=1e12, memory=1e30), MIXTURE, workload, SHAPE)
     assert reading is not None and computing is not None
     head = 32000 * 4096
+    widths = 32 * (2 * 2 * 4096 + 2 * (1024 + 4096) + (8 + 4096) + 2 * (28672 + 4096) + 2 * (4096 + 14336))
+    assert step_of(reading, 0.0, 1.0).activations == pytest.approx(2 * widths / 1e12)
     assert step_of(reading, 0.0, 1.0).weights == pytest.approx(2 * (dense + 2 * elements[2] + head) / 1e12)
     products = step_of(computing, 0.0, 1.0).products
     assert products == pytest.approx(2 * (dense + 2 * elements[2] / 0.8 + head) / 1e12)
