@@ -20,12 +20,13 @@ from upshift.planning.analysis.lock_file import Lock, _no_longer_fits
 from upshift.planning.analysis.max_size import find_largest, with_layers
 from upshift.planning.analysis.what_if import _compare_with_best, _shadow_price, explain_choice
 from upshift.planning.inference.plan import InferenceWorkload
-from upshift.planning.inference.planner import rank_plans
+from upshift.planning.inference.planner import plan_profile, rank_plans
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, cost_plan
 from upshift.planning.workload import LengthHistogram, Workload
+from upshift.units import format_bytes
 
 PROFILE = make_profile()
 WORKLOAD = Workload(sequence_length=1024, global_batch=8)
@@ -225,6 +226,17 @@ def test_prompts_come_in_chunks_of_every_size_and_batches_to_encode_once() -> No
     encoded = [candidate.plan for candidate in rank_plans(HOST, ENCODER, encode, fixed={}).candidates]
     assert len(set(encoded)) == len(encoded)
     assert all(plan.prefill_chunk_tokens == 128 * plan.max_concurrency for plan in encoded)
+
+
+def test_the_plan_that_misses_a_limit_by_least_is_named() -> None:
+    with pytest.raises(NothingFits) as too_big:
+        plan_profile(LLAMA_8B, describe("t4"), InferenceWorkload(prompt_length=512, output_length=64))
+    ranking = rank_plans(describe("t4"), LLAMA_8B, InferenceWorkload(prompt_length=512, output_length=64), fixed={})
+    assert f"needs {format_bytes(min(item.resident for item in ranking.too_big))} of" in str(too_big.value)
+    slow = InferenceWorkload(prompt_length=512, output_length=64, max_tpot_ms=0.5)
+    fastest = min(item.service.tpot or 0.0 for item in rank_plans(HOST, LLAMA_8B, slow, fixed={}).too_slow)
+    with pytest.raises(NothingFits, match=f"TPOT {1000 * fastest:.1f} ms, over"):
+        plan_profile(LLAMA_8B, HOST, slow)
 
 
 def test_the_slowest_and_the_largest_that_miss_a_limit_are_last() -> None:

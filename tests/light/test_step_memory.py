@@ -245,25 +245,25 @@ def test_the_first_micro_batch_of_a_pipeline_allocates_gradients_and_later_ones_
 
 
 def test_a_stage_between_others_has_a_buffer_for_what_it_receives() -> None:
-    """The first stage's last layer runs beside the gradient that came from the next one; no stage after the last sends any.
+    """While the layers before the last run their backward passes, the gradient that came from the next stage is still there.
 
     A stage without the embedding makes what the embedding makes for all layers, but for its output.
     """
-    layout = Layout(pipeline_parallel=2)
-    plan = plan_of(num_processes=2, layout=layout, gradient_accumulation_steps=4)
-    first = micro_batch_memory(PROFILE, PROFILE.steps[0], plan, stage_of(PROFILE, plan, 0), shape=(ROWS, TOKENS))
-    last = micro_batch_memory(PROFILE, PROFILE.steps[0], plan, stage_of(PROFILE, plan, 1), shape=(ROWS, TOKENS))
-    states = 4.0 * ROWS * TOKENS * HIDDEN
+    profile = profile_of(assignment=(1, 0, 0, 0))
+    plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2), gradient_accumulation_steps=4)
+    tokens = ROWS * TOKENS
+    first = micro_batch_memory(profile, profile.steps[0], plan, stage_of(profile, plan, 0), shape=(ROWS, TOKENS))
+    last = micro_batch_memory(profile, profile.steps[0], plan, stage_of(profile, plan, 1), shape=(ROWS, TOKENS))
+    states = 4.0 * HIDDEN * tokens
     assert first.hidden == last.hidden == states
-    embedding = ROWS * TOKENS * 40.0
-    in_layers = ROWS * TOKENS * 300.0
-    assert first.left == embedding + 2 * in_layers
-    assert last.left == (embedding - states) + ROWS * TOKENS * 500.0 + in_layers
-    assert (first.left_of_loss, last.left_of_loss) == (0.0, ROWS * TOKENS * 900.0)
-    live = first.left - 2 * ROWS * TOKENS * 20.0  # released after the forward pass
-    # The layer before the last runs its backward pass when the last one has freed its tensors, and the buffer is still there.
-    highest = max(live, live - ROWS * TOKENS * 280.0 + states) + ROWS * TOKENS * 300.0
+    assert first.left == (40.0 + 500.0 + 300.0) * tokens
+    assert last.left == (40.0 + 300.0 + 300.0) * tokens - states
+    assert (first.left_of_loss, last.left_of_loss) == (0.0, 900.0 * tokens)
+    # The small layer has freed 280 bytes a token when the large one rises by 1,050; 50 were released after the forward pass.
+    highest = first.left - (50.0 + 280.0) * tokens + states + 1050.0 * tokens
     assert first.later.peaks["backward"].total == pytest.approx(highest)
+    # The head's backward pass rises by 1,200 and frees 900; nothing is received behind it.
+    assert last.later.peaks["backward"].total == pytest.approx(last.left + (900.0 - 40.0 + 1200.0) * tokens)
 
 
 def test_what_lasts_is_not_scaled_to_a_measured_peak() -> None:
