@@ -60,6 +60,15 @@ def test_tensor_parallel_ranks_sum_twice_a_layer_in_each_direction() -> None:
     assert listed(volumes_of(plan_of(2, Layout())).tensor()) == []
 
 
+def test_sizes_that_a_config_does_not_name_are_counted_as_nothing() -> None:
+    """Exchanges of hidden states and logits then have no bytes."""
+    unnamed = ROWWISE.changed(hidden_size=None, vocab_size=None)
+    plan = plan_of(2, Layout(tensor_parallel=2, sequence_parallel=True))
+    assert {num_bytes for _, num_bytes, _ in listed(volumes_of(plan, unnamed).tensor())} == {0.0}
+    ring = plan_of(2, Layout(context_parallel=2))
+    assert {num_bytes for _, num_bytes, _ in listed(volumes_of(ring, unnamed.changed(heads=None)).context())} == {0.0}
+
+
 def test_ranks_that_divide_the_words_sum_embeddings_and_share_the_loss() -> None:
     """The loss needs two fp32 numbers a token; without a loss of its own words each rank gathers all logits."""
     words = plan_of(2, Layout(tensor_parallel=2, vocabulary_parallel=True))
@@ -116,11 +125,13 @@ def test_how_often_weights_are_gathered_and_gradients_divided(layout: Layout, co
     assert (volumes.num_gathers, volumes.num_outside_gathers, volumes.num_reductions) == counts
     layers = LAYERS / layout.pipeline_parallel
     outside = 2 * OUTSIDE / layout.pipeline_parallel
-    gathers, layer_reductions, outside_gathers, reductions = counts[0], counts[2], counts[1], counts[2]
+    gathers = counts[0]
+    outside_gathers = counts[1]
+    reductions = counts[2]
     steps = [entry for entry in listed(volumes.step_transfers()) if entry[0] != "send"]
     assert steps == [
         ("all_gather", 2 * LAYER, gathers * layers), ("all_gather", 2 * outside, outside_gathers),
-        ("reduce_scatter", 4 * LAYER, layer_reductions * layers), ("reduce_scatter", 4 * outside, reductions),
+        ("reduce_scatter", 4 * LAYER, reductions * layers), ("reduce_scatter", 4 * outside, reductions),
         ("all_reduce", (LAYER * layers + outside), 1.0),
     ]  # fmt: skip
 

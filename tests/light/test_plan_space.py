@@ -242,6 +242,19 @@ def test_optimizers_that_are_allowed_and_run_here() -> None:
     assert not {"adamw_bnb_8bit", "adamw_8bit"} & {*on_cpu}
 
 
+def test_optimizers_that_compile_their_update_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a CPU that was not measured nothing is known."""
+    monkeypatch.setattr("upshift.planning.search.space.find_spec", lambda name: object())
+    workload = WORKLOAD.changed(allow=("8bit-optimizer", "4bit-optimizer"))
+    probed = measured_cpus().changed(num_nodes=1)
+    assert probed.measured is not None
+    without = probed.changed(measured=probed.measured.changed(compiler=False))
+    for host, compiles in ((probed, True), (without, False), (describe("epyc-9654"), True)):
+        optims = {*choices(host, PROFILE, workload)["optim"]}
+        assert ("adamw_torch_8bit" in optims, "adamw_torch_4bit" in optims) == (compiles, compiles)
+        assert {"adamw_torch_fused", "adamw_torch"} <= optims
+
+
 def test_where_frozen_weights_may_be() -> None:
     gpu = describe("h100")
     disk = gpu.changed(disk_bytes_per_second=1e9)
@@ -348,7 +361,8 @@ INTERLEAVED = Layout(pipeline_parallel=4, pipeline_schedule="interleaved_1f1b", 
         ({**IN_BACKWARD, "num_processes": 2}, "whole global batch"), ({**IN_BACKWARD, "precision": "fp16"}, "cannot skip a step"),
         ({**IN_BACKWARD, **OFFLOADED}, "exclude each other"),
         (HALF_WEIGHTS, None), ({**HALF_WEIGHTS, "optim": "sgd"}, "loses small ones"),
-        ({**HALF_WEIGHTS, "optim": "adamw_torch_8bit"}, None), ({**HALF_WEIGHTS, "num_processes": 2}, None),
+        ({**HALF_WEIGHTS, "optim": "adamw_torch_8bit"}, None), ({**HALF_WEIGHTS, "optim": "adamw_torch_4bit"}, None),
+        ({**HALF_WEIGHTS, "num_processes": 2}, None),
         ({**HALF_WEIGHTS, "optim": "adamw_torch_4bit", "num_processes": 2}, "differently"),
         ({"layout": STAGES, "num_processes": 2}, None),
         ({"layout": STAGES, "num_processes": 2, "loss_chunk_tokens": 512}, "chunks of it are gone"),

@@ -216,6 +216,7 @@ def test_another_phase_holds_more_or_less_by_what_its_tensors_take_beside_the_st
     assert life.held_bytes(gpu, 500.0) == pytest.approx(1000.0 - CUDA_SLACK * 100.0)
     ranking = Ranking(rejected=[Rejected(gpu.plan, "reason")], num_unseen=4)
     assert ranking.num_rejected == 5
+    assert Ranking().num_rejected == 0
 
 
 def test_numbers_of_a_candidate() -> None:
