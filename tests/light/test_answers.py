@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from made_requests import model_of
 from upshift.errors import NothingFits
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
+from upshift.models.source import ModelSource
 from upshift.planning.analysis.compare_hosts import ComparisonTerms, compare, read_hosts, read_tokens
 from upshift.planning.analysis.explain import reasons_among, shadow_price
 from upshift.planning.analysis.lock_file import Lock, _no_longer_fits
@@ -23,7 +25,7 @@ from upshift.planning.inference.plan import InferenceWorkload
 from upshift.planning.inference.planner import plan_profile, rank_plans
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
-from upshift.planning.planner import Planning
+from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, cost_plan
 from upshift.planning.workload import LengthHistogram, Workload
 from upshift.units import format_bytes
@@ -196,6 +198,36 @@ def test_more_layers_have_more_of_everything_in_layers() -> None:
     assert (found.num_layers, found.parameters.layers) == (48, 2 * PROFILE.parameters.layers)
     adapted = model_of("lora", "causal-lm", longest=4096)
     assert with_layers(adapted, 48).parameters.trainable == 2 * adapted.parameters.trainable
+
+
+# --- frozen weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gib", "folder", "fixed", "place"),
+    [
+        (64, True, (), "none"), (6, True, (), "disk"), (6, False, (), None), (6, True, ("weight_offload=none",), None),
+        (64, True, ("weight_offload=disk",), "disk"),
+    ],
+)  # fmt: skip
+def test_frozen_weights_are_read_from_disk_where_nothing_else_fits(
+    gib: int, folder: bool, fixed: tuple[str, ...], place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user decides, or the model has no files. An adapter's base of 1.7 B parameters takes 7 GB in fp32."""
+    profile = model_of("lora", "causal-lm", longest=4096)
+    monkeypatch.setattr("upshift.planning.planner.profile_model", lambda source, **named: profile)
+    monkeypatch.setattr("upshift.planning.search.space.disk_rate", lambda files: 1e9)
+    source = ModelSource(reference="adapted", directory=tmp_path if folder else None, config={})
+    host = describe("epyc-9654")
+    assert host.cpu is not None
+    memory = host.changed(cpu=host.cpu.changed(memory_bytes=gib * 2**30, usable_cores=1), disk_bytes_per_second=1e9)
+    workload = WORKLOAD.changed(sequence_length=64, global_batch=1)
+    fixed = ("precision=fp32", "optim=adamw_torch_fused", "attention=sdpa", *fixed)  # few plans
+    if place is None:
+        with pytest.raises(NothingFits):
+            plan_training(source, memory, workload, fixed=fixed, described=True)
+        return
+    assert plan_training(source, memory, workload, fixed=fixed, described=True).best.weight_offload == place
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------

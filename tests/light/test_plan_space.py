@@ -165,6 +165,24 @@ def test_processes_that_a_host_can_run(host: str, requested: int, words: str | N
         check_processes({"num_processes": requested}, described)
 
 
+@pytest.mark.parametrize(
+    ("layout", "label"),
+    [
+        (ALONE, ""), (Layout(fully_shard="weights", shard_size=8), "zero3 8"),
+        (Layout(fully_shard="optimizer", shard_size=2, master_weights=True), "zero1 2 master weights"),
+        (Layout(tensor_parallel=2), "tp 2"), (Layout(tensor_parallel=2, sequence_parallel=True), "tp 2 sp"),
+        (Layout(tensor_parallel=4, sequence_parallel=True, gather_again=True, vocabulary_parallel=True),
+         "tp 4 sp gathered again vocabulary"),
+        (Layout(context_parallel=2, context_kind="ulysses"), "cp 2 ulysses"), (Layout(pipeline_parallel=2), "pp 2 1f1b"),
+        (Layout(pipeline_parallel=4, virtual_stages=2, pipeline_schedule="interleaved_1f1b"), "pp 4 x 2 interleaved_1f1b"),
+        (Layout(expert_parallel=8, overlap=False), "ep 8 · no overlap"),
+        (Layout(tensor_parallel=2, pipeline_parallel=3, fully_shard="gradients", shard_size=2), "zero2 2 · tp 2 · pp 3 1f1b"),
+    ],
+)  # fmt: skip
+def test_labels_of_layouts(layout: Layout, label: str) -> None:
+    assert layout.label() == label
+
+
 # --- choices ---------------------------------------------------------------------------------------------------------
 
 

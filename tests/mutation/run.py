@@ -48,6 +48,7 @@ EXPLAINED = Path(__file__).parent / "explained.json"
 PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore")
 READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
 FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
+LONGEST_SECONDS = 2.0  # of the CPU: a longer test is run only where no other calls the mutant
 NOT_RUN = 7  # exit code of a process that did not find its tests
 WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
 
@@ -281,12 +282,12 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_call(self, item: pytest.Item) -> Any:
-            start = time.process_time()
+            start = sum(os.times()[:4])  # with the processes that the test waits for
             watch()
             yield
             calls[item.nodeid] |= names_of(running)
             of_fixtures[_file_of(item.nodeid)] |= names_of(of_helpers)
-            seconds[item.nodeid] = time.process_time() - start
+            seconds[item.nodeid] = sum(os.times()[:4]) - start
 
         @staticmethod
         def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -319,6 +320,7 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> l
             for nodeid, called in calls.items()
             if _file_of(nodeid) in importing or any(where == file for where, _ in called)
         ]
+    chosen = [nodeid for nodeid in chosen if seconds[nodeid] <= LONGEST_SECONDS] or chosen
     chosen.sort(key=lambda nodeid: (len(calls[nodeid]), seconds[nodeid]))
     totals = accumulate(seconds[nodeid] for nodeid in chosen)
     in_time = [nodeid for nodeid, total in zip(chosen, totals, strict=True) if total <= most_seconds]
