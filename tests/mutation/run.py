@@ -5,7 +5,7 @@
 
 ``run`` collects the tests once, and notes which test calls which function and how long it takes. Then each mutant gets a process
 of its own, forked from that one: the code of the mutated function is put in place in memory (no file is written), and the tests
-that call it run until one fails, files in turn, the quick ones first. What stands outside functions is imported anew instead.
+that call it run until one fails, those that call least beside it first. What stands outside functions is imported anew instead.
 A mutant that no test fails on has survived. Survivors with a reason in explained.json (equivalent code, for one) are counted
 apart. A run that was stopped goes on where it was.
 
