@@ -83,7 +83,7 @@ class Mutations:
             print(f"fails without any change, and is left out: {nodeid}", flush=True)
         for number, mutant in enumerate(self.sample[len(results) :], start=len(results) + 1):
             start = time.monotonic()
-            nodeids = tests_of(mutant, self.notes, most_seconds=self.most_seconds)
+            nodeids = tests_of(mutant, self.notes, session.items, most_seconds=self.most_seconds)
             outcome = self.try_mutant(mutant, nodeids, session)
             if outcome in ("survived", "no test calls it") and mutant.identity in self.explained:
                 outcome = "explained"
@@ -302,17 +302,19 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
     path.write_text(json.dumps({"seconds": seconds, "calls": by_test, "failed": sorted(failed)}))
 
 
-def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
+def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *, most_seconds: float) -> list[str]:
     """Return the tests that call the mutated function, those that call least beside it first, until they take ``most_seconds``.
 
-    Of a constant of a module: those that call a function in which its name stands. Of anything else outside functions, and if
-    there are none: those that call any function of the module, and those of files that import it.
+    Of a constant of a module: those in which its name stands, and those that call a function in which it stands. Of anything else
+    outside functions, and if there are none: those that call any function of the module, and those of files that import it.
     """
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
     calls = {nodeid: {(where, name) for where, name in called} for nodeid, called in notes["calls"].items()}
-    users = {(file, mutant.function)} if mutant.function else set(_users_of(mutant))
-    chosen = [nodeid for nodeid, called in calls.items() if called & users]
+    constants = _assigned_names(mutant)
+    users = set(_users_of(constants)) if constants else {(file, mutant.function)}
+    naming = {item.nodeid for item in items if constants.intersection(_names_in(item))}
+    chosen = [nodeid for nodeid, called in calls.items() if called & users or nodeid in naming]
     if not chosen:
         importing = _files_that_name(_module_of(ROOT / mutant.file))
         chosen = [
@@ -327,12 +329,24 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> l
     return in_time or chosen[:1]
 
 
-def _users_of(mutant: Mutant) -> Iterator[tuple[str, str]]:
-    """Yield (file, name) of the functions in which a constant stands that the mutated statement of a module assigns."""
+def _assigned_names(mutant: Mutant) -> set[str]:
+    """Return the names that the mutated statement of a module assigns; none if it stands in a function or a class."""
+    if mutant.function:
+        return set()
     tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
     statement = next((node for node in tree.body if node.lineno <= mutant.line <= (node.end_lineno or 0)), None)
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _names_in(item: pytest.Item) -> tuple[str, ...]:
+    function = getattr(item, "function", None)
+    code = getattr(function, "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _users_of(names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (file, function) where one of the names stands."""
     for file in sorted(SOURCE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if any(name in text for name in names):
