@@ -53,11 +53,13 @@ class Bag(nn.Module):
         return (self.tokens(inputs) * mask).sum(1) / mask.sum(1)  # type: ignore[no-any-return]
 
 
-def classified(labels: Sequence[int] = (0, 1, 2, 3, 4, 0), **entries: Tensor) -> RowBatch:
-    """Return six rows with a class each."""
+def classified(
+    labels: Sequence[int] = (0, 1, 2, 3, 4, 0), *, lengths: Sequence[int] = LENGTHS, **entries: Tensor
+) -> RowBatch:
+    """Return rows with a class each."""
     draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 16, (len(LENGTHS), max(LENGTHS)), generator=draw)
-    mask = torch.tensor([[1] * length + [0] * (max(LENGTHS) - length) for length in LENGTHS])
+    ids = torch.randint(1, 16, (len(lengths), max(lengths)), generator=draw)
+    mask = torch.tensor([[1] * length + [0] * (max(lengths) - length) for length in lengths])
     batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor(labels), **entries}
     return RowBatch([batch], encoder_decoder=False, shifts_labels=False)
 
@@ -66,6 +68,13 @@ def generated() -> RowBatch:
     """Return the same rows with a label for each token but the first, as causal language models are trained."""
     batch = classified().batches[0]
     labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"] % CLASSES, IGNORED)
+    return RowBatch([{**batch, "labels": labels}], encoder_decoder=False, shifts_labels=True)
+
+
+def without_label(label: int) -> RowBatch:
+    """Return the rows with labels of tokens, none of which is ``label``."""
+    batch = generated().batches[0]
+    labels = torch.where(batch["labels"] == label, 0, batch["labels"])
     return RowBatch([{**batch, "labels": labels}], encoder_decoder=False, shifts_labels=True)
 
 
@@ -168,6 +177,13 @@ def weighs_a_class(model: Bag, inputs: dict[str, Tensor], items: int | None) -> 
     return each.sum() / weights[inputs["labels"]].sum()
 
 
+def weighs_a_token(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
+    labels = inputs["labels"][:, 1:].flatten()
+    weights = torch.where(labels == 3, 9.0, 1.0)
+    each = cross_entropy(model.tokens(inputs)[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
+    return (each * weights).sum() / weights[labels != IGNORED].sum()
+
+
 def constant(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
     return model.table.weight.mean() * 0.0 + 2.0
 
@@ -191,6 +207,8 @@ SCRIPT = {"is_library_loss": False}
         (coupled_in_threes, classified(), SCRIPT, "the loss of 6 rows is not made of the losses of each"),
         (weighs_a_class, classified((0, 1, 2, 4, 4, 3)), SCRIPT, "the loss of two rows is not made of the losses of each"),
         (weighs_a_class, classified((0, 1, 2, 4, 4, 2)), SCRIPT, "label 3 otherwise"),
+        (weighs_a_class, classified((0, 1, 2, 4, 4, 2), lengths=(4,) * 6), SCRIPT, "label 3 otherwise"),
+        (weighs_a_token, without_label(3), SCRIPT, "labels 0 to 4 otherwise"),
         (constant, classified(), SCRIPT, "the losses of all rows are alike"),
         (by_class, classified((2,) * 6), SCRIPT, "all rows have the same label"),
         (endless, classified(), {}, "the loss of the first rows is not a number"),
@@ -201,6 +219,7 @@ def test_a_loss_that_does_not_split_has_a_reason(loss: Loss, rows: RowBatch, pro
     found = split_of(loss, rows, **probes)
     assert found.unit is None
     assert reason in found.reason
+    assert (found.trims, found.drops_mask, found.flattens, found.needs_equal_labels, found.ranges) == (False,) * 4 + ({},)
 
 
 def test_a_loss_without_two_rows_to_compare() -> None:
@@ -254,6 +273,11 @@ def test_pairs_differ_in_what_a_loss_may_read() -> None:
     assert tokens == [(3, 0)]  # one label and two: no other pair needs to differ in their number
     unlabelled = classified((0, 1, IGNORED, 3, 4, 0))
     assert _choose_pairs(unlabelled, 6, is_library_loss=True) == [(3, 0), (3, 2)]
+    two_unlabelled = classified((0, 1, IGNORED, 3, 4, IGNORED))
+    assert _choose_pairs(two_unlabelled, 6, is_library_loss=True) == [(3, 0), (3, 2)]
+    many = classified(range(12), lengths=range(2, 14))
+    assert _choose_pairs(many, 12, is_library_loss=False) == [(0, partner) for partner in range(1, 9)]
+    assert _choose_pairs(many, 12, is_library_loss=True) == [(0, 1)]
 
 
 def test_entries_that_may_weigh_rows() -> None:

@@ -16,10 +16,11 @@ from upshift.errors import NothingFits
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
+from upshift.planning.analysis import tpu_programs
 from upshift.planning.analysis.compare_hosts import ComparisonTerms, compare, read_hosts, read_tokens
 from upshift.planning.analysis.explain import reasons_among, shadow_price
-from upshift.planning.analysis.lock_file import Lock, _no_longer_fits
-from upshift.planning.analysis.max_size import find_largest, with_layers
+from upshift.planning.analysis.lock_file import Lock, _no_longer_fits, _versions
+from upshift.planning.analysis.max_size import _scale, find_largest, with_layers
 from upshift.planning.analysis.what_if import _compare_with_best, _shadow_price, explain_choice
 from upshift.planning.inference.plan import InferenceWorkload
 from upshift.planning.inference.planner import plan_profile, rank_plans
@@ -28,6 +29,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.search.ranking import Candidate, Coster, Ranking, Rejected, cost_plan
 from upshift.planning.workload import LengthHistogram, Workload
+from upshift.record import Environment, Numbers, Record
 from upshift.units import format_bytes
 
 PROFILE = make_profile()
@@ -141,6 +143,48 @@ def test_what_did_not_fit_when_it_was_locked_is_no_news() -> None:
     assert _no_longer_fits(replace(BEST, resident=2.0**30), lock, 0.5) is None
 
 
+def test_a_lock_names_the_versions_that_its_numbers_follow_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upshift's own is unknown where it runs from its source."""
+    for installed, version in ((None, "unknown"), ("1.2", "1.2")):
+        monkeypatch.setattr("upshift.planning.analysis.lock_file.installed_version", lambda name, found=installed: found)
+        versions = _versions(PROFILE)
+        assert versions["upshift"] == version
+        assert {"python", "torch", "transformers"} <= {*versions}
+
+
+def test_programs_of_tpus_are_kept_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The newest of three shapes; a program that is compiled again takes the place of its row."""
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
+    host = describe("4xtpu-v5e")
+    assert host.gpu is not None
+    key = host.gpu.table_key
+    source = ModelSource(reference="small", directory=None, config={"model_type": "x"})
+    assert tpu_programs.describe_programs(source, HOST) == ""
+    assert tpu_programs.describe_programs(source, host).endswith(f"small --topology {(key or '').removeprefix('tpu-')}-4")
+    environment = Environment(
+        time="", host="", host_fingerprint="", processor=None, num_cores=None, python="", versions={}, commit=None
+    )
+
+    def store(length: int, gib: float, model: str = source.model_hash) -> None:
+        plan = {"model": model, "device": key, "kind": "train", "rows": 2, "length": length, "dtype": "bf16", "topology": "v5e-4"}
+        tpu_programs.store_program(Record(
+            kind="trial", name="tpu", plan=plan, predicted=None, measured=Numbers(peak_gib=gib), flop_convention="",
+            environment=environment, details={"memory_gib": 16.0},
+        ))  # fmt: skip
+
+    for length in (128, 256, 512, 1024):
+        store(length, length / 128)
+    store(256, 9.0)
+    store(64, 1.0, model="another")
+    text = tpu_programs.describe_programs(source, host)
+    shapes = [part.partition(" on ")[0] for part in text.removeprefix("; Google's compiler: ").split("; ")]
+    assert shapes == [f"train of 2 x {length} tokens in bf16" for length in (256, 1024, 512)]
+    assert "takes 9.00 of 16.00 GiB a chip" in text
+    monkeypatch.setattr(tpu_programs, "MAX_ROWS", 2)
+    store(32, 1.0)
+    assert len((tmp_path / tpu_programs.FILE_NAME).read_text().splitlines()) == 2
+
+
 # --- hosts -----------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +242,7 @@ def test_more_layers_have_more_of_everything_in_layers() -> None:
     assert (found.num_layers, found.parameters.layers) == (48, 2 * PROFILE.parameters.layers)
     adapted = model_of("lora", "causal-lm", longest=4096)
     assert with_layers(adapted, 48).parameters.trainable == 2 * adapted.parameters.trainable
+    assert [_scale(total, ratio) for total, ratio in ((5, (1, 2)), (7, (1, 3)), (8, (1, 3)), (9, (4, 6)))] == [3, 2, 3, 6]
 
 
 # --- frozen weights --------------------------------------------------------------------------------------------------

@@ -141,8 +141,7 @@ def test_when_ranks_share_the_job() -> None:
         (cpu, {}, False), (cpu, {"num_processes": 1}, False), (cpu, {"num_processes": 2}, True),
         (cpu, {"tensor_parallel": 1}, False), (cpu, {"tensor_parallel": 2}, True), (cpu, {"precision": "bf16"}, False),
     ]  # fmt: skip
-    for host, fixed, expected in cases:
-        assert shares_work(host, fixed) is expected, (host.name, fixed)
+    assert [shares_work(host, fixed) for host, fixed, _ in cases] == [expected for _, _, expected in cases]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +257,9 @@ def test_optimizers_that_are_allowed_and_run_here() -> None:
     assert set(asked) - set(searched) <= {"adamw_8bit"}
     on_cpu = legal_values(describe("epyc-9654"), PROFILE, workload)["optim"]
     assert not {"adamw_bnb_8bit", "adamw_8bit"} & {*on_cpu}
+    for name in ("adamw_bnb_8bit", "adamw_8bit"):
+        with pytest.raises(RequestError, match="bitsandbytes is for CUDA devices"):
+            parse_fixed((f"optim={name}",), describe("epyc-9654"), PROFILE, workload)
 
 
 def test_optimizers_that_compile_their_update_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,23 @@ def test_tensor_parallel_ranks_have_parts_of_what_the_model_divides() -> None:
     assert partition.outside_part(half, plan) == pytest.approx(1 - 1 / 2 * 3 / 4)
 
 
+def test_weights_trained_outside_the_layers_may_be_at_each_end_of_a_pipeline() -> None:
+    """A LoRA in the layers, and 500 parameters of a module that is before or behind them."""
+    adapted = model_of("lora", "causal-lm", longest=4096)
+    counts = adapted.parameters
+    profile = adapted.changed(parameters=counts.changed(total=counts.total + 500, trainable=counts.trainable + 500))
+    plan = plan_of(num_processes=4, layout=Layout(pipeline_parallel=4), gradient_accumulation_steps=4)
+    parts = [partition.trained_part(profile, plan, stage_of(profile, plan, rank)) for rank in range(4)]
+    inner = counts.trainable / 4
+    trained = counts.trainable + 500
+    assert parts == pytest.approx([(inner + 500) / trained, inner / trained, inner / trained, (inner + 500) / trained])
+    head = profile.changed(parameters=profile.parameters.changed(trainable_head=500, tied=True))
+    assert [partition.trained_part(head, plan, stage_of(head, plan, rank)) for rank in range(4)] == pytest.approx(parts)
+    alone = head.changed(parameters=head.parameters.changed(tied=False))
+    assert partition.trained_part(alone, plan, stage_of(alone, plan, 0)) == pytest.approx(inner / trained)
+    assert partition.trained_part(alone, plan, stage_of(alone, plan, 3)) == pytest.approx((inner + 500) / trained)
+
+
 def test_a_tied_embedding_is_at_both_ends_of_a_pipeline() -> None:
     tied = model_of("tied", "causal-lm", longest=4096)
     plan = plan_of(num_processes=4, layout=Layout(pipeline_parallel=4), gradient_accumulation_steps=4)

@@ -244,6 +244,7 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
     running: dict[int, CodeType] = {}  # by id, as hashing a code object reads all of it
     failed: set[str] = set()
     helpers = {id(function.__wrapped__.__code__) for function in cached_functions(ROOT / "tests")}
+    remembering = cached_functions(SOURCE)
     of_helpers: dict[int, CodeType] = {}
 
     def on_call(frame: FrameType, _event: str, _argument: object) -> Any:
@@ -276,6 +277,8 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
     class Noting:
         @pytest.hookimpl(hookwrapper=True)
         def pytest_runtest_setup(self, item: pytest.Item) -> Any:
+            for function in remembering:
+                function.cache_clear()  # else only the first test is seen to call them
             watch()
             yield
             of_fixtures[_file_of(item.nodeid)] |= names_of(running)
