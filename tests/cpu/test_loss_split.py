@@ -137,7 +137,7 @@ def test_a_loss_of_the_script_is_held_to_the_labels_that_were_seen() -> None:
 def test_what_may_be_cut_off() -> None:
     """Padding and its mask where the loss ignores both; rows end to end only for the next tokens of each."""
     tokens = split_of(by_token, generated())
-    assert (tokens.trims, tokens.drops_mask) == (True, True)
+    assert (tokens.trims, tokens.drops_mask, tokens.flattens) == (True, True, True)
     classes = split_of(by_class, classified())
     assert (classes.trims, classes.drops_mask, classes.flattens) == (True, False, False)
 
@@ -145,6 +145,18 @@ def test_what_may_be_cut_off() -> None:
         return by_class(model, inputs, items) * inputs["input_ids"].shape[1]
 
     assert (split_of(by_width, classified()).unit, split_of(by_width, classified()).trims) == ("labels", False)
+
+    def sees_padding(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
+        return by_class(model, inputs, items) + float(inputs["attention_mask"].all())
+
+    assert (split_of(sees_padding, classified()).unit, split_of(sees_padding, classified()).trims) == ("labels", False)
+
+    def reads_what_is_before(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
+        before = {**inputs, "input_ids": inputs["input_ids"].cumsum(1) % 16}
+        return by_token(model, before, items)
+
+    found = split_of(reads_what_is_before, generated())
+    assert (found.trims, found.drops_mask, found.flattens) == (True, True, False)
 
     def needs_mask(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
         return by_token(model, inputs, items) + 0.0 * inputs["attention_mask"].sum()
@@ -227,6 +239,22 @@ def test_a_loss_without_two_rows_to_compare() -> None:
     assert split_of(by_class, classified(), num_first=2).unit == "labels"
 
 
+def test_a_loss_that_may_be_told_the_items_is_not_told_unless_it_counts_them() -> None:
+    def of_items_or_labels(model: Bag, inputs: dict[str, Tensor], items: int | None) -> Tensor:
+        return by_token(model, inputs, items) if items is None else of_items(model, inputs, items)
+
+    assert split_of(of_items_or_labels, generated()).unit == "labels"
+    assert split_of(of_items_or_labels, generated(), counts_items=True).unit == "items"
+
+
+def test_two_rows_are_enough_and_rows_may_be_equally_long() -> None:
+    model = Bag()
+    plain = loss_in_evaluation(model, lambda inputs, items: by_class(model, inputs, items))
+    for rows in (classified((0, 1), lengths=(3, 5)), classified(lengths=(4,) * 6)):
+        found = split_of(by_class, rows, num_first=len(rows), is_library_loss=False, other_states={"at step 9": plain})
+        assert (found.unit, found.reason) == ("labels", "")
+
+
 def test_a_library_loss_is_measured_on_two_rows_alone() -> None:
     assert split_of(coupled_in_threes, classified()).unit == "labels"
     assert split_of(weighs_a_class, classified((0, 1, 2, 4, 4, 2))).unit == "labels"
@@ -275,6 +303,18 @@ def test_pairs_differ_in_what_a_loss_may_read() -> None:
     assert _choose_pairs(unlabelled, 6, is_library_loss=True) == [(3, 0), (3, 2)]
     two_unlabelled = classified((0, 1, IGNORED, 3, 4, IGNORED))
     assert _choose_pairs(two_unlabelled, 6, is_library_loss=True) == [(3, 0), (3, 2)]
+    two_batches = [
+        {name: value[:3] for name, value in unlabelled.batches[0].items()},
+        {name: value[3:] for name, value in two_unlabelled.batches[0].items()},
+    ]
+    mixed = RowBatch(two_batches, encoder_decoder=False, shifts_labels=False)
+    assert mixed.can_mix and _choose_pairs(mixed, 6, is_library_loss=True) == [(3, 0), (3, 2)]
+    narrow = [{name: value[:3, :5] if value.ndim == 2 else value[:3] for name, value in classified().batches[0].items()}]
+    apart = RowBatch(
+        [{name: value for name, value in batch.items() if name != "attention_mask"} for batch in (*narrow, two_batches[1])],
+        encoder_decoder=False, shifts_labels=False,
+    )  # fmt: skip
+    assert not apart.can_mix and _choose_pairs(apart, 6, is_library_loss=True) == [(0, 1)]
     many = classified(range(12), lengths=range(2, 14))
     assert _choose_pairs(many, 12, is_library_loss=False) == [(0, partner) for partner in range(1, 9)]
     assert _choose_pairs(many, 12, is_library_loss=True) == [(0, 1)]

@@ -15,7 +15,6 @@ from torch import nn
 from upshift.training.hf_trainer.loss_state import (
     MAX_CONTAINER_ITEMS,
     MAX_DEPTH,
-    MAX_TENSOR_ELEMENTS,
     StateSnapshot,
     _is_equal,
     is_library_class,
@@ -64,6 +63,7 @@ class Averaging(nn.Module):
         self.layer = nn.BatchNorm1d(2)
         self.register_buffer("mean", torch.zeros(2))
         self.steps = 0
+        self.history = [0.0]
         self.config = {"width": 2}
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -143,6 +143,7 @@ def test_modules_of_a_script_keep_buffers_and_attributes() -> None:
     changes: list[Callable[[Averaging], Any]] = [
         lambda model: model.mean.add_(1), lambda model: model.layer.running_mean.add_(1),
         lambda model: setattr(model, "steps", 1), lambda model: setattr(model, "other", 1),
+        lambda model: model.history.append(1.0),
     ]  # fmt: skip
     for change in changes:
         model = Averaging()
@@ -151,7 +152,7 @@ def test_modules_of_a_script_keep_buffers_and_attributes() -> None:
         change(model)
         assert state.changed() is not None
         state.restore()
-        assert state.changed() is None and model.steps == 0 and not hasattr(model, "other")
+        assert state.changed() is None and model.steps == 0 and model.history == [0.0] and not hasattr(model, "other")
         assert not model.mean.any() and not model.layer.running_mean.any()  # type: ignore[union-attr]
     model = Averaging()
     state = StateSnapshot(model=model)
@@ -171,11 +172,11 @@ def test_methods_keep_the_state_of_their_object() -> None:
 def test_what_is_data_or_belongs_to_a_library_is_left_alone() -> None:
     kept = Kept()
     kept.inner = [0] * (MAX_CONTAINER_ITEMS + 1)
-    large = torch.zeros(MAX_TENSOR_ELEMENTS + 1)
+    large = torch.zeros(10**6 + 1)
     kept.table["large"] = large  # type: ignore[assignment]
     kept.table["meta"] = torch.empty(3, device="meta")  # type: ignore[assignment]
     fits = [0] * MAX_CONTAINER_ITEMS
-    just_fits = torch.zeros(MAX_TENSOR_ELEMENTS)
+    just_fits = torch.zeros(10**6)
     kept.table["fits"] = (fits, just_fits)  # type: ignore[assignment]
     state = StateSnapshot(kept=kept, without=frozenset({"queue"}))
     kept.inner.append(1)

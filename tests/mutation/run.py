@@ -308,8 +308,8 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
 def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *, most_seconds: float) -> list[str]:
     """Return the tests that call the mutated function, those that call least beside it first, until they take ``most_seconds``.
 
-    Of a constant of a module: those in which its name stands, and those that call a function in which it stands. Of anything else
-    outside functions, and if there are none: those that call any function of the module, and those of files that import it.
+    Of a constant of a module or a field of a class: those in which its name stands, and those that call a function in which it
+    stands. If there are none: those that call any function of the module, and those of files that import it.
     """
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
@@ -333,11 +333,11 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *,
 
 
 def _assigned_names(mutant: Mutant) -> set[str]:
-    """Return the names that the mutated statement of a module assigns; none if it stands in a function or a class."""
-    if mutant.function:
-        return set()
+    """Return the names that the mutated statement of a module assigns, or the class in which it stands; none in a function."""
     tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
     statement = next((node for node in tree.body if node.lineno <= mutant.line <= (node.end_lineno or 0)), None)
+    if mutant.function:
+        return {mutant.function} if isinstance(statement, ast.ClassDef) and statement.name == mutant.function else set()
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
