@@ -19,7 +19,7 @@ from upshift.models.source import ModelSource
 from upshift.planning.analysis import tpu_programs
 from upshift.planning.analysis.compare_hosts import ComparisonTerms, compare, read_hosts, read_tokens
 from upshift.planning.analysis.explain import reasons_among, shadow_price
-from upshift.planning.analysis.lock_file import Lock, _no_longer_fits, _versions
+from upshift.planning.analysis.lock_file import Lock, _no_longer_fits, _versions, check_lock, lock_plan
 from upshift.planning.analysis.max_size import _scale, find_largest, with_layers
 from upshift.planning.analysis.what_if import _compare_with_best, _shadow_price, explain_choice
 from upshift.planning.inference.plan import InferenceWorkload
@@ -143,6 +143,18 @@ def test_what_did_not_fit_when_it_was_locked_is_no_news() -> None:
     assert _no_longer_fits(replace(BEST, resident=2.0**30), lock, 0.5) is None
 
 
+def test_a_lock_whose_plan_cannot_be_predicted_any_more_has_moved() -> None:
+    source = ModelSource(reference="made", directory=None, config={})
+    locked = lock_plan(planning_of(BEST), source, fixed=(), described=True)
+    same = check_lock(locked, PROFILE)
+    assert (same.moved, same.problem, same.segments, same.terms_ms, same.parts_gib) == (False, None, (), (), ())
+    assert same.peak_gib.share == same.step_ms.share == 0.0
+    gone = check_lock(locked, PROFILE.changed(steps=()))
+    assert gone.moved and gone.problem == "sdpa attention in bf16 was not traced"
+    assert (gone.peak_gib.now, gone.step_ms.now) == (None, None)
+    assert gone.peak_gib.before == same.peak_gib.before
+
+
 def test_a_lock_names_the_versions_that_its_numbers_follow_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upshift's own is unknown where it runs from its source."""
     for installed, version in ((None, "unknown"), ("1.2", "1.2")):
@@ -235,6 +247,25 @@ def test_a_search_for_the_largest_ends_where_everything_fits(what: Any, most: in
     profile = PROFILE.changed(max_positions=None)
     found = find_largest(what, endless, WORKLOAD, fixed=fixed, trace=lambda length, variants: profile)
     assert found.value == most
+
+
+def test_the_speed_of_the_largest_counts_the_models_own_work() -> None:
+    """All tokens of a global batch; those of the data where sequences are shorter: half of the positions in the mean."""
+
+    def lengths_at(size: int) -> LengthHistogram:
+        return LengthHistogram(sequence_length=size, lengths=(size // 2,), counts=(2,), num_tokens=2 * (size // 2))
+
+    fixed = ("optim=adamw_torch_fused", "torch_compile=off", "activation_checkpointing=0", "precision=bf16", "packing=false")
+    profile = PROFILE.changed(max_positions=2048)
+    for lengths, share in ((None, 1.0), (lengths_at, 0.5)):
+        found = find_largest(
+            "sequence", HOST, WORKLOAD, fixed=fixed, trace=lambda length, variants: profile, lengths_at=lengths
+        )
+        assert found.value == 2048 and found.limited_by == "the model has 2,048 positions"
+        assert found.predicted.step_ms is not None and found.predicted.model_flops_per_second is not None
+        work = found.predicted.model_flops_per_second * found.predicted.step_ms.p50 / 1000
+        assert work == pytest.approx(share * 8 * profile.train_flops(1, 2048))
+        assert found.parameters == profile.parameters.total
 
 
 def test_more_layers_have_more_of_everything_in_layers() -> None:

@@ -10,8 +10,9 @@ import pytest
 from made_generators import LLAMA_8B, MIXTURE, SLIDING, attention_shapes, cached, made_generator
 
 from upshift.hardware import describe, memory_efficiency
+from upshift.hardware.catalog.efficiency import GEMM_CLASSES
 from upshift.hardware.spec import Host, Link, Measured, Rates
-from upshift.models.profile import CachedLayers
+from upshift.models.profile import CachedLayers, TensorParallel
 from upshift.planning.inference.memory import (
     activation_bytes,
     cached_bytes,
@@ -20,11 +21,11 @@ from upshift.planning.inference.memory import (
     mean_visible,
     prompt_attention_flops,
     replica_memory,
+    weight_bytes,
 )
 from upshift.planning.inference.plan import WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape, WeightFormat
 from upshift.planning.inference.space import chunk_sizes, concurrencies, device_layouts, legal_values, occupied_share
 from upshift.planning.inference.time import (
-    LOG_CENTRES,
     DeviceRates,
     Engine,
     Service,
@@ -241,9 +242,9 @@ def test_rates_of_a_cpu() -> None:
 
 
 def test_efficiency_lies_between_the_classes_on_a_logarithmic_scale() -> None:
-    shares = tuple((number + 1) / 10 for number in range(len(LOG_CENTRES)))
+    shares = tuple((number + 1) / 10 for number in range(len(GEMM_CLASSES)))
     rates = DeviceRates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, shares)
-    lowest = 10.0 ** (LOG_CENTRES[0] / 2.302585092994046)
+    lowest = GEMM_CLASSES[0] * 10**0.5  # a class is a decade
     assert rates.efficiency(0.0) == rates.efficiency(lowest) == shares[0]
     assert rates.efficiency(lowest * 10) == pytest.approx(shares[1])
     assert rates.efficiency(lowest * 10**0.25) == pytest.approx(shares[0] + 0.025)
@@ -342,6 +343,23 @@ def test_memory_of_a_replica_by_part() -> None:
     room = replace(memory, limit=memory.fixed + 2.5 * memory.sequence)
     assert room.largest_concurrency == 2
     assert replace(memory, limit=memory.fixed - 1.0).largest_concurrency == 0
+
+
+def test_devices_divide_what_the_model_declares() -> None:
+    """All of the layers, and the embedding of embedding and head: a quarter of their bytes is saved by two devices."""
+    declared = SMALL.changed(tensor_parallel=TensorParallel(divisor=2, layers=SMALL.parameters.layers, outside=HEAD))
+    one = weight_bytes(declared, "bf16", 128, tensor_parallel=1, pipeline_parallel=1)
+    two = weight_bytes(declared, "bf16", 128, tensor_parallel=2, pipeline_parallel=1)
+    assert one == 2 * (SMALL.parameters.layers + 2 * HEAD)
+    assert two == 2 * (SMALL.parameters.layers / 2 + 2 * HEAD * 3 / 4)
+    half = declared.changed(tensor_parallel=TensorParallel(divisor=2, layers=SMALL.parameters.layers // 2, outside=0))
+    assert weight_bytes(half, "bf16", 128, tensor_parallel=2, pipeline_parallel=1) == 2 * (
+        SMALL.parameters.layers * 3 / 4 + 2 * HEAD
+    )
+    others = SMALL.parameters.changed(other=10, buffers_bytes=7)
+    assert weight_bytes(SMALL.changed(parameters=others), "bf16", 128, tensor_parallel=1, pipeline_parallel=1) == one + 27
+    staged = weight_bytes(SMALL, "bf16", 128, tensor_parallel=1, pipeline_parallel=2)
+    assert staged == 2 * (SMALL.parameters.layers / 2 + HEAD)
 
 
 def test_states_of_recurrences_stay_in_16_bits_and_ranks_divide_heads() -> None:

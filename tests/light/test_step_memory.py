@@ -18,8 +18,17 @@ from upshift.models.profile import (
     StackTrace,
     StepTrace,
 )
-from upshift.planning.cost.memory import MEMORY_PARTS, Backward, micro_batch_memory, predict_memory, scale_to_peak
-from upshift.planning.cost.partition import FsdpTransients, InFlight, Stage, share_of, stage_of
+from upshift.planning.cost.memory import (
+    MEMORY_PARTS,
+    Backward,
+    MicroBatchMemory,
+    Peaks,
+    micro_batch_memory,
+    predict_memory,
+    scale_to_peak,
+    step_memory,
+)
+from upshift.planning.cost.partition import FsdpTransients, InFlight, Share, Stage, share_of, stage_of
 from upshift.planning.cost.segments import RANDOM_STATE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
@@ -264,6 +273,68 @@ def test_a_stage_between_others_has_a_buffer_for_what_it_receives() -> None:
     assert first.later.peaks["backward"].total == pytest.approx(highest)
     # The head's backward pass rises by 1,200 and frees 900; nothing is received behind it.
     assert last.later.peaks["backward"].total == pytest.approx(last.left + (900.0 - 40.0 + 1200.0) * tokens)
+
+
+def micro_batch_of(first: Peaks | None, later: Peaks) -> MicroBatchMemory:
+    """Return a micro-batch whose layers leave 100 bytes and whose loss leaves 10, with hidden states of 7."""
+    return MicroBatchMemory(
+        first=first, later=later, left=100.0, left_of_loss=10.0, recomputed=0.0, batch=1.0, hidden=7.0, outputs=3.0,
+        half_logits=0.0,
+    )  # fmt: skip
+
+
+def peaks_of(gradients: float) -> Peaks:
+    peaks = Peaks(by_moment=False)
+    peaks.offer("forward", {"gradients": 0.0, "activations": 50.0, "loss": 5.0, "workspace": 2.0})
+    peaks.offer("head", {"gradients": gradients, "activations": 60.0, "loss": 6.0, "workspace": 3.0})
+    return peaks
+
+
+@pytest.mark.parametrize("losses", [False, True])
+def test_micro_batches_in_flight_add_up(losses: bool) -> None:
+    """Two beside the one that allocates gradients, of 40 bytes, and three beside those that add to 400; eight inputs."""
+    resident = {"weights": 1000.0 + 48.0, "optimizer": 800.0, "batch": 8.0}
+    share = Share(weights=1000.0, gradients=400.0, optimizer=800.0, workspace=20.0)
+    each = 110.0 if losses else 100.0
+    in_flight = InFlight(first=3.0, later=4.0, hidden=1.0, sent=2.0, losses=losses, batches=8.0)
+    stage = Stage(0, 2, 4, in_flight)
+    plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2), gradient_accumulation_steps=8)
+
+    def phases_of(first: Peaks | None, stage: Stage = stage) -> dict[str, dict[str, float]]:
+        memory = step_memory(micro_batch_of(first, peaks_of(0.0)), PROFILE, plan, stage, share)
+        for peak in memory.phases.values():
+            assert peak.total == sum(peak.parts.values())
+        return {name: peak.parts for name, peak in memory.phases.items()}
+
+    optimizer = {**resident, "gradients": 400.0, "workspace": 20.0}
+    later = {
+        "forward": {**resident, "gradients": 400.0, "activations": 50.0 + 3 * each, "loss": 5.0, "workspace": 2.0,
+                    "communication": 21.0},
+        "backward": {**resident, "gradients": 400.0, "activations": 60.0 + 3 * each, "loss": 6.0, "workspace": 3.0,
+                     "communication": 21.0},
+        "optimizer": optimizer,
+    }  # fmt: skip
+    assert phases_of(None) == later
+    assert phases_of(peaks_of(40.0)) == later  # which hold more
+    only_first = stage._replace(in_flight=in_flight._replace(later=0.0))
+    assert phases_of(peaks_of(40.0), only_first) == {
+        "forward": {**resident, "gradients": 0.0, "activations": 50.0 + 2 * each, "loss": 5.0, "workspace": 2.0,
+                    "communication": 7.0},
+        "backward": {**resident, "gradients": 40.0, "activations": 60.0 + 2 * each, "loss": 6.0, "workspace": 3.0,
+                     "communication": 7.0},
+        "optimizer": optimizer,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "gradients"), [(3, 0.0), (4, 4.0)])
+def test_weights_gradients_that_wait_hold_all_that_the_forward_pass_left(count: int, gradients: float) -> None:
+    """ZB-H1: four micro-batches in flight and two that wait, each of three with the outputs' gradients and its loss."""
+    share = Share(weights=1000.0, gradients=4.0, optimizer=800.0)
+    stage = Stage(2, 4, 4, InFlight(first=0.0, later=4.0, pending=2, splits=True))
+    plan = plan_of(num_processes=2, layout=Layout(pipeline_parallel=2), gradient_accumulation_steps=count)
+    backward = step_memory(micro_batch_of(None, peaks_of(0.0)), PROFILE, plan, stage, share).phases["backward"]
+    assert backward.parts["activations"] == 6 * 100.0 + 3 * (3.0 + 10.0)
+    assert (backward.parts["gradients"], backward.parts["communication"]) == (gradients, 0.0)
 
 
 def test_what_lasts_is_not_scaled_to_a_measured_peak() -> None:

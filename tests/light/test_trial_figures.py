@@ -21,7 +21,7 @@ from upshift.planning.search.feasibility import JobMemory
 from upshift.planning.search.ranking import Candidate, Ranking, Rejected
 from upshift.planning.trials.calibration import Calibration, MeasuredPair, Sample, job_key
 from upshift.planning.trials.runner import TrialResult
-from upshift.planning.trials.select import Tried, _close_plans, memory_correction, speed_correction
+from upshift.planning.trials.select import Tried, _close_plans, memory_correction, prove, speed_correction
 from upshift.planning.workload import Workload
 from upshift.record import Spread
 
@@ -134,6 +134,68 @@ def test_each_number_is_corrected_by_its_own_ratio() -> None:
     assert step.tokens_per_second == pytest.approx(100.0 * 3.0 / 5.0)
     allocated = Calibration((sample_of(candidate, allocated=1.5),)).of(candidate, WORKLOAD)
     assert allocated.memory.peak == pytest.approx(900.0)
+
+
+# --- which trials are run --------------------------------------------------------------------------------------------
+
+
+def trials_of(
+    seconds: list[float],
+    *,
+    budget: float = 60.0,
+    limit: float | None = None,
+    held: tuple[int, ...] = (),
+    speeds: tuple[float, ...] = (),
+) -> list[tuple[int, float]]:
+    """Return (plan, limit in seconds) of each trial. Trial i takes ``seconds[i]``; the plain default is plan 0.
+
+    Plans are as fast as predicted, each slower than the one before; the default is the slowest.
+    """
+    candidates = [
+        replace(candidate_of(loss_chunk_tokens=number), tokens_per_second=100.0 * 0.8**number) for number in range(1, 7)
+    ]
+    default = replace(candidate_of(), tokens_per_second=10.0)
+    by_plan = {candidate.plan: number for number, candidate in enumerate([default, *candidates])}
+    run_trials: list[tuple[int, float]] = []
+    now = 0.0
+
+    def run(plan: Plan, limit_seconds: float) -> TrialResult:
+        nonlocal now
+        number = by_plan[plan]
+        run_trials.append((number, limit_seconds))
+        took = seconds[min(len(run_trials), len(seconds)) - 1]
+        now += took
+        speed = speeds[number] if number < len(speeds) else [default, *candidates][number].tokens_per_second
+        return result_of(speed, wall_seconds=took, resident_bytes=held[number] if number < len(held) else 1000)
+
+    prove(candidates, default, workload=WORKLOAD, run=run, budget_seconds=budget, clock=lambda: now, limit_bytes=limit)
+    return run_trials
+
+
+def test_the_budget_is_shared_by_the_default_the_best_and_later_trials() -> None:
+    """Half for the default, half at least for the best, then what is left, as long as one more trial is likely to end in time."""
+    assert trials_of([10.0]) == [(0, 30.0), (1, 50.0), (2, 40.0), (3, 30.0), (4, 20.0)]
+    assert trials_of([40.0, 10.0]) == [(0, 30.0), (1, 30.0), (2, 15.0)]
+    assert trials_of([55.0, 30.0]) == [(0, 30.0), (1, 30.0)]
+    assert trials_of([10.0, 45.0]) == [(0, 30.0), (1, 50.0)]
+    assert trials_of([10.0, 35.0, 20.0]) == [(0, 30.0), (1, 50.0)]
+    assert trials_of([10.0, 28.0, 10.0]) == [(0, 30.0), (1, 50.0), (2, 22.0)]
+
+
+def test_plans_that_are_as_fast_are_measured_again_while_there_is_time() -> None:
+    """The two best; one is left out where half of its trial would not end."""
+    speeds = (10.0, 100.0, 99.0, 1.0, 1.0)
+    assert trials_of([10.0], speeds=speeds) == [(0, 30.0), (1, 50.0), (2, 40.0), (3, 30.0), (4, 20.0), (1, 15.0)]
+    assert trials_of([5.0], speeds=speeds)[-3:] == [(6, 30.0), (1, 25.0), (2, 20.0)]
+    assert trials_of([5.0], speeds=(10.0, 100.0, 90.0, 1.0))[-1] == (6, 30.0)
+
+
+def test_trials_go_on_beyond_the_budget_only_while_no_plan_holds_what_is_allowed() -> None:
+    """1,000 bytes are allowed. Once more the budget is there where all tried plans held more."""
+    beyond = (2000, 900, 900)
+    assert [number for number, _ in trials_of([10.0, 25.0], budget=30.0, limit=1000.0, held=beyond)] == [0, 1]
+    first_two = (2000, 2000, 400)
+    assert len(trials_of([10.0, 25.0], budget=30.0, limit=1000.0, held=first_two)) == 3
 
 
 # --- other answers ---------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def run_anew(file: Path, tree: ast.Module, nodeids: list[str]) -> int:
     """Import everything of the project again, the mutated module from ``tree``, and run the tests."""
     for name, module in list(sys.modules.items()):
         where = getattr(module, "__file__", None) or ""
-        if where.startswith((str(SOURCE), str(ROOT / "tests" / "light"))):
+        if where.startswith((str(SOURCE), str(ROOT / "tests"))) and name not in (__name__, "mutants"):
             del sys.modules[name]
     sys.meta_path.insert(0, MutatedFinder(file, tree))  # type: ignore[arg-type]
     files = list(dict.fromkeys(_file_of(nodeid) for nodeid in nodeids))
