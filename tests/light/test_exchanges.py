@@ -11,7 +11,15 @@ from made_requests import model_of
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost import communication
-from upshift.planning.cost.communication import ComputeSeconds, ExchangeCost, RankGroups, Transfer, Volumes, rank_groups
+from upshift.planning.cost.communication import (
+    ComputeSeconds,
+    ExchangeCost,
+    RankGroups,
+    Transfer,
+    UnknownLink,
+    Volumes,
+    rank_groups,
+)
 from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.network import Group
 from upshift.planning.cost.partition import Stage, stage_of
@@ -163,6 +171,19 @@ def test_groups_of_ranks_by_hand() -> None:
         tensor=Group(2, 1, 8), context=Group(2, 2, 8), shard=Group(2, 2, 8), replicas=Group(2, 4, 8), experts=Group(1, 2, 8),
         pipeline_stride=8,
     )  # fmt: skip
+
+
+def test_an_unknown_rate_is_named_by_its_place() -> None:
+    plan = plan_of(4, Layout(tensor_parallel=2, pipeline_parallel=2))
+    copies = plan_of(4, Layout())
+    node = describe("4xh100").changed(intra_node=None)
+    nodes = describe("2x2xh100").changed(inter_node=None)
+    for host, asked, place in ((node, plan, "inside"), (nodes, copies, "between"), (nodes, plan, "between")):
+        assert host.gpu is not None
+        unlisted = host.changed(gpu=host.gpu.changed(table_key=None))
+        cost = ExchangeCost(unlisted, PROFILE, asked, stage_of(PROFILE, asked, 0), ComputeSeconds(0.0, 0.0), Memo())
+        with pytest.raises(UnknownLink, match=f"the rate {place} nodes is unknown"):
+            cost.seconds()
 
 
 # --- seconds, where a byte takes one ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from made_generators import LLAMA_8B, MIXTURE, SLIDING, attention_shapes, cached, made_generator
 
+from upshift.errors import RequestError
 from upshift.hardware import describe, memory_efficiency
 from upshift.hardware.catalog.efficiency import GEMM_CLASSES
 from upshift.hardware.spec import Host, Link, Measured, Rates
@@ -24,7 +25,14 @@ from upshift.planning.inference.memory import (
     weight_bytes,
 )
 from upshift.planning.inference.plan import WEIGHTS, InferencePlan, InferenceWorkload, ReplicaShape, WeightFormat
-from upshift.planning.inference.space import chunk_sizes, concurrencies, device_layouts, legal_values, occupied_share
+from upshift.planning.inference.space import (
+    chunk_sizes,
+    concurrencies,
+    device_layouts,
+    legal_values,
+    occupied_share,
+    parse_fixed,
+)
 from upshift.planning.inference.time import (
     DeviceRates,
     Engine,
@@ -452,6 +460,24 @@ def test_degrees_and_executions_that_are_legal() -> None:
     assert compiler.measured is not None
     compiles = compiler.changed(measured=compiler.measured.changed(compiler=True))
     assert legal_values(compiles, LLAMA_8B, WORKLOAD)["execution"] == ["graphs", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("task", "fixed", "words"),
+    [
+        ("encode", "kv_cache=fp8", "encoding keeps no cache"), ("generate", "kv_cache=fp8", "add --allow fp8-kv"),
+        ("generate", "kv_cache=int8", "add --allow int8-kv"), ("encode", "weights=int8", "add --allow int8-weights"),
+        ("generate", "weights=int4", "add --allow int4-weights"), ("generate", "execution=fast", "use one of"),
+    ],
+)  # fmt: skip
+def test_choices_that_a_request_cannot_have_say_why(task: Any, fixed: str, words: str) -> None:
+    workload = WORKLOAD.changed(task=task, output_length=3 if task == "generate" else 0)
+    with pytest.raises(RequestError, match=words) as problem:
+        parse_fixed((fixed,), describe("h100"), LLAMA_8B, workload)
+    assert ("no cache" in str(problem.value)) == ("no cache" in words)
+    old = describe("v100-16gb")
+    with pytest.raises(RequestError, match="has no instructions for it"):
+        parse_fixed(("weights=bf16",), old, LLAMA_8B, WORKLOAD)
 
 
 def test_formats_of_weights() -> None:

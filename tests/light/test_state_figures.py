@@ -244,6 +244,15 @@ def test_a_process_on_a_gpu_holds_context_buffers_and_segments() -> None:
     assert process_memory.outside_allocator(shared) == pytest.approx((0.5 + 2 * 0.37) * 1024 * MIB)
 
 
+def test_cublas_takes_more_on_hopper_and_blackwell_servers() -> None:
+    host = describe("h100")
+    assert host.gpu is not None
+    capabilities = ((8, 9), (9, 0), (10, 0), (11, 9), (12, 0), (12, 1), None)
+    hosts = [host.changed(gpu=host.gpu.changed(compute_capability=capability)) for capability in capabilities]
+    plain = 8_519_680
+    assert [process_memory.cublas_workspace_bytes(each) for each in hosts] == [plain, *[32 * MIB] * 3, *[plain] * 3]
+
+
 def test_a_batch_is_token_ids_labels_and_positions_or_a_mask() -> None:
     plan = plan_of()
     assert batch_bytes(PROFILE, plan, 2, 10) == 8 * 20 * 2
