@@ -28,7 +28,7 @@ NOTHING = Polynomial()
 def pass_of(left: float, *rises: float, released: float = 0.0) -> PassCost:
     return PassCost(
         left=Polynomial(bs=left), released=Polynomial(bs=released), rise=tuple(Polynomial(bs=rise) for rise in rises),
-        matmul_flops=NOTHING, attention_flops=NOTHING, moved_bytes=NOTHING, matmul_bytes=NOTHING, num_kernels=1,
+        matmul_flops=NOTHING, attention_flops=NOTHING, moved_bytes=Polynomial(bs=16.0), matmul_bytes=NOTHING, num_kernels=1,
     )  # fmt: skip
 
 
@@ -134,6 +134,8 @@ def test_sequence_parallel_ranks_gather_inputs_of_a_layer(saves: bool, left: flo
     """Two inputs of 2,048 elements in bf16, of which four ranks lack three quarters: 6,144 bytes a token."""
     layer = divided(4, saves_inputs=saves).stacks[0].plain[0]
     assert layer.forward.left.bs == 100.0 / 4 + left
+    assert (layer.forward.moved_bytes.bs, layer.backward.moved_bytes.bs) == (16.0 / 4, 16.0 / 4)
+    assert layer.forward.released.bs == 10.0 / 4
     assert [rise.bs for rise in layer.forward.rise] == [120.0 / 4 + 6144.0, 80.0 / 4 + 6144.0]
     assert [rise.bs for rise in layer.backward.rise] == [50.0 / 4 + backward, 70.0 / 4 + backward]
     remade = divided(4, saves_inputs=saves).stacks[0].recomputed["full"][0]
@@ -236,6 +238,8 @@ def test_experts_are_counted_in_the_layers_that_have_them() -> None:
     assert expert_elements(profile, 8, 10) == 2 * experts
     assert expert_elements(profile, 0, LAYERS) == (LAYERS - 8) * experts
     assert expert_elements(PROFILE, 0, LAYERS) == 0.0
+    only_experts = mixture.changed(stacks=(mixture.stacks[0].changed(layer_trainable=(experts,)),))
+    assert expert_elements(only_experts, 0, 6) == 6 * experts
     constant = pass_of(10.0).changed(moved_bytes=Polynomial(one=1000.0, bs=1.0), num_kernels=100)
     layer = Segment(forward=constant, backward=constant, backward_accumulating=constant)
     trace = trace_of().changed(stacks=(StackTrace(plain=(layer, layer), recomputed={}),))
