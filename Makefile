@@ -72,8 +72,8 @@ define mutate
 	$(BIN)/python tests/mutation/run.py draw $(3) --number $(2) --seed 30 > build/mutants-$(1).json
 	$(BIN)/python tests/mutation/run.py run build/mutants-$(1).json --tests $(4) --output build/mutants-$(1)-result.json
 endef
-CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py tests/cpu/test_checkpoint.py tests/cpu/test_checkpoint_damage.py
-DATA_TESTS := $(addprefix tests/light/test_,batches.py corpus_writer.py) \
+CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py $(addprefix tests/cpu/test_checkpoint,_parts.py .py _damage.py)
+DATA_TESTS := $(addprefix tests/light/test_,data_figures.py batches.py corpus_writer.py) \
 	$(addprefix tests/cpu/test_,data.py data_layouts.py data_lengths.py data_show.py data_tables.py chat_content.py chat_data.py unknown_tokens.py)
 LOSS_SPLIT := $(addprefix src/upshift/training/hf_trainer/loss_,split.py state.py)
 

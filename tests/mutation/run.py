@@ -49,7 +49,8 @@ PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "n
 READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
 FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
 LONGEST_SECONDS = 2.0  # of the CPU: a longer test is run only where no other calls the mutant
-NOT_RUN = 7  # exit code of a process that did not find its tests
+FAILED = (1, 2)  # exit codes of a process in which a test failed, or could not be imported
+NOT_RUN = 7  # of one that did not find its tests
 WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
 
 
@@ -119,7 +120,7 @@ class Mutations:
             return "survived"
         if os.WIFSIGNALED(status):
             return "timeout"
-        return "not run" if os.WEXITSTATUS(status) == NOT_RUN else "killed"
+        return "killed" if os.WEXITSTATUS(status) in FAILED else "not run"
 
 
 def _hash_of(file: Path) -> str:
@@ -139,8 +140,8 @@ def in_child(work: Any) -> int:
         os.dup2(quiet, 2)
         try:
             os._exit(int(work() or 0))
-        except BaseException:  # whatever a mutant raises: it is noticed
-            os._exit(3)
+        except BaseException:
+            os._exit(NOT_RUN)
     return os.waitpid(child, 0)[1]
 
 
@@ -313,11 +314,16 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], items: list[pytest.Item], *,
     """
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
-    calls = {nodeid: {(where, name) for where, name in called} for nodeid, called in notes["calls"].items()}
+    collected = {item.nodeid for item in items}
+    calls = {
+        nodeid: {(where, name) for where, name in called}
+        for nodeid, called in notes["calls"].items()
+        if nodeid in collected
+    }
     constants = _assigned_names(mutant)
     users = set(_users_of(constants)) if constants else {(file, mutant.function)}
     naming = {item.nodeid for item in items if constants.intersection(_names_in(item))}
-    chosen = [nodeid for nodeid, called in calls.items() if called & users or nodeid in naming]
+    chosen = [nodeid for nodeid, called in calls.items() if called & users or nodeid in naming & calls.keys()]
     if not chosen:
         importing = _files_that_name(_module_of(ROOT / mutant.file))
         chosen = [
