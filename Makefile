@@ -74,7 +74,7 @@ define mutate
 endef
 CHECKPOINT_TESTS := tests/light/test_checkpoint_files.py $(addprefix tests/cpu/test_checkpoint,_parts.py .py _damage.py)
 DATA_TESTS := $(addprefix tests/light/test_,data_figures.py batches.py corpus_writer.py) \
-	$(addprefix tests/cpu/test_,data.py data_layouts.py data_lengths.py data_show.py data_tables.py chat_content.py chat_data.py unknown_tokens.py)
+	$(addprefix tests/cpu/test_,data.py data_layouts.py data_lengths.py data_show.py data_tables.py data_vocabulary.py chat_content.py chat_data.py unknown_tokens.py)
 LOSS_SPLIT := $(addprefix src/upshift/training/hf_trainer/loss_,split.py state.py)
 
 mutants: $(VENV)/.dev
