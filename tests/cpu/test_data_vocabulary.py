@@ -31,6 +31,7 @@ def test_the_first_row_with_an_id_outside_the_vocabulary_is_named() -> None:
     tokenized = TokenizedCorpus.from_documents([np.array([1, 9])])
     documents = SimpleNamespace(with_places=lambda: iter(rows))
     corpus: Any = SimpleNamespace(is_tokenized=True, documents=documents, evaluation=None)
-    assert str(dataset._outside_vocabulary(corpus, tokenized, 5)).startswith("row 3 holds token id 5, the model's vocabulary has 5")
+    refusal = str(dataset._outside_vocabulary(corpus, tokenized, 5))
+    assert refusal.startswith("row 3 holds token id 5, the model's vocabulary has 5 (ids 0 to 4)")
     texts: Any = SimpleNamespace(is_tokenized=False)
     assert str(dataset._outside_vocabulary(texts, tokenized, 5)).startswith("the tokenized data holds token id 9")
