@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, OPTConfig, OPTForCausalLM, TrainingArguments
 
 import upshift
+from upshift.errors import RequestError
 from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.profile import Isolation, Variant
 from upshift.models.profile_model import profile_model
@@ -18,6 +20,7 @@ from upshift.models.source import find_model
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.row_sharing import why_not_isolated
+from upshift.training.hf_trainer.choose_plan import check_layer_drop
 
 SIZES = {"vocab_size": 96, "num_attention_heads": 4, "max_position_embeddings": 128}
 OPT = SIZES | {
@@ -121,6 +124,17 @@ def test_ranks_do_not_share_layers_that_each_leaves_out(name: str) -> None:
     problem = why_not_isolated(Isolation(proven=True, reason="", drops_layers=True), plan)
     assert problem is not None and "LayerDrop" in problem and "layerdrop to 0" in problem
     assert why_not_isolated(Isolation(proven=True, reason="", drops_layers=True), PLAN) is None
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.0])
+def test_the_trainer_refuses_to_divide_layers_that_each_rank_leaves_out(probability: float) -> None:
+    """The user's own settings have the layout, too. So no plan is needed for the refusal."""
+    model = OPTForCausalLM(OPTConfig(**OPT, layerdrop=probability))
+    check_layer_drop(PLAN, model)
+    refusal = pytest.raises(RequestError, match="LayerDrop") if probability else contextlib.nullcontext()
+    for name in ("fully_shard", "zero 1"):
+        with refusal:
+            check_layer_drop(PLAN.changed(layout=Layout(**LAYOUTS[name])), model)
 
 
 STEPS = 5

@@ -26,7 +26,10 @@ from upshift.models.profile import Variant
 from upshift.models.profile_model import profile_model
 from upshift.models.source import ADAPTER_WEIGHTS, AdapterOptions, find_model, find_model_to_train
 from upshift.models.tracing.segments import Tracer
+from upshift.planning.cost.communication import Volumes
+from upshift.planning.cost.memo import Memo
 from upshift.planning.cost.memory import predict_memory
+from upshift.planning.cost.partition import elements, stage_of, trained_part
 from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host, find_source, plan, plan_training
@@ -362,6 +365,28 @@ def test_fewer_modules_are_another_plan(home: Path) -> None:
     # By layer and rank: inputs and outputs of q, k, v, o, gate, up and down.
     assert trained == [3 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 128)), 3 * 4 * (64 + 64 + 64 + 32)]
     assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.parametrize("saved", ["", "lm_head"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_stages_of_a_pipeline_are_priced_by_what_they_have(saved: str, tied: bool, home: Path, tmp_path: Path) -> None:
+    """The last stage has the copy of a head that is trained whole, and the frozen weight below it."""
+    LlamaConfig.from_pretrained(home / "model", num_hidden_layers=4, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    source = find_model_to_train(str(tmp_path), RANK_4.changed(lora_modules_to_save=saved))
+    profile = profile_model(source, sequence_length=LENGTH, variants=())
+    weights = dict(Tracer(source).full_model(torch.float32).named_parameters(remove_duplicate=False))
+    plan = a_job(home, tmp_path, plan=TWO_RANKS["layers"]).plan
+    for rank, places in (
+        (0, ("embed_tokens", "layers.0.", "layers.1.")),
+        (1, ("layers.2.", "layers.3.", "model.norm.", "lm_head")),
+    ):
+        of_stage = [weight for name, weight in weights.items() if any(place in name for place in places)]
+        stage = stage_of(profile, plan, rank)
+        trained = sum(weight.numel() for weight in of_stage if weight.requires_grad)
+        assert elements(profile, plan, stage) == pytest.approx(sum(weight.numel() for weight in of_stage))
+        assert trained_part(profile, plan, stage) * profile.parameters.trainable == pytest.approx(trained)
+        (exchanged, *_) = Volumes(profile, plan, stage, Memo()).gradients()
+        assert exchanged.num_bytes == pytest.approx(4 * trained)
 
 
 @pytest.mark.parametrize(

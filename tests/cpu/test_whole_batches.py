@@ -14,10 +14,12 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.planning.plan import Plan
 from upshift.training.batches.stand_ins import make_stand_ins
 from upshift.training.batches.user_batches import InseparableRows
 from upshift.training.hf_trainer import plan_mixin
 from upshift.training.hf_trainer.choose_plan import whole_batch_fields
+from upshift.training.hf_trainer.monitor import plan_lines
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 99}
 PLANNED = {"fixed": ("precision=fp32", "torch_compile=off"), "trial_seconds": 0}
@@ -110,6 +112,7 @@ def test_a_script_whose_batches_stay_whole_gets_a_plan(methods: dict[str, Any], 
         if accumulation == 2:
             assert trainer.batches_seen == 12
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert any("trained rows" in line for line in plan_lines(trainer.upshift_choice))
     assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.per_device_train_batch_size == 4
 
 
@@ -165,7 +168,42 @@ def test_a_run_whose_own_loss_does_not_fit_ends_before_it_starts(problem: type[U
         train_script({}, tmp_path)
 
 
+GIVEN = Plan(
+    device="cpu", host="", model="", sequence_length=16, per_device_train_batch_size=4, optim="adamw_torch",
+)  # fmt: skip
+
+
+def test_a_given_plan_runs_whole_batches_if_it_needs_no_others(tmp_path: Path) -> None:
+    trainer = train_script({"compute_loss": pairs}, tmp_path, plan=GIVEN)
+    assert trainer.state.global_step == 2 and trainer.upshift_choice.plan == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("per_device_train_batch_size", 2),
+        ("gradient_accumulation_steps", 2),
+        ("activation_checkpointing", 1),
+        ("torch_compile", "model"),
+        ("loss_chunk_tokens", 1024),
+    ],
+)
+def test_a_given_plan_that_needs_other_batches_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    name = {"activation_checkpointing": "activation checkpointing", "torch_compile": "compiled"}.get(field, f"{field}={value}")
+    with pytest.raises(RequestError, match=name):
+        train_script({"compute_loss": pairs}, tmp_path, plan=GIVEN.changed(**{field: value}))
+
+
+@pytest.mark.parametrize("loss", [pairs, rows_apart])
+def test_chunks_of_a_loss_are_refused_where_the_script_computes_it(loss: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="loss_chunk_tokens=1024 is not possible: the script's own loss may read all logits"):
+        train_script({"compute_loss": loss}, tmp_path, fixed="loss_chunk_tokens=1024")
+
+
 def test_a_field_that_the_scripts_own_step_would_not_see_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="activation_offload=True is not possible: batches of 4 rows stay whole"):
-        whole_batch_fields(("activation_offload=True",), num_rows=4, own_step=True, reason="of it")
-    assert "packing=False" in whole_batch_fields(("activation_offload=True",), num_rows=4, own_step=False, reason="")
+    batches: dict[str, Any] = {"num_rows": 4, "accumulation": 2, "reason": "of it"}
+    for field in ("activation_offload=True", "loss_chunk_tokens=1024"):
+        with pytest.raises(RequestError, match=f"{field} is not possible: batches of 4 rows stay whole"):
+            whole_batch_fields((field,), own_step=True, **batches)
+        assert "packing=False" in whole_batch_fields((field,), own_step=False, **batches)
+    assert "loss_chunk_tokens=0" in whole_batch_fields((), own_step=True, **batches)

@@ -20,12 +20,17 @@ def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
             "the model's loss is taken over a whole batch and is no mean over its texts, as a router's loss is "
             "(output_router_logits); use gradient_accumulation_steps=1 and one process, or turn that loss off in the config"
         )
-    if isolation.drops_layers and (plan.layout.exchanges or plan.layout.fully_shard != "no"):
-        return (
-            f"the model leaves out layers at random (LayerDrop), each rank others, and with {plan.layout.label()} ranks wait for "
-            "each other in a layer or its update; use data parallelism alone, or set layerdrop to 0 in the config"
-        )
-    return None
+    return why_no_layer_drop(plan) if isolation.drops_layers else None
+
+
+def why_no_layer_drop(plan: Plan) -> str | None:
+    """Return why a model that leaves out layers at random cannot train by this plan, or None if it can."""
+    if not plan.layout.exchanges and plan.layout.fully_shard == "no":
+        return None
+    return (
+        f"the model leaves out layers at random (LayerDrop), each rank others, and with {plan.layout.label()} ranks wait for "
+        "each other in a layer or its update; use data parallelism alone, or set layerdrop to 0 in the config"
+    )
 
 
 def can_pack(profile: ModelProfile, kernels: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ A single measurement also does if its numbers are coefficients of polynomials al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,29 @@ class Measurement:
     forward: dict[str, Interval]
     backward: dict[str, Interval]
     accumulating: dict[str, Interval]
+
+
+def at_batch(measurement: Measurement, batch: int) -> Measurement:
+    """Return a measurement whose numbers are polynomials of the batch as the plain numbers of this batch."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return round(float(value[0] + value[1] * batch))
+        if isinstance(value, list | tuple):
+            return type(value)(plain(item) for item in value)
+        return value
+
+    def of_pass(intervals: dict[str, Interval]) -> dict[str, Interval]:
+        return {
+            name: Interval(**{f.name: plain(getattr(interval, f.name)) for f in fields(Interval)})
+            for name, interval in intervals.items()
+        }
+
+    return Measurement(
+        forward=of_pass(measurement.forward),
+        backward=of_pass(measurement.backward),
+        accumulating=of_pass(measurement.accumulating),
+    )
 
 
 def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str, *, longest: int) -> list[Segment]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from upshift.internals.torch_names import BUFFERS, CHILDREN, FAKE_TENSOR_MODE, PARAMETERS, is_fake, tree_leaves
+from upshift.internals.torch_names import BUFFERS, CHILDREN, PARAMETERS, is_fake, tree_leaves
 from upshift.internals.transformers_names import GROUPED_PRODUCT, PACKED_ROWS
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.build import (
@@ -37,6 +37,7 @@ from upshift.models.quantized import copy_scales
 from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import keep_slice
 from upshift.models.tracing.compiled import Call
+from upshift.models.tracing.fast_fake_mode import fake_mode
 from upshift.models.tracing.lone_draws import KEEPS_LAYERS, lone_draws
 from upshift.models.tracing.op_counter import Interval, LiveTracker
 from upshift.models.tracing.polynomials import Measurement
@@ -48,7 +49,7 @@ class Tracer:
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
-        self.fake = FAKE_TENSOR_MODE.get()()
+        self.fake = fake_mode()
         self.config = source.hf_config
         self.model_class, self.objective = choose_class(self.config, source.reference)
         check_depth(self.config, source.reference)

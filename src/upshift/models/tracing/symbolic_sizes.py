@@ -20,6 +20,7 @@ POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length
 NEARBY = 2  # labels are one shorter than their tokens, and some models put a token or two before the text
 SHORTEST = 7
 SMALLEST_BATCH = 127
+NO_LENGTH = 2**61 - 1  # a prime that no size is a multiple of
 
 Number = np.ndarray  # six coefficients
 
@@ -92,6 +93,12 @@ class PrimeSizes:
         if s == 0 and 0 < abs(cofactor - self.sequence) <= NEARBY:
             return {(b, 1): 1.0, (b, 0): float(cofactor - self.sequence)}
         return {(b, s): float(cofactor)}
+
+
+def prime_batch(others: Collection[int]) -> int:
+    """Return a prime batch that divides none of the ``others`` and is not close to one of them, or 0 if there is none."""
+    batches = range(SMALLEST_BATCH, 2 * SMALLEST_BATCH)
+    return next((number for number in batches if _is_identifiable(number, others)), 0)
 
 
 def prime_points(sequence_length: int, widths: Collection[int]) -> list[tuple[int, int]]:

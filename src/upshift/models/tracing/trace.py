@@ -57,6 +57,15 @@ from upshift.models.source import ModelSource
 from upshift.models.tensor_parallel_plan import describe_tensor_parallel
 from upshift.models.tracing.active_experts import count_experts
 from upshift.models.tracing.compiled import call_signature, compiled_saved_bytes, load_partition
+from upshift.models.tracing.fit_runs import (
+    FittedSegments,
+    dimension_sizes,
+    fit_points,
+    fit_primes,
+    gap_names,
+    layer_names,
+    trace_points,
+)
 from upshift.models.tracing.fork_map import run_forked
 from upshift.models.tracing.op_counter import LiveTracker
 from upshift.models.tracing.polynomials import fit_segment, fit_single
@@ -66,22 +75,9 @@ from upshift.models.tracing.symbolic_sizes import NotPolynomial, PlainSizes, Pri
 BLOCK_TRACE_LENGTH = 1024
 COMPILED_TRACE_LENGTH = 256  # minimum; lengths up to here have a prime that differs from all widths
 CHUNKED_TRACE_LENGTH = 512  # maximum; everything after the layers is linear in the tokens
-BATCHES = (2, 3)  # not 1, which broadcasting makes a special case of many kernels
 DIVIDED_RANKS = 2  # a rank of one and a rank of two together show which parts are divided
 
 logger = logging.getLogger(__name__)
-
-FittedSegments = dict[str, list[Segment]]  # by the segment's name, one for each degree of tensor parallelism
-
-
-def trace_points(sequence_length: int) -> list[tuple[int, int]]:
-    """Return the (batch, sequence) points to measure for lengths up to ``sequence_length``."""
-    return [(batch, sequence) for batch in BATCHES for sequence in trace_lengths(sequence_length)]
-
-
-def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
-    """Return three lengths up to ``sequence_length``. Three points determine a quadratic."""
-    return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
 
 
 def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
@@ -143,8 +139,8 @@ def _trace_segments(
     points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == BLOCK_ATTENTION else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
     try:
-        segments = _fit_primes(tracer, variant, granularity, sequence_length, degrees)
-        segments = segments or _fit_points(tracer, variant, granularity, points, degrees)
+        segments = fit_primes(tracer, variant, granularity, sequence_length, degrees)
+        segments = segments or fit_points(tracer, variant, granularity, points, degrees)
     except RuntimeError:
         if granularity not in ("selective", "alternate"):
             raise
@@ -158,46 +154,6 @@ def _trace_segments(
     return segments
 
 
-def _fit_points(
-    tracer: Tracer, variant: Variant, granularity: Granularity | None, points: list[tuple[int, int]], degrees: tuple[int, ...]
-) -> FittedSegments:
-    measured = [
-        [tracer.measure(variant, batch=b, sequence=s, recompute=granularity, ranks=ranks) for b, s in points] for ranks in degrees
-    ]
-    return {name: fit_segment(points, measured, name, longest=points[-1][1]) for name in _segment_names(tracer)}
-
-
-def _fit_primes(
-    tracer: Tracer, variant: Variant, granularity: Granularity | None, sequence_length: int, degrees: tuple[int, ...]
-) -> FittedSegments | None:
-    """Fit from one run with prime sizes, and confirm the result by a second run. This is a third of the work of _fit_points.
-
-    Return None if numbers are not polynomials, or if the runs disagree."""
-    fits: list[FittedSegments] = []
-    for point in prime_points(sequence_length, dimension_sizes(tracer)) if variant.attention != BLOCK_ATTENTION else ():
-        try:
-            measured = [
-                [
-                    tracer.measure(
-                        variant, batch=point[0], sequence=point[1], recompute=granularity, ranks=ranks, sizes=PrimeSizes(*point)
-                    )
-                ]
-                for ranks in degrees
-            ]
-            fits.append({name: fit_segment([point], measured, name, longest=sequence_length) for name in _segment_names(tracer)})
-        except NotPolynomial as problem:
-            logger.debug("%s %s is fitted to six runs: %s", variant, granularity, problem)
-            return None
-    return fits[0] if len(fits) == 2 and fits[0] == fits[1] else None
-
-
-def dimension_sizes(tracer: Tracer) -> set[int]:
-    """Return the sizes of this model's dimensions that depend on neither batch nor length."""
-    text = tracer.config.get_text_config()
-    named = {value for value in vars(text).values() if isinstance(value, int)}
-    return named | {size for parameter in tracer.base.parameters() for size in parameter.shape}
-
-
 def _compiled_layer_bytes(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
     """Return the bytes that compiled layers save for the backward pass, by the layer's name.
 
@@ -206,7 +162,7 @@ def _compiled_layer_bytes(tracer: Tracer, variant: Variant, sequence_length: int
     try:
         batch, sequence = prime_points(max(sequence_length, COMPILED_TRACE_LENGTH), dimension_sizes(tracer))[0]
         calls = tracer.layer_calls(variant, batch=batch, sequence=sequence, ranks=ranks)
-        for names, layers in zip(_layer_names(tracer), calls, strict=True):
+        for names, layers in zip(layer_names(tracer), calls, strict=True):
             by_signature: dict[str, Polynomial] = {}  # first, inner and last layers are often alike
             for name, (layer, call) in zip(names, layers, strict=True):
                 signature = f"{layer_kind(layer)} {call_signature(call)}"
@@ -224,25 +180,13 @@ def _compiled_layer_bytes(tracer: Tracer, variant: Variant, sequence_length: int
 def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> FittedSegments:
     """Trace the last gap, with the loss computed in chunks."""
     measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
-    last = _gap_names(tracer)[-1]
+    last = gap_names(tracer)[-1]
     return {last: fit_segment(points, [measurements], last, longest=points[-1][1])}
 
 
-def _gap_names(tracer: Tracer) -> list[str]:
-    return [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
-
-
-def _segment_names(tracer: Tracer) -> list[str]:
-    return [*_gap_names(tracer), *(name for layers in _layer_names(tracer) for name in layers)]
-
-
-def _layer_names(tracer: Tracer) -> list[list[str]]:
-    return [[f"layer {n} {position}" for position in range(len(stack.traced_layers))] for n, stack in enumerate(tracer.stacks)]
-
-
 def _variant_steps(tracer: Tracer, variant: Variant, traces: dict[str, FittedSegments], *, chunking: bool) -> list[StepTrace]:
-    gaps = _gap_names(tracer)
-    layers = _layer_names(tracer)
+    gaps = gap_names(tracer)
+    layers = layer_names(tracer)
     granularities = [
         granularity
         for granularity in _granularities(tracer, variant)

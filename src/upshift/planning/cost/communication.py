@@ -33,6 +33,7 @@ from upshift.planning.cost.partition import (
     elements,
     layer_elements,
     residual_bytes,
+    trained_part,
 )
 from upshift.planning.plan import Plan
 
@@ -198,8 +199,18 @@ class Volumes:
     def elements(self) -> float:
         """Return the number of weights that the rank computes with."""
         layout = self.plan.layout
-        key = ("elements", layout.tensor_parallel, layout.expert_parallel, self.stage.first, self.stage.last)
+        divided = (layout.tensor_parallel, layout.vocabulary_parallel, layout.expert_parallel)
+        key = ("elements", divided, self.stage.first, self.stage.last)
         return self.memo.get_or_compute(key, lambda: elements(self.profile, self.plan, self.stage))
+
+    @property
+    def trained_elements(self) -> float:
+        """Return how many of ``elements`` are trained."""
+        layout = self.plan.layout
+        divided = (layout.tensor_parallel, layout.vocabulary_parallel, layout.expert_parallel)
+        key = ("trained", divided, self.stage.first, self.stage.last)
+        part = self.memo.get_or_compute(key, lambda: trained_part(self.profile, self.plan, self.stage))
+        return part * self.profile.parameters.trainable
 
     @property
     def layer_elements(self) -> float:
@@ -242,9 +253,8 @@ class Volumes:
         """
         plan = self.plan
         layout = plan.layout
-        trained = self.profile.parameters.trainable / self.profile.parameters.total
-        size = self.elements * trained
-        experts = self.expert_elements * trained
+        size = self.trained_elements
+        experts = self.expert_elements * self.profile.parameters.trainable / self.profile.parameters.total
         if layout.fully_shard == "no":
             return _weight_transfers("replicas", "all_reduce", size, experts, plan.parameter_bytes)
         over_replicas = Transfer("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)

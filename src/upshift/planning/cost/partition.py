@@ -203,10 +203,11 @@ def layer_elements(profile: ModelProfile, plan: Plan) -> float:
 def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Return the number of elements of embedding, head and other parameters outside the layers that a rank at ``stage`` has.
 
-    A tied embedding is needed at both ends of a pipeline.
+    A tied embedding is needed at both ends of a pipeline. A tied head may also have weights of its own: a bias, or the copy that
+    is trained whole beside an adapter.
     """
     parameters = profile.parameters
-    head = parameters.head or (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
+    head = parameters.head + (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
     num_elements = float(parameters.embedding * stage.has_embedding + (head + parameters.other) * stage.has_head)
     return num_elements * outside_part(profile, plan)
 
@@ -248,7 +249,9 @@ def trained_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Return the part of the trained parameters that a rank computes with.
 
     An adapter is not spread as the weights are: a stage without the head has nothing of a head that is trained whole. The profile
-    does not say whether other trained weights outside the layers are before or after them, so each end is taken to have them."""
+    does not say whether other trained weights outside the layers are before or after them, so each end is taken to have them.
+    What an adapter trains of a tied head is the head's own: LoRA, or a copy of the weight.
+    """
     parameters = profile.parameters
     if parameters.trainable == parameters.total:
         return elements(profile, plan, stage) / parameters.total
@@ -257,7 +260,8 @@ def trained_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     in_layers *= layer_elements(profile, plan) * profile.num_layers / max(parameters.layers, 1)
     outside = parameters.trainable - parameters.trainable_layers - parameters.trainable_head
     is_end = stage.has_embedding or stage.has_head
-    at_ends = parameters.trainable_head * (is_end if parameters.tied else stage.has_head) + outside * is_end
+    has_head = is_end if parameters.tied and not parameters.adapter else stage.has_head
+    at_ends = parameters.trainable_head * has_head + outside * is_end
     return (in_layers + at_ends * outside_part(profile, plan)) / parameters.trainable
 
 

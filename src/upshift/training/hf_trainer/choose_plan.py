@@ -19,9 +19,12 @@ from typing import Any, get_args
 
 import numpy as np
 from torch import nn
+from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
 from upshift.hardware.spec import Host
+from upshift.models.adapter import base_of
+from upshift.models.isolation.layer_drop import drops_layers
 from upshift.models.live_model import source_of
 from upshift.models.profile_cache import isolation_of
 from upshift.models.source import ModelSource
@@ -29,7 +32,7 @@ from upshift.planning.cost.process_memory import USABLE_SHARE
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training
-from upshift.planning.row_sharing import why_not_isolated
+from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
 from upshift.planning.search.space import check_allow
 from upshift.planning.trials.runner import TrialRequest
@@ -168,6 +171,7 @@ class Choice:
     candidate: Candidate | None = None
     proof: Proof | None = None
     proof_file: Path | None = None
+    covers: str = ""  # what the predicted or measured numbers cover, if that is not the whole step
     num_workers: int = 0  # processes that draw batches
     loading: str = ""  # the reason for this number
 
@@ -262,27 +266,51 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
     )
 
 
-def whole_batch_fields(fixed: tuple[str, ...], *, num_rows: int, own_step: bool, reason: str) -> tuple[str, ...]:
-    """Return the fixed fields of a plan that leaves batches of ``num_rows`` rows whole.
+STAND_INS_COVER = (
+    "these numbers are of the trained rows and the model's own loss over all logits, without passes of a reference model, other "
+    "rows of a batch, and the rest of the script's loss"
+)
+WHOLE_LOGITS = {"loss_chunk_tokens": "0"}  # of a run whose logits Upshift cannot leave out
 
-    ``fixed`` are the user's. ``own_step`` means that the script's training_step runs for each batch. ``reason`` is why the
-    batches stay whole. Raise RequestError for a field of the user that needs other batches or another step.
+
+def whole_batch_fields(
+    fixed: tuple[str, ...], *, num_rows: int, accumulation: int, own_step: bool, reason: str
+) -> tuple[str, ...]:
+    """Return the fixed fields of a plan that leaves batches whole.
+
+    Args:
+        fixed: the user's fields, as ``field=value`` assignments.
+        num_rows: the rows of one batch.
+        accumulation: the batches of one optimizer step.
+        own_step: the script's training_step runs for each batch.
+        reason: why the batches stay whole.
+
+    Raises RequestError for a field of the user that needs other batches or another step.
     """
-    required = {"per_device_train_batch_size": str(num_rows), "packing": "False"}
+    required = {
+        "per_device_train_batch_size": str(num_rows),
+        "gradient_accumulation_steps": str(accumulation),
+        "packing": "False",
+    }
     if own_step:
-        required |= dict.fromkeys(OPT_IN_FIELDS, "False")
-    chosen = dict(assignment.partition("=")[::2] for assignment in fixed)
-    for name, value in required.items():
-        if chosen.get(name, value) != value:
-            raise RequestError(
-                f"{name}={chosen[name]} is not possible: batches of {num_rows} rows stay whole, because {reason}; leave it out"
-            )
-    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in chosen))
+        required |= WHOLE_LOGITS | dict.fromkeys(OPT_IN_FIELDS, "False")
+    refuse_other_values(fixed, required, f"batches of {num_rows} rows stay whole, because {reason}")
+    names = {assignment.partition("=")[0] for assignment in fixed}
+    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in names))
 
 
-def batch_fields(plan: Plan) -> tuple[str, ...]:
+def refuse_other_values(fixed: tuple[str, ...], required: Mapping[str, str], reason: str) -> None:
+    """Raise RequestError for a fixed field with another value than the required one. ``reason`` says why it is required."""
+    for assignment in fixed:
+        name, _, value = assignment.partition("=")
+        if required.get(name, value) != value:
+            raise RequestError(f"{assignment} is not possible: {reason}; use {name}={required[name]}")
+
+
+def plan_fields(plan: Plan) -> tuple[str, ...]:
     """Return the fields of a plan that whole_batch_fields checks, as ``field=value`` assignments."""
-    return tuple(f"{name}={getattr(plan, name)}" for name in ("per_device_train_batch_size", "packing", *OPT_IN_FIELDS))
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing", *WHOLE_LOGITS, *OPT_IN_FIELDS)
+    return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 
 def why_not_for_whole_batches(plan: Plan, num_layers: int) -> str | None:
@@ -321,6 +349,14 @@ def check_plan(plan: Plan, split: Split) -> None:
         reason = why_not_isolated(split.isolation, plan)
     if reason is not None:
         raise RequestError(f"the given plan is not possible: {reason}")
+
+
+def check_layer_drop(plan: Plan, model: nn.Module) -> None:
+    """Raise RequestError if ranks would wait for each other in layers that each of them leaves out at random."""
+    problem = why_no_layer_drop(plan)
+    base = base_of(model)
+    if problem is not None and isinstance(base, PreTrainedModel) and drops_layers(base.config, type(base)):
+        raise RequestError(problem)
 
 
 def limit_memory(host: Host, memory_limit_gib: float | None) -> Host:

@@ -159,6 +159,8 @@ def plan_lines(choice: Choice) -> list[str]:
         f"{source}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
         f"peak {gib(candidate.memory.peak):.2f} GiB, held {gib(candidate.resident):.2f} GiB",
     ]
+    if choice.covers:
+        lines.append(f"  {choice.covers}")
     if choice.reason:
         lines.append(f"  {choice.reason}")
     if choice.proof is not None:

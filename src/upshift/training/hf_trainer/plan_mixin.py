@@ -45,16 +45,20 @@ from upshift.training.hf_trainer.arguments import (
 )
 from upshift.training.hf_trainer.choose_plan import (
     SHORT_RUN_SECONDS,
+    STAND_INS_COVER,
+    WHOLE_LOGITS,
     Choice,
     NoSample,
     PlanRequest,
     Sample,
-    batch_fields,
+    check_layer_drop,
     check_plan,
     choose,
     draw_sample,
     no_plan_reason,
     plain_plan,
+    plan_fields,
+    refuse_other_values,
     restrict_to_isolation,
     short_run_reason,
     whole_batch_fields,
@@ -189,6 +193,7 @@ class PlanMixin(LibraryTrainer):
             num_processes=self.args.world_size,
             layout=self._upshift_requested_layout,
         )
+        self._upshift_check_options(plain)
         if self._upshift_updates_in_backward:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), Split(None)
         if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
@@ -208,9 +213,10 @@ class PlanMixin(LibraryTrainer):
         if options.plan is not None and not self._upshift_has_own_step:
             split = restrict_to_isolation(split, self.model)
             check_plan(options.plan, split)
-            return Choice(options.plan, "this plan was given"), split
         if rows is None or split.unit is None:
             return self._upshift_choose_for_whole_batches(plain, sample, split, steps, run_seconds), split
+        if options.plan is not None:
+            return Choice(options.plan, "this plan was given"), split
         split = restrict_to_isolation(split, self.model)
         if run_seconds < SHORT_RUN_SECONDS and not options.is_demanded:
             return Choice(plain, short_run_reason(run_seconds)), split
@@ -223,6 +229,15 @@ class PlanMixin(LibraryTrainer):
                 raise
             return Choice(plain, no_plan_reason(error)), split
 
+    def _upshift_check_options(self, plain: Plan) -> None:
+        """Raise RequestError for an option that the model or the script's loss rules out, whether a plan is made or not."""
+        given = self._upshift_planned.plan
+        for plan in (plain,) if given is None else (plain, given):
+            check_layer_drop(plan, self.model)
+        if self._upshift_uses_script_loss:
+            chosen = self._upshift_planned.fixed if given is None else plan_fields(given)
+            refuse_other_values(chosen, WHOLE_LOGITS, "the script's own loss may read all logits")
+
     def _upshift_choose_for_whole_batches(
         self, plain: Plan, sample: Sample, split: Split, total_steps: int, run_seconds: float
     ) -> Choice:
@@ -232,19 +247,26 @@ class PlanMixin(LibraryTrainer):
         user's own settings, or raise RequestError if the user demanded a plan.
         """
         options = self._upshift_planned
-        if self._upshift_has_ranks:
+        plan_can_run = options.plan is not None and not self._upshift_has_own_step
+        if self._upshift_has_ranks and not plan_can_run:
             return self._upshift_keep_settings(plain, split.reason, is_demanded=options.is_demanded or options.plan is not None)
         try:
             stand_ins = Sample(make_stand_ins(sample.batches, self.model), sample.seconds_per_batch)
             rows = self._upshift_sample_rows(stand_ins, len(stand_ins.batches))
         except InseparableRows as error:
-            reason = f"{split.reason}; {error}"
-            return self._upshift_keep_settings(plain, reason, options.is_demanded or options.plan is not None)
+            if options.plan is not None:
+                return self._upshift_given_for_whole_batches(options.plan, self._train_batch_size, split.reason)
+            return self._upshift_keep_settings(plain, f"{split.reason}; {error}", options.is_demanded)
         num_rows = rows.schemas[0].num_rows
-        chosen = self._upshift_fixed_fields() if options.plan is None else batch_fields(options.plan)
-        fixed = whole_batch_fields(chosen, num_rows=num_rows, own_step=self._upshift_has_own_step, reason=split.reason)
         if options.plan is not None:
-            return Choice(options.plan, "this plan was given")
+            return self._upshift_given_for_whole_batches(options.plan, num_rows, split.reason)
+        fixed = whole_batch_fields(
+            self._upshift_fixed_fields(),
+            num_rows=num_rows,
+            accumulation=self.args.gradient_accumulation_steps,
+            own_step=self._upshift_has_own_step,
+            reason=split.reason,
+        )
         if not options.is_demanded and not SHORT_RUN_SECONDS <= run_seconds < math.inf:
             why_short = short_run_reason(run_seconds) if run_seconds < math.inf else "its time is not known"
             return Choice(plain, f"{split.reason}; {why_short}")
@@ -264,7 +286,24 @@ class PlanMixin(LibraryTrainer):
             if options.is_demanded:
                 raise
             return Choice(plain, f"{split.reason}; {no_plan_reason(error)}")
-        return replace(choice, reason=f"the batches stay whole: {split.reason}")
+        return replace(choice, reason=f"the batches stay whole: {split.reason}", covers=STAND_INS_COVER)
+
+    def _upshift_given_for_whole_batches(self, plan: Plan, num_rows: int, reason: str) -> Choice:
+        """Return the choice of the user's plan for batches of ``num_rows`` rows that stay whole.
+
+        Raise RequestError if the plan needs other batches, or if the script's loss would undo a part of it.
+        """
+        whole_batch_fields(
+            plan_fields(plan),
+            num_rows=num_rows,
+            accumulation=self.args.gradient_accumulation_steps * plan.layout.ranks_per_replica,
+            own_step=self._upshift_has_own_step,
+            reason=reason,
+        )
+        problem = why_not_for_whole_batches(plan, sum(len(stack) for _, stack in find_stacks(self.model)))
+        if problem is not None:
+            raise RequestError(f"the given plan is not possible: {problem}")
+        return Choice(plan, "this plan was given")
 
     def _upshift_fix_attention(self, fixed: tuple[str, ...]) -> tuple[str, ...]:
         """Return the fixed fields, with the model's own attention if the user fixed none.

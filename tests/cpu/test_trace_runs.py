@@ -1,0 +1,59 @@
+"""One run with a prime batch, and torch's cache of operators with shorter keys, give the numbers of plain runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
+
+from upshift.internals.torch_names import FAKE_TENSOR_MODE
+from upshift.models.profile import Variant
+from upshift.models.source import find_model
+from upshift.models.tracing.fast_fake_mode import fake_mode
+from upshift.models.tracing.fit_runs import fit_points, segment_names, trace_points
+from upshift.models.tracing.polynomials import fit_segment
+from upshift.models.tracing.segments import Tracer
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+}
+VARIANT = Variant(
+    precision="bf16", attention="block", masked=False, divided=False, selective=False, alternate=False, compiled=False
+)  # fmt: skip
+
+
+def tracer_of(config: PreTrainedConfig, architecture: str, folder: Path) -> Tracer:
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    tracer = Tracer(find_model(str(folder)))
+    tracer.base  # noqa: B018 - finds the stacks of layers
+    return tracer
+
+
+@pytest.mark.parametrize("attention", ["block", "sdpa"])
+def test_a_prime_batch_gives_the_polynomials_of_two_small_ones(attention: str, tmp_path: Path) -> None:
+    """Rows beyond the window of 24 tokens, and blocks of queries, make the numbers no polynomials of the length."""
+    windows = Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=24, layer_types=["sliding_attention", "full_attention"])
+    tracer = tracer_of(windows, "Gemma3ForCausalLM", tmp_path)
+    variant = VARIANT._replace(attention=attention)
+    points = trace_points(192)
+    plain = [tracer.measure(variant, batch=batch, sequence=sequence) for batch, sequence in points]
+    expected = {name: fit_segment(points, [plain], name, longest=192) for name in segment_names(tracer)}
+    assert fit_points(tracer, variant, None, points, (1,)) == expected
+
+
+def test_shorter_keys_give_the_numbers_of_torchs_keys(tmp_path: Path) -> None:
+    tracer = tracer_of(LlamaConfig(**SIZES), "LlamaForCausalLM", tmp_path)
+    torchs = Tracer(tracer.source)
+    torchs.fake = FAKE_TENSOR_MODE.get()()
+    assert type(tracer.fake) is type(fake_mode()) is not type(torchs.fake)
+    for variant in (VARIANT, VARIANT._replace(precision="fp32", attention="eager", masked=True)):
+        runs = [each.measure(variant, batch=2, sequence=48, recompute="full") for each in (tracer, torchs)]
+        assert runs[0] == runs[1]
