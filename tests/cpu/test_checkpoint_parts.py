@@ -82,8 +82,9 @@ def test_the_state_is_in_as_many_files_as_the_limit_asks_for(tmp_path: Path, mon
     """Tensors stay whole; one above the limit has a file of its own. There are two moments and a count of each parameter."""
     model, optimizer = trained()
     elements = 12 + 6 + 3 + 2
-    assert optimizer_bytes(optimizer) == 4 * (2 * elements + 4)
-    for limit, num_files in ((4 * 10**9, 1), (4 * (2 * elements + 4), 1), (4 * (2 * elements + 4) - 1, 2), (1, 12), (100, 2), (99, 3)):
+    everything = 4 * (2 * elements + 4)
+    assert optimizer_bytes(optimizer) == everything
+    for limit, num_files in ((4 * 10**9, 1), (everything, 1), (everything - 1, 2), (1, 12), (100, 2), (99, 3)):
         folder = tmp_path / str(limit)
         folder.mkdir()
         monkeypatch.setattr(checkpoint_optimizer, "MAX_FILE_BYTES", limit)
