@@ -273,9 +273,7 @@ def _price_of_change(planning: Planning, name: str, fixed: tuple[str, ...]) -> S
     change = f"--allow {name}"
     problem = None
     for added in _assignments_allowed_by(name):
-        if added.partition("=")[0] in {text.partition("=")[0] for text in fixed}:
-            continue
-        try:
+        try:  # a field that the user fixed is refused
             chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
             ranking = _search_again(planning, planning.host, planning.profile, workload, chosen)
         except MissingExtra as missing:
