@@ -36,7 +36,7 @@ def test_every_reader_knows_the_texts_for_false(text: str) -> None:
     assert read_optim_args("sgd", f"nesterov={text}")["nesterov"] is False
     assert set(assignments) <= set(fixed_for_neftune(assignments))
     complete = whole_batch_fields(assignments, num_rows=2, accumulation=1, own_step=False, reason="of the test")
-    assert complete[:2] == assignments
+    assert {"packing=False", "per_device_train_batch_size=2"} <= set(complete)
     check_fixed((f"activation_offload={text}",), SimpleNamespace(), device="cpu", optimizer_given=False)
 
 

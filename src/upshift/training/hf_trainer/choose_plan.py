@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError, UpshiftError
@@ -35,7 +35,7 @@ from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.row_sharing import why_no_layer_drop, why_not_isolated
 from upshift.planning.search.ranking import Candidate
-from upshift.planning.search.space import check_allow, fixed_value
+from upshift.planning.search.space import check_allow, parse_value
 from upshift.planning.trials.runner import TrialRequest
 from upshift.planning.trials.select import Proof, Tried, after_trial
 from upshift.planning.trials.store import proof_path, remove_plan
@@ -161,9 +161,9 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs. ``planning`` is None if the user's own settings run.
+    """The plan that runs. ``planning`` is None if the user's own settings or a given plan run.
 
-    ``reason`` says why these run, or why the batches stay whole, or that the plan was given.
+    ``reason`` says why these run, or why the batches stay whole.
     """
 
     plan: Plan
@@ -172,6 +172,7 @@ class Choice:
     candidate: Candidate | None = None
     proof: Proof | None = None
     proof_file: Path | None = None
+    is_given: bool = False  # the user gave the plan
     covers: str = ""  # what the predicted or measured numbers cover, if that is not the whole step
     num_workers: int = 0  # processes that draw batches
     loading: str = ""  # the reason for this number
@@ -243,9 +244,10 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
         allow=allow,
         clips_gradients=request.clips_gradients,
     )
-    if not request.split.flattens and fixed_value(request.fixed, "packing"):
-        raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
-    fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
+    fixed = request.fixed
+    if not request.split.flattens:
+        refuse_other_values(fixed, {"packing": "False"}, request.split.why_not_flat)
+        fixed = (*without_fields(fixed, "packing"), "packing=False")
     host = limit_memory(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     planning = reject_plans(planning, request.why_not, by_recomputation=request.keeps_batches)
@@ -296,22 +298,27 @@ def whole_batch_fields(
     if own_step:
         required |= WHOLE_LOGITS | dict.fromkeys(OPT_IN_FIELDS, "False")
     refuse_other_values(fixed, required, f"batches of {num_rows} rows stay whole, because {reason}")
-    names = {assignment.partition("=")[0] for assignment in fixed}
-    return (*fixed, *(f"{name}={value}" for name, value in required.items() if name not in names))
+    return (*without_fields(fixed, *required), *(f"{name}={value}" for name, value in required.items()))
+
+
+def without_fields(fixed: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    """Return the ``field=value`` assignments of all other fields."""
+    return tuple(assignment for assignment in fixed if assignment.partition("=")[0] not in names)
 
 
 def refuse_other_values(fixed: tuple[str, ...], required: Mapping[str, str], reason: str) -> None:
     """Raise RequestError for a fixed field with another value than the required one. ``reason`` says why it is required."""
     for assignment in fixed:
-        name, _, value = assignment.partition("=")
-        text = required.get(name, value)
-        if text != value and fixed_value((f"{name}={text}",), name) != fixed_value((assignment,), name):
+        name, _, text = assignment.partition("=")
+        if name in required and parse_value(name, text, option="fixed") != parse_value(name, required[name]):
             raise RequestError(f"{assignment} is not possible: {reason}; use {name}={required[name]}")
 
 
 def plan_fields(plan: Plan) -> tuple[str, ...]:
-    """Return the fields of a plan that whole_batch_fields checks, as ``field=value`` assignments."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing", *WHOLE_LOGITS, *OPT_IN_FIELDS)
+    """Return the fields of a plan that whole_batch_fields and refuse_contradictions check, as ``field=value`` assignments."""
+    carried_out = ("precision", "optim", "torch_compile", "activation_checkpointing", "recompute_granularity")
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "packing")
+    names = (*batches, *WHOLE_LOGITS, *OPT_IN_FIELDS, *carried_out)
     return tuple(f"{name}={getattr(plan, name)}" for name in names)
 
 
@@ -353,22 +360,6 @@ def check_plan(plan: Plan, split: Split, model: nn.Module) -> None:
         reason = why_not_isolated(split.isolation, plan)
     if reason is not None:
         raise RequestError(f"the given plan is not possible: {reason}")
-
-
-def large_masks(batch: Batch) -> dict[str, Tensor]:
-    """Return the attention masks of a batch that have more than the dimensions of rows and tokens, by name."""
-    masks = {name: value for name, value in batch.items() if name.endswith("attention_mask")}
-    return {name: value for name, value in masks.items() if isinstance(value, Tensor) and value.ndim > 2}
-
-
-def check_masks(batch: Batch, model: nn.Module, error: Exception) -> None:
-    """Raise RequestError if a batch has a mask of more than two dimensions, with which the model raised ``error``."""
-    for name, value in large_masks(batch).items():
-        message = " ".join(str(error).split())[:160]
-        raise RequestError(
-            f"{type(base_of(model)).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give a mask "
-            "of shape [rows, tokens], or a model that takes a mask for every query and key"
-        ) from None
 
 
 def why_not_of_model(plan: Plan, base: nn.Module) -> str | None:

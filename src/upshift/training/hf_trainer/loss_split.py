@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from upshift.errors import RequestError
+from upshift.models.adapter import base_of
 from upshift.models.profile import Isolation
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.user_batches import RowBatch
+from upshift.training.batches.user_batches import Batch, RowBatch
 from upshift.training.checkpoint.rng import HostRng, host_rng, preserved_rng
 from upshift.training.data.corpus import IGNORED
 from upshift.training.hf_trainer.loss_state import is_library_class
@@ -115,8 +117,21 @@ def measure_split(rows: RowBatch, probes: LossProbes, *, model: nn.Module, num_f
     except Exception as error:  # the script's loss may not work for these rows, or in this mode
         if is_out_of_memory(error):
             raise
+        if probes.is_library_loss:
+            _check_masks(rows.batches[0], model, error)
         message = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         return Split(None, reason=f"the loss could not be measured on two rows: {message}")
+
+
+def _check_masks(batch: Batch, model: nn.Module, error: Exception) -> None:
+    """Raise RequestError if a batch has a mask of more than two dimensions, with which the model raised ``error``."""
+    for name, value in batch.items():
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim > 2:
+            message = " ".join(str(error).split())[:160]
+            raise RequestError(
+                f"{type(base_of(model)).__name__} does not compute with {name} of shape {list(value.shape)} ({message}); give "
+                "a mask of shape [rows, tokens], or a model that takes a mask for every query and key"
+            ) from None
 
 
 def _have_same_label(rows: RowBatch) -> bool:
