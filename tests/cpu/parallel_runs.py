@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, SEQUENCES = 8, 32, 96, 3, 16
 CASE_SECONDS = 200.0  # a case that takes longer hangs
 POLL_SECONDS = 0.1
 LAST_WORDS = 5000  # characters of the ranks' errors that a test shows
+RunScript = Callable[[str, str, str], subprocess.CompletedProcess[str]]
 LAYERS = ("num_hidden_layers", "n_layer")
 OPTIONS = {"max_steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -150,12 +151,11 @@ class Results(Mapping[str, Result]):
         return len(self._outcomes)
 
 
-def run(cases: dict[str, Case], folder: Path, *, script: str = __file__, environment: dict[str, str] | None = None) -> Results:
-    """Return the result of each case's rank 0."""
+def run(cases: dict[str, Case], folder: Path, run_script: RunScript) -> Results:
+    """Return the result of each case's rank 0. ``run_script``: runs this file, with two arguments, as a program."""
     given, output = folder / "cases.json", folder / "results.jsonl"
     given.write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
-    command = [sys.executable, script, str(given), str(output)]
-    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    ended = run_script(__file__, str(given), str(output))
     assert ended.returncode == 0, ended.stderr[-LAST_WORDS:]
     return Results(output.read_text().splitlines())
 
@@ -398,6 +398,8 @@ def fork_world(cases: dict[str, Case], output: Path) -> int:
 
 def import_all() -> None:
     """Before the forks: every rank then has it."""
+    import importlib
+
     import torch
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -406,6 +408,8 @@ def import_all() -> None:
     import upshift.training.prepare
     import upshift.training.step  # noqa: F401
 
+    for model in CONFIGS:
+        importlib.import_module(type(a_config(model)).__module__.replace("configuration_", "modeling_"))
     torch.set_num_threads(1)
 
 

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
+from warm_scripts import WarmScripts
 
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
@@ -87,8 +88,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"))
+def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), warm_scripts.run)
 
 
 @pytest.mark.parametrize("name", CASES)
