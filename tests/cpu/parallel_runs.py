@@ -385,8 +385,8 @@ def fork_world(cases: dict[str, Case], output: Path) -> int:
     code = 1
     try:
         end_with(parent)
-        with words_of_ranks(output).open("w") as errors:
-            os.dup2(errors.fileno(), 2)
+        sys.stderr = words_of_ranks(output).open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)
         join_processes(a_plan(next(iter(cases.values()))), run_world, (cases, output))
         code = 0
     except BaseException:
