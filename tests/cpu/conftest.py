@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from command import Answer, Command
 from warm_jobs import WarmJobs
+from warm_scripts import WarmScripts
 from warm_servers import WarmServers
 
 from upshift.cli.main import main
@@ -30,6 +31,13 @@ def _warm_servers() -> Iterator[None]:
         yield
     servers.close()
     jobs.close()
+
+
+@pytest.fixture(scope="session")
+def warm_scripts() -> Iterator[WarmScripts]:
+    scripts = WarmScripts()
+    yield scripts
+    scripts.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -12,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel_runs import Case, a_plan, import_all, train
+from parallel_runs import Case, RunScript, a_plan, import_all, train
 
-TIMEOUT_SECONDS = 200
 PATIENCE_SECONDS = 3.0  # with ranks that wait for one that is gone; 20 in use
 
 
@@ -26,11 +24,10 @@ class Ending:
     left: int  # processes that outlived the job
 
 
-def run_fatal(cases: dict[str, Case], folder: Path) -> dict[str, Ending]:
+def run_fatal(cases: dict[str, Case], folder: Path, run_script: RunScript) -> dict[str, Ending]:
     given, output = folder / "cases.json", folder / "endings.json"
     given.write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
-    command = [sys.executable, __file__, str(given), str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    ended = run_script(__file__, str(given), str(output))
     assert ended.returncode == 0, ended.stderr[-5000:]
     return {name: Ending(**ending) for name, ending in json.loads(output.read_text()).items()}
 

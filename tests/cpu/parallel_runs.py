@@ -1,7 +1,11 @@
 """Real gloo ranks that train a tiny model in some layout, through upshift's own Stepper, and one process that trains the same.
 
 A test asks for ``run(cases)``: one Python process imports everything once and forks a world for each number of ranks; every
-world runs its cases one after the other. Cases and what they gave cross the border as JSON.
+world runs its cases one after the other. Cases and their results cross the border as JSON. If a case fails or hangs, its world
+ends, and a new one runs the cases that are left.
+
+What a case costs grows with its exchanges, so jobs are short: two layers, unless the property needs more, and three steps, of
+which the last is in the second epoch.
 """
 
 from __future__ import annotations
@@ -9,16 +13,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS = 8, 32, 96, 5
-TIMEOUT_SECONDS = 280
+GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, SEQUENCES = 8, 32, 96, 3, 16
+CASE_SECONDS = 200.0  # a case that takes longer hangs
+POLL_SECONDS = 0.1
+LAST_WORDS = 5000  # characters of the ranks' errors that a test shows
+RunScript = Callable[[str, str, str], subprocess.CompletedProcess[str]]
+LAYERS = ("num_hidden_layers", "n_layer")
 OPTIONS = {"max_steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL = WIDTHS | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
@@ -91,6 +101,7 @@ class Case:
     overlapped: bool = False  # gradients are summed in the backward pass, as on devices
     adapter: bool = False  # LoRA, trained on a bf16 base
     steps: int = STEPS
+    layers: int = 2
     device: str = "cpu"
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
     skips: tuple[int, ...] = ()  # steps in which no rank runs the MLP of the last layer
@@ -121,14 +132,34 @@ class Result:
         return max(abs(one - two) / two for one, two in zip(self.norms, other.norms, strict=True))
 
 
-def run(cases: dict[str, Case], folder: Path) -> dict[str, Result]:
-    """What rank 0 of each case gave. The machine must have the cores to itself."""
-    given, output = folder / "cases.json", folder / "results.json"
+class Results(Mapping[str, Result]):
+    """The result of each case. Reading that of a case that failed raises an error with the words of its ranks."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            outcome = json.loads(line)
+            self._outcomes[outcome["name"]] = outcome
+
+    def __getitem__(self, name: str) -> Result:
+        outcome = self._outcomes[name]
+        assert "error" not in outcome, f"{name}: {outcome['error']}"
+        return Result(**outcome["result"])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outcomes)
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+
+def run(cases: dict[str, Case], folder: Path, run_script: RunScript) -> Results:
+    """Return the result of each case's rank 0. ``run_script``: runs this file, with two arguments, as a program."""
+    given, output = folder / "cases.json", folder / "results.jsonl"
     given.write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
-    command = [sys.executable, __file__, str(given), str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    return {name: Result(**result) for name, result in json.loads(output.read_text()).items()}
+    ended = run_script(__file__, str(given), str(output))
+    assert ended.returncode == 0, ended.stderr[-LAST_WORDS:]
+    return Results(output.read_text().splitlines())
 
 
 def with_references(cases: dict[str, Case]) -> dict[str, Case]:
@@ -140,7 +171,7 @@ def reference_name(case: Case) -> str:
     return "alone: " + json.dumps(asdict(case.alone), sort_keys=True)
 
 
-def assert_as_one_process(name: str, case: Case, results: dict[str, Result], *, loss: float | None = None) -> None:
+def assert_as_one_process(name: str, case: Case, results: Mapping[str, Result], *, loss: float | None = None) -> None:
     """``loss``: the difference allowed, where it is not the precision's own."""
     ours, theirs = results[name], results[reference_name(case)]
     print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}, holds {ours.held:.3f}")
@@ -149,11 +180,12 @@ def assert_as_one_process(name: str, case: Case, results: dict[str, Result], *, 
     assert ours.norm_difference(theirs) < (1e-4 if precision == "fp32" else 2e-2)
 
 
-def a_config(model: str) -> Any:
+def a_config(model: str, layers: int = 4) -> Any:
+    """T5 has two layers in each of its stacks."""
     import transformers
 
     name, options = CONFIGS[model]
-    return getattr(transformers, name)(**options)
+    return getattr(transformers, name)(**(options | {key: layers for key in LAYERS if key in options}))
 
 
 def a_plan(case: Case) -> Any:
@@ -164,6 +196,10 @@ def a_plan(case: Case) -> Any:
     fields |= {"num_processes": case.world, "layout": Layout(**case.layout), "per_device_train_batch_size": case.micro_batch}
     plan = Plan(**(fields | case.plan))
     return plan.changed(gradient_accumulation_steps=GLOBAL_BATCH // case.micro_batch // plan.data_parallel)
+
+
+def in_two_micro_batches(case: Case) -> Case:
+    return replace(case, micro_batch=GLOBAL_BATCH // 2 // a_plan(case).data_parallel)
 
 
 def some_sequences(count: int, lengths: str, *, seed: int = 0) -> Any:
@@ -200,7 +236,7 @@ def train(case: Case) -> Result:
     if plan.activation_offload:
         prepare.MIN_OFFLOADED_BYTES = 1  # else those of a tiny model stay
     place = init_mesh(plan)
-    config = a_config(case.model)
+    config = a_config(case.model, case.layers)
     model_class, kind = choose_class(config, case.model)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
@@ -216,7 +252,7 @@ def train(case: Case) -> Result:
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(
-        sequences=some_sequences(24, case.lengths), global_batch=GLOBAL_BATCH, layout=layout, objective=objective, seed=1
+        sequences=some_sequences(SEQUENCES, case.lengths), global_batch=GLOBAL_BATCH, layout=layout, objective=objective, seed=1
     )
     batches = source.batches()
     outcomes = []
@@ -301,37 +337,88 @@ def run_out_of_memory(model: Any, *, tokens: int, micro_batch: int = 0, where: s
     find_stacks(model)[-1][1][-1].register_forward_hook(look)
 
 
-def run_world(cases: dict[str, Case]) -> dict[str, Any]:
-    found = {}
+def run_world(given: tuple[dict[str, Case], Path]) -> None:
+    cases, output = given
     for name, case in cases.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        found[name] = asdict(train(case))
-    return found
+        result = train(case)
+        if rank_of_this() == 0:
+            add_line(output, {"name": name, "result": asdict(result)})
 
 
-def fork_world(size: int, cases: dict[str, Case], output: Path) -> None:
-    """In a process of its own: one that has computed cannot fork ranks any more."""
+def rank_of_this() -> int:
+    from upshift.training.process_group import rank_environment
+
+    return rank_environment()[0]
+
+
+def add_line(output: Path, outcome: dict[str, Any]) -> None:
+    with output.open("a") as lines:
+        lines.write(json.dumps(outcome) + "\n")
+
+
+def run_cases(cases: dict[str, Case], output: Path) -> None:
+    """Add a line for each case, all of one number of ranks, to the output."""
+    left = dict(cases)
+    while left:
+        child = fork_world(left, output)
+        words = wait_for_world(child, output)
+        done = {json.loads(line)["name"] for line in output.read_text().splitlines()}
+        left = {name: case for name, case in left.items() if name not in done}
+        if left:
+            name = next(iter(left))
+            errors = words_of_ranks(output).read_text(errors="replace")[-LAST_WORDS:]
+            add_line(output, {"name": name, "error": f"{words or 'there is no result'}\n{errors}"})
+            left.pop(name)
+
+
+def wait_for_world(child: int, output: Path) -> str:
+    """Return how the world failed, or nothing. Kill it if no case ends for ``CASE_SECONDS``."""
+    size, since = 0, time.monotonic()
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return f"the ranks ended with exit code {code}" if code else ""
+        if output.stat().st_size > size:
+            size, since = output.stat().st_size, time.monotonic()
+        if time.monotonic() - since > CASE_SECONDS:
+            os.kill(child, signal.SIGKILL)  # its ranks end with it
+            os.waitpid(child, 0)
+            return f"the ranks did not end within {CASE_SECONDS:.0f} s"
+        time.sleep(POLL_SECONDS)
+
+
+def words_of_ranks(output: Path) -> Path:
+    return output.with_suffix(".stderr")
+
+
+def fork_world(cases: dict[str, Case], output: Path) -> int:
+    """Return the id of a process that joins the ranks: one that has computed cannot fork ranks any more."""
+    from upshift.parent_process import end_with
     from upshift.training.process_group import join_processes
 
+    parent = os.getpid()
     child = os.fork()
     if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code:
-            sys.exit(f"world of {size}: exit code {code}")
-        return
+        return child
     code = 1
     try:
-        found = join_processes(a_plan(next(iter(cases.values()))), run_world, cases)
-        output.write_text(json.dumps(found))
+        end_with(parent)
+        sys.stderr = words_of_ranks(output).open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)
+        join_processes(a_plan(next(iter(cases.values()))), run_world, (cases, output))
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 
 def import_all() -> None:
     """Before the forks: every rank then has it."""
+    import importlib
+
     import torch
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -340,21 +427,20 @@ def import_all() -> None:
     import upshift.training.prepare
     import upshift.training.step  # noqa: F401
 
+    for model in CONFIGS:
+        importlib.import_module(type(a_config(model)).__module__.replace("configuration_", "modeling_"))
     torch.set_num_threads(1)
 
 
 def main(given: Path, output: Path) -> None:
     import_all()
+    output.touch()
     worlds: dict[int, dict[str, Case]] = {}
     for name, described in json.loads(given.read_text()).items():
         case = Case(**described)
         worlds.setdefault(case.world, {})[name] = case
-    results: dict[str, Any] = {}
-    for size, cases in sorted(worlds.items()):
-        part = output.with_suffix(f".{size}")
-        fork_world(size, cases, part)
-        results |= json.loads(part.read_text())
-    output.write_text(json.dumps(results))
+    for size in sorted(worlds):
+        run_cases(worlds[size], output)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from upshift.training.step import TrainStep
 
 GLOO_THREAD = "pt_gloo_runloop"  # it holds what it sent or summed a moment longer than wait() does
 LOOK_SECONDS = 5e-4
+TASKS = "/proc/self/task"
 VOCABULARY = 500
 ops = torch.ops._c10d_functional
 
@@ -91,38 +92,56 @@ def tensors() -> dict[int, torch.Tensor]:
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     before = tensors()
+    threads = GlooThreads()
     step = a_step(case)
     with ExchangedBytes() as counted:
         step()
-    settle()
+    threads.settle()
     held = [tensor.untyped_storage().nbytes() for key, tensor in tensors().items() if key not in before]
-    with settled(), allocated_peak("cpu", resident_bytes=sum(held)) as peak:
+    with settled(threads), allocated_peak("cpu", resident_bytes=sum(held)) as peak:
         step()
-        settle()
+        threads.settle()
     moved = [[*key, number, counted.calls[key]] for key, number in counted.bytes.items()]
     return {"peak": peak.bytes, "held": sum(held), "left": peak.left, "moved": moved}
 
 
-def settle() -> None:
-    """Until all of gloo's threads sleep: between the end of an exchange and that a thread runs, or waits for a core to run on.
-    Twice, as a thread that waited for Python's lock sleeps, too, and runs on when it is free."""
-    seen = 0
-    while seen < 2:
-        time.sleep(LOOK_SECONDS)
-        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
-        states = [stat.rpartition(")")[2].split()[0] for stat in stats if f"({GLOO_THREAD})" in stat]
-        seen = seen + 1 if all(state == "S" for state in states) else 0
+class GlooThreads:
+    """Those of this process. Each gives itself its name before it first sleeps, so one that sleeps without it is another's."""
+
+    def __init__(self) -> None:
+        self._others: set[str] = set()
+
+    def settle(self) -> None:
+        """Wait until all sleep: between the end of an exchange and that a thread runs, or waits for a core to run on.
+        Twice, as a thread that waited for Python's lock sleeps, too, and runs on when it is free."""
+        seen = 0
+        while seen < 2:
+            time.sleep(LOOK_SECONDS)
+            seen = seen + 1 if self._all_sleep() else 0
+
+    def _all_sleep(self) -> bool:
+        busy = False
+        for thread in set(os.listdir(TASKS)) - self._others:
+            with open(f"{TASKS}/{thread}/stat") as stat:
+                name, _, rest = stat.read().partition("(")[2].rpartition(")")
+            sleeps = rest.split()[0] == "S"
+            if name == GLOO_THREAD:
+                busy |= not sleeps
+            elif sleeps:
+                self._others.add(thread)
+        return not busy
 
 
 class Settled:
     """Waits until gloo's threads have let go of what they exchanged."""
 
-    def __init__(self, waits: Any) -> None:
+    def __init__(self, waits: Any, threads: GlooThreads) -> None:
         self._waits = waits
+        self._threads = threads
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         done = self._waits(*args, **options)
-        settle()
+        self._threads.settle()
         return done
 
     def __get__(self, work: Any, kind: Any) -> Any:
@@ -140,11 +159,11 @@ def summed_here(tensor: torch.Tensor, operation: str, ranks: int, group: str) ->
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def settled(threads: GlooThreads) -> Iterator[None]:
     """What gloo's threads held is gone when a wait is over."""
     with ExitStack() as stack:
         for owner, name in ((dist.Work, "wait"), (ops, "wait_tensor"), (functional, "wait_tensor")):
-            stack.enter_context(mock.patch.object(owner, name, Settled(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, Settled(getattr(owner, name), threads)))
         stack.enter_context(mock.patch.object(ops, "reduce_scatter_tensor", summed_here))
         yield
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from warm_scripts import WarmScripts
 
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile, Variant
@@ -30,6 +29,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
 SCRIPTS = {way: Path(__file__).with_name(name) for way, name in (("real", "real_ranks.py"), ("fake", "one_rank.py"))}
+TIMEOUT_SECONDS = 600
 BATCH, SEQUENCE, LAYERS = 4, 128, 4
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "use_cache": False}
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -150,47 +150,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path, way: str, cases: dict[str, Case]) -> subprocess.Popen[str]:
+def measure(folder: Path, way: str, cases: dict[str, Case], warm_scripts: WarmScripts) -> Measured:
     """``real`` ranks, or ``fake`` ones."""
     given = folder / f"{way}.json"
     given.write_text(json.dumps({name: case.described(folder) for name, case in cases.items()}))
-    command = [sys.executable, str(SCRIPTS[way]), str(given), str(folder / way)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def collect(process: subprocess.Popen[str], folder: Path, way: str) -> Measured:
-    _, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors[-3000:]
+    ended = warm_scripts.run(SCRIPTS[way], str(given), str(folder / way), timeout=TIMEOUT_SECONDS)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     files = [folder / "fake"] if way == "fake" else list(folder.glob("real.[0-9]*-[0-9]*"))
     return {key: result for file in files for key, result in json.loads(file.read_text()).items()}
 
 
 @pytest.fixture(scope="module")
-def traced(folder: Path) -> tuple[dict[str, ModelProfile], Measured]:
-    """Profiles, and beside them, since each is one thread, the fake ranks."""
-    process = start(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE})
-    profiles = {
+def profiles(folder: Path) -> dict[str, ModelProfile]:
+    return {
         name: profile_model(find_model(str(folder / name)), sequence_length=SEQUENCE, variants=variants)
         for name, variants in VARIANTS.items()
     }
-    return profiles, collect(process, folder, "fake")
 
 
 @pytest.fixture(scope="module")
-def fake(traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
-    return traced[1]
+def fake(folder: Path, warm_scripts: WarmScripts) -> Measured:
+    return measure(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, warm_scripts)
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path, traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
-    """After ``traced``: gloo's threads need the cores for themselves."""
-    return collect(start(folder, "real", {**REAL, **EXCHANGED}), folder, "real")
+def real(folder: Path, warm_scripts: WarmScripts) -> Measured:
+    return measure(folder, "real", {**REAL, **EXCHANGED}, warm_scripts)
 
 
 @pytest.fixture(scope="module")
-def predicted(traced: tuple[dict[str, ModelProfile], Measured]) -> Callable[[Case, int], float]:
+def predicted(profiles: dict[str, ModelProfile]) -> Callable[[Case, int], float]:
     def predict(case: Case, rank: int) -> float:
-        model = traced[0][case.model]
+        model = profiles[case.model]
         plan = case.plan(model.model_hash)
         trace = plan_trace(model, plan, Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch))
         assert trace is not None
@@ -237,10 +228,10 @@ def test_mean_error(real: Measured, predicted: Callable[[Case, int], float]) -> 
 
 
 @pytest.mark.parametrize("name", {**REAL, **EXCHANGED})
-def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, ModelProfile], Measured]) -> None:
+def test_what_ranks_exchange(name: str, real: Measured, profiles: dict[str, ModelProfile]) -> None:
     """By operation and ranks, to one percent; but for losses and flags, of a few bytes, and how many tokens go where."""
     case = {**REAL, **EXCHANGED}[name]
-    model, plan = traced[0][case.model], case.plan("")
+    model, plan = profiles[case.model], case.plan("")
     expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for moved in Volumes(model, plan, stage_of(model, plan, 0), Memo()).step_transfers():
         expected[moved.operation, ranks_of(moved, plan)] += moved.num_bytes * moved.times

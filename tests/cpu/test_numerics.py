@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, MixtralConfig, T5Config, TrainingArguments
+from warm_scripts import WarmScripts
 
 import upshift
 from upshift import debugging
@@ -277,10 +276,10 @@ def test_overhead() -> None:
     assert step() == plain
 
 
-def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path) -> None:
+def test_ranks_of_every_layout_find_it_where_it_runs(tmp_path: Path, warm_scripts: WarmScripts) -> None:
     """Fully sharded and tensor-parallel ranks all find it; of a pipeline's, the one that has the layer."""
     world = Path(__file__).with_name("debugged_ranks.py")
-    subprocess.run([sys.executable, str(world), str(tmp_path)], capture_output=True, timeout=300, check=True)
+    warm_scripts.run(world, str(tmp_path), timeout=300).check_returncode()
     found = {layout.name: {rank.name: json.loads(rank.read_text()) for rank in layout.iterdir()} for layout in tmp_path.iterdir()}
     words = "model.layers.1.mlp.up_proj (Linear) makes inf of finite numbers"
     assert found == {"fully_shard": {"0": words, "1": words}, "pipeline": {"1": words}, "tensor": {"0": words, "1": words}}

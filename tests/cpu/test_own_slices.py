@@ -4,8 +4,6 @@ model's layers is known before a rank starts."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 from parallel_runs import Case, a_config, a_plan
+from warm_scripts import WarmScripts
 
 from upshift.models.source import find_model
 from upshift.training.distributed import parallelize
@@ -37,10 +36,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("which, layout", [("untied", "tensor"), ("tied", "weights"), ("tied", "stages")])
-def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path]) -> None:
+def test_ranks_read_what_they_keep(which: str, layout: str, folders: dict[str, Path], warm_scripts: WarmScripts) -> None:
     script = Path(__file__).with_name("own_slices_ranks.py")
-    command = [sys.executable, str(script), str(folders[which]), json.dumps(LAYOUTS[layout])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = warm_scripts.run(script, str(folders[which]), json.dumps(LAYOUTS[layout]), timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     got = json.loads(ended.stdout.splitlines()[-1])
     assert got["same"] and got["tensors"] > 10, got

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
-from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, run, with_references
+from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, in_two_micro_batches, run, with_references
+from warm_scripts import WarmScripts
 
 from upshift.models.build import build_model, choose_class
 from upshift.training.distributed.parallelize import why_cannot_run
@@ -17,7 +20,7 @@ CASES = {
     "eager gemma2": Case("gemma2", 2, ULYSSES, {"attention": "eager"}),  # windows, capped scores
     "packed llama": Case(world=2, layout=ULYSSES, plan=PACKED),
     "packed blocks": Case("qwen2 tied", 2, ULYSSES, PACKED | {"attention": "block"}),
-    "recomputed, chunked loss": Case(world=2, layout=ULYSSES, plan={"activation_checkpointing": 4, "loss_chunk_tokens": 16}),
+    "recomputed, chunked loss": Case(world=2, layout=ULYSSES, plan={"activation_checkpointing": 2, "loss_chunk_tokens": 16}),
     "bf16": Case(world=2, layout=ULYSSES, plan={"precision": "bf16"}),
     "zero3": Case(world=2, layout=ULYSSES | {"fully_shard": "weights", "shard_size": 2}),
     "of 4, fewer key heads": Case(world=4, layout=ULYSSES | {"context_parallel": 4}),
@@ -28,15 +31,16 @@ CASES = {
     "x experts": Case("mixture", 4, ULYSSES | {"expert_parallel": 4}),
     "x zero2, hybrid, packed": Case(world=4, layout=ULYSSES | {"fully_shard": "gradients", "shard_size": 2}, plan=PACKED),
 }
+CASES = {name: in_two_micro_batches(case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("context"))
+def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("context"), warm_scripts.run)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_sequences_train_as_one_process(name: str, results: dict[str, Result]) -> None:
+def test_ranks_that_share_sequences_train_as_one_process(name: str, results: Mapping[str, Result]) -> None:
     assert_as_one_process(name, CASES[name], results)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
+from warm_scripts import WarmScripts
 
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class
@@ -37,23 +39,34 @@ SCHEDULES = {
     "zero bubble": {"pipeline_schedule": "zero_bubble"},
 }
 MODELS = ("qwen2 tied", "gpt2", "bert", "mixture", "opt", "bloom", "gpt neox", "phi3")
+
+
+def least_layers(schedule: dict[str, Any]) -> int:
+    return 2 * schedule.get("virtual_stages", 1)
+
+
 CASES = {
-    **{f"llama {name}": Case(world=2, layout=TWO | schedule) for name, schedule in SCHEDULES.items()},
+    **{f"llama {name}": Case(world=2, layout=TWO | schedule, layers=4) for name, schedule in SCHEDULES.items()},
     **{f"{model} 1f1b": Case(model, 2, TWO) for model in MODELS},
-    "layers of two kinds": Case("gemma2", 2, TWO, {"attention": "eager"}),
-    **{f"packed {name}": Case("qwen2 tied", 2, TWO | schedule, {"packing": True}) for name, schedule in SCHEDULES.items()},
+    "layers of two kinds": Case("gemma2", 2, TWO, {"attention": "eager"}, layers=4),
+    **{
+        f"packed {name}": Case("qwen2 tied", 2, TWO | schedule, {"packing": True}, layers=least_layers(schedule))
+        for name, schedule in SCHEDULES.items()
+    },
     "bf16": Case(world=2, layout=TWO, plan={"precision": "bf16"}),
     "bf16 weights": Case(world=2, layout=TWO, plan={"precision": "bf16-weights"}),
     "bf16 zero bubble": Case(world=2, layout=TWO | SCHEDULES["zero bubble"], plan={"precision": "bf16"}),
-    "recomputed": Case(world=2, layout=TWO, plan={"activation_checkpointing": 3}),
-    "recomputed interleaved": Case(world=2, layout=TWO | SCHEDULES["interleaved"], plan={"activation_checkpointing": 3}),
+    "recomputed": Case(world=2, layout=TWO, plan={"activation_checkpointing": 3}, layers=4),
+    "recomputed interleaved": Case(
+        world=2, layout=TWO | SCHEDULES["interleaved"], plan={"activation_checkpointing": 3}, layers=4
+    ),
     "chunked loss": Case("qwen2 tied", 2, TWO, {"loss_chunk_tokens": 16}),
     "bf16 weights, tied": Case("qwen2 tied", 2, TWO, {"precision": "bf16-weights"}),
     "weights that no rank uses in some steps": Case(world=2, layout=TWO, options={"weight_decay": 10.0}, skips=(0, 2, 3)),
     "one micro-batch": Case(world=2, layout=TWO, micro_batch=8),
-    "four stages": Case("qwen2 tied", 4, {"pipeline_parallel": 4}),
+    "four stages": Case("qwen2 tied", 4, {"pipeline_parallel": 4}, layers=4),
     **{
-        f"{name} x {other} {model}": Case(model, 4, TWO | schedule | layout, micro_batch=1)
+        f"{name} x {other} {model}": Case(model, 4, TWO | schedule | layout, micro_batch=1, layers=least_layers(schedule))
         for model, name, schedule, other, layout in (
             ("qwen2 tied", "1f1b", {}, "data", {}),
             ("llama", "interleaved", SCHEDULES["interleaved"], "data", {}),
@@ -76,12 +89,12 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"))
+def results(tmp_path_factory: pytest.TempPathFactory, warm_scripts: WarmScripts) -> Mapping[str, Result]:
+    return run(with_references(CASES), tmp_path_factory.mktemp("pipeline"), warm_scripts.run)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stages_train_as_one_process(name: str, results: dict[str, Result]) -> None:
+def test_stages_train_as_one_process(name: str, results: Mapping[str, Result]) -> None:
     assert_as_one_process(name, CASES[name], results)
 
 

@@ -24,14 +24,18 @@ MESSAGE_BYTES = 64
 
 
 class Server:
-    """A process that has imported the module of a job, and the socket to it."""
+    """A process that has imported the module of a job, and the socket to it. It has ``variables`` besides this process's."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, **variables: str) -> None:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = parent_process.command(str(SERVER), module, str(theirs.fileno()))
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(theirs.fileno(),)
+                command,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | variables,
             )
         self.job: Job | None = None
 
@@ -49,22 +53,22 @@ class Job:
     """The process of one job, with what upshift uses of ``subprocess.Popen``."""
 
     def __init__(self, server: Server, folder: str, pass_fds: tuple[int, ...]) -> None:
-        self._connection = server.connection
+        self.connection = server.connection
         self.returncode: int | None = None
         read_end, write_end = os.pipe()
-        socket.send_fds(self._connection, [os.fsencode(folder)], [write_end, 2, *pass_fds])
+        socket.send_fds(self.connection, [os.fsencode(folder)], [write_end, 2, *pass_fds])
         os.close(write_end)
         self.stdout: IO[str] = os.fdopen(read_end)
-        self.pid = int(self._connection.recv(MESSAGE_BYTES))
+        self.pid = int(self.connection.recv(MESSAGE_BYTES))
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
             self.wait()
         return self.returncode
 
     def wait(self) -> int:
         if self.returncode is None:
-            code = self._connection.recv(MESSAGE_BYTES)
+            code = self.connection.recv(MESSAGE_BYTES)
             self.returncode = int(code) if code else -signal.SIGKILL  # no message: the server was killed, and its job with it
         return self.returncode
 

@@ -24,7 +24,7 @@ def main(precisions: list[str]) -> None:
 
     step_module.TrainStep.step = counted_step
     for precision in precisions:
-        parallel_runs.train(Case(device="cuda", steps=STEPS, micro_batch=4, plan={"precision": precision}))
+        parallel_runs.train(Case(device="cuda", steps=STEPS, layers=4, micro_batch=4, plan={"precision": precision}))
     print(json.dumps(waits))
 
 
