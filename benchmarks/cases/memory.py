@@ -177,8 +177,8 @@ def _batch(row: Record) -> str:
 
 
 HEADER = (
-    "model", "tokens", "batch", "precision", "recomputed", "allocated MiB", "predicted", "error", "held MiB", "predicted", "error",
-    "time, measured / predicted",
+    "model", "tokens", "batch", "precision", "recomputed", "allocated MiB", "predicted", "error", "held MiB", "predicted",
+    "error", "time, measured / predicted",
 )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def metered(rows: list[Record]) -> list[Record]:
 
 
 def table(rows: list[Record], *, markdown: bool) -> str:
-    """Return a table of every setting, in the order of the rows: by model, sequence length, batch, precision and recomputation."""
+    """Return a table of every setting, in the order of the rows: model, length, batch, precision, recomputed layers."""
     return format_table(HEADER, [_cells(row) for row in metered(rows)], markdown=markdown)
 
 
@@ -244,25 +244,26 @@ def by_model(rows: list[Record], *, markdown: bool) -> str:
 PAGE = """# Accuracy of predictions
 
 `upshift plan` predicts memory and time before anything runs. This page compares predictions of training plans with measurements.
-It covers small models (from {smallest:.0f} to {largest:.0f} million parameters) on {cores} CPU cores. For GPUs and large models, read
-[what others measured](accuracy_published.md). Unknown words are in the [glossary](glossary.md).
+It covers small models (from {smallest:.0f} to {largest:.0f} million parameters) on {cores} CPU cores.
+For GPUs and large models, read [what others measured](accuracy_published.md). Unknown words are in the [glossary](glossary.md).
 
 | predicted, before anything ran | result, over {metered} plans |
 | --- | --- |
 | allocated memory: all tensors at the highest moment of a step | wrong by at most {allocated:.2f} % |
-| held memory: all memory of the process at its highest | wrong by {held_median:.1f} % in the median, and by at most {held_worst:.1f} % |
-| time of a step, before any trial | a step took {median:.2f} times the predicted time in the median (from {low:.2f} to {high:.2f} times) |
+| held memory: all memory of the process at its highest | wrong by {held:.1f} % in the median, by {held_worst:.1f} % at worst |
+| time of a step, before any trial | measured / predicted: {median:.2f} in the median, from {low:.2f} to {high:.2f} |
 
-A time above 1 means that the prediction was too short. Other programs ran at the same time, which makes steps slower.
+A time above 1 means that a step took longer than predicted. Other programs ran at the same time, which makes steps slower.
 
-Upshift does not rely on predicted times alone. Before a run starts, **trials** measure the best plans for some seconds each. For one model, we
-ran 20 plans drawn at random, and compared the best of them with the plan that the trials chose. The chosen plan was slower by
-[0.00](../benchmarks/results/regret.jsonl "regret/regret") of the best plan's time ([what is counted](../benchmarks/README.md#regret-what-is-counted)).
+Upshift does not rely on predicted times alone. Before a run starts, **trials** measure the best plans for some seconds each.
+For one model, we ran 20 plans drawn at random, and compared the best of them with the plan that the trials chose. The chosen
+plan was slower by [0.00](../benchmarks/results/regret.jsonl "regret/regret") of the best plan's time
+([what is counted](../benchmarks/README.md#regret-what-is-counted)).
 
 ## How it was measured
 
-Upshift predicted {rows} plans, and then ran each in a process of its own. {unmetered} of them were too slow to measure. The tables show
-the other {metered}.
+Upshift predicted {rows} plans, and then ran each in a process of its own. {unmetered} of them were too slow to measure.
+The tables show the other {metered}.
 
 | | |
 | --- | --- |
@@ -305,7 +306,7 @@ def page(rows: list[Record]) -> str:
         again=again, command=COMMAND, processor=environment.processor, cores=environment.num_cores,
         torch=environment.versions.get("torch"), transformers=environment.versions.get("transformers"), time=environment.time,
         rows=len(rows), metered=num_metered, unmetered=len(rows) - num_metered, smallest=min(sizes), largest=max(sizes),
-        allocated=100 * errors["allocated"]["worst"], held_median=100 * errors["resident"]["median"],
+        allocated=100 * errors["allocated"]["worst"], held=100 * errors["resident"]["median"],
         held_worst=100 * errors["resident"]["worst"], low=factors["lowest"], high=factors["highest"], median=factors["median"],
         summary=by_model(rows, markdown=True), table=table(rows, markdown=True),
     )  # fmt: skip
