@@ -20,7 +20,8 @@ from shapes import SHAPES, TINY, write_config
 from transformers import PretrainedConfig
 
 from upshift.benchmarking.case import Case, command_line, print_progress
-from upshift.benchmarking.claims import Claim, Source
+from upshift.benchmarking.claims import Claim, Source, find_cases
+from upshift.benchmarking.documents import renew_text
 from upshift.benchmarking.harness import append_rows, format_table, percent, read_rows
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource, find_model
@@ -168,11 +169,17 @@ def run(case: Case, models: list[str]) -> list[Record]:
 
 def label(row: Record) -> str:
     plan = row.plan
-    batch = f"{plan['per_device_train_batch_size']} x {plan['gradient_accumulation_steps']}"
-    return f"{plan['sequence_length']} · {batch} · {plan['precision']} · recompute {plan['activation_checkpointing']}"
+    return f"{plan['sequence_length']} · {_batch(row)} · {plan['precision']} · recompute {plan['activation_checkpointing']}"
 
 
-HEADER = ("setting", "allocated MiB", "predicted", "error", "resident MiB", "predicted", "error", "step ms / predicted")
+def _batch(row: Record) -> str:
+    return f"{row.plan['per_device_train_batch_size']} x {row.plan['gradient_accumulation_steps']}"
+
+
+HEADER = (
+    "model", "tokens", "batch", "precision", "recomputed", "allocated MiB", "predicted", "error", "held MiB", "predicted",
+    "error", "time, measured / predicted",
+)  # fmt: skip
 
 
 def metered(rows: list[Record]) -> list[Record]:
@@ -181,16 +188,16 @@ def metered(rows: list[Record]) -> list[Record]:
 
 
 def table(rows: list[Record], *, markdown: bool) -> str:
-    """The worst prediction of allocated memory first."""
-    good = metered(rows)
-    good.sort(key=lambda row: -abs(row.prediction_error("peak_gib") or 0.0))
-    return format_table(HEADER, [_cells(row) for row in good], markdown=markdown)
+    """Return a table of every setting, in the order of the rows: model, length, batch, precision, recomputed layers."""
+    return format_table(HEADER, [_cells(row) for row in metered(rows)], markdown=markdown)
 
 
 def _cells(row: Record) -> list[str]:
     assert row.measured is not None and row.predicted is not None
     measured, predicted = row.measured, row.predicted
-    cells = [f"{row.name.split('/')[1]} · {label(row)}"]
+    plan = row.plan
+    cells = [row.name.split("/")[1], str(plan["sequence_length"]), _batch(row), plan["precision"]]
+    cells.append(f"{plan['activation_checkpointing']} layers")
     for field, digits in (("peak_gib", 2), ("resident_gib", 1)):
         cells += [f"{1024 * getattr(numbers, field):.1f}" for numbers in (measured, predicted)]
         cells.append(percent(row.prediction_error(field), digits=digits))
@@ -230,45 +237,80 @@ def by_model(rows: list[Record], *, markdown: bool) -> str:
         worst = [f"{100 * max(errors[f]):.{d}f} %" for f, d in (("peak_gib", 2), ("resident_gib", 1))]
         median = f"{100 * statistics.median(errors['resident_gib']):.1f} %"
         cells.append([name, len(good), worst[0], median, worst[1]])
-    header = ("model", "settings", "allocated, worst", "resident, median", "resident, worst")
+    header = ("model", "plans", "allocated, worst error", "held, median error", "held, worst error")
     return format_table(header, cells, markdown=markdown)
 
 
 PAGE = """# Accuracy of predictions
 
-Made by `{command}` on {host} ({processor}, {cores} cores; torch {torch}, transformers {transformers}; {time}).
-The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.jsonl){again}.
+`upshift plan` predicts memory and time before anything runs. This page compares predictions of training plans with measurements.
+It covers small models (from {smallest:.0f} to {largest:.0f} million parameters) on {cores} CPU cores.
+For GPUs and large models, read [what others measured](accuracy_published.md). Unknown words are in the [glossary](glossary.md).
 
-`upshift plan` predicts from a trace of the model on fake tensors, before anything ran. Here each of {rows} plans was predicted,
-then run as a trial in a process of its own ({unmetered} of them too slow for the memory meter, and left out). Allocated: the
-highest sum of live tensors in an optimizer step. Resident: the highest memory of the process. Every
-model has random weights; sequences are full-length.
+| predicted, before anything ran | result, over {metered} plans |
+| --- | --- |
+| allocated memory: all tensors at the highest moment of a step | wrong by at most {allocated:.2f} % |
+| held memory: all memory of the process at its highest | wrong by {held:.1f} % in the median, by {held_worst:.1f} % at worst |
+| time of a step, before any trial | measured / predicted: {median:.2f} in the median, from {low:.2f} to {high:.2f} |
+
+A time above 1 means that a step took longer than predicted. Other programs ran at the same time, which makes steps slower.
+
+Upshift does not rely on predicted times alone. Before a run starts, **trials** measure the best plans for some seconds each.
+For one model, we ran 20 plans drawn at random, and compared the best of them with the plan that the trials chose. The chosen
+plan was slower by [0.00](../benchmarks/results/regret.jsonl "regret/regret") of the best plan's time
+([what is counted](../benchmarks/README.md#regret-what-is-counted)).
+
+## How it was measured
+
+Upshift predicted {rows} plans, and then ran each in a process of its own. {unmetered} of them were too slow to measure.
+The tables show the other {metered}.
+
+| | |
+| --- | --- |
+| command | `{command}` |
+| raw data | [benchmarks/results/memory.jsonl](../benchmarks/results/memory.jsonl) |
+| machine | {processor}, {cores} cores |
+| libraries | torch {torch}, transformers {transformers} |
+| measured | {time} |{again}
+| models | random weights |
+| data | every sequence has its full length |
+| time of a step | two steps for each plan |
+
+## By model
 
 {summary}
 
-The time of a step before any trial was off by a factor of {low:.2f} to {high:.2f} (measured / predicted, median {median:.2f};
-two samples each, beside whatever else ran on the machine). Trials correct it: see
-[benchmarks/README.md](../benchmarks/README.md) for the regret of the plan that is chosen after them.
+## Every plan
 
-## Every setting, the worst first
-A setting reads: sequence length · micro-batch x accumulation · precision · recomputed layers.
+| column | meaning |
+| --- | --- |
+| tokens | the length of a sequence |
+| batch | micro-batch x gradient accumulation steps |
+| recomputed | the number of layers with activation checkpointing |
+| error | how much larger (+) or smaller (-) the prediction is than the measurement |
 
 {table}
 """
 
 
 def page(rows: list[Record]) -> str:
-    env, totals = rows[0].environment, summary(rows)
+    environment = rows[0].environment
+    totals = summary(rows)
+    errors: dict[str, dict[str, float]] = totals["errors"]  # type: ignore[assignment]
     factors: dict[str, float] = totals["step_measured_over_predicted"]  # type: ignore[assignment]
-    predicted = rows[0].details.get("predicted_at")
-    again = f", memory predicted again by a later version (`--predict-again`; {predicted})" if predicted else ""
-    return PAGE.format(
-        again=again, command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores,
-        torch=env.versions.get("torch"),
-        transformers=env.versions.get("transformers"), time=env.time, rows=len(rows),
-        unmetered=len(rows) - len(metered(rows)), summary=by_model(rows, markdown=True),
-        low=factors["lowest"], high=factors["highest"], median=factors["median"], table=table(rows, markdown=True),
+    sizes = [row.details["parameters"] / 1e6 for row in rows]
+    predicted_at = rows[0].details.get("predicted_at")
+    again = f"\n| memory predicted again by a later version (`--predict-again`) | {predicted_at} |" if predicted_at else ""
+    num_metered = len(metered(rows))
+    text = PAGE.format(
+        again=again, command=COMMAND, processor=environment.processor, cores=environment.num_cores,
+        torch=environment.versions.get("torch"), transformers=environment.versions.get("transformers"), time=environment.time,
+        rows=len(rows), metered=num_metered, unmetered=len(rows) - num_metered, smallest=min(sizes), largest=max(sizes),
+        allocated=100 * errors["allocated"]["worst"], held=100 * errors["resident"]["median"],
+        held_worst=100 * errors["resident"]["worst"], low=factors["lowest"], high=factors["highest"], median=factors["median"],
+        summary=by_model(rows, markdown=True), table=table(rows, markdown=True),
     )  # fmt: skip
+    return renew_text(text, find_cases(Path(__file__).parent))
 
 
 def main(arguments: list[str] | None = None) -> int:

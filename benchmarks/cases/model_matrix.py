@@ -46,6 +46,29 @@ ROOT = Path(__file__).parents[1]
 HOST = "epyc-7763"  # plans are for this machine, wherever the case runs
 CELLS = ("inspect", "load", "plan", "train plain", "train as planned", "recompute", "packed", "encode", "generate")
 OUTCOMES = ("ok", "refused", "WRONG", "none")
+LEGEND = """Find your `model_type` (it is in config.json). The table says what works for it.
+
+| word | meaning |
+| --- | --- |
+| ok | the same numbers as transformers |
+| refused | a message of one line says why, before anything slow starts. The messages are below the table |
+| WRONG | other numbers than transformers, or a crash. The figures are below the table |
+| none | transformers itself cannot do it |
+| - | not run |
+
+| column | what is compared with transformers |
+| --- | --- |
+| inspect, plan | `upshift inspect` and `upshift plan` work. Nothing is compared |
+| load | the logits |
+| train plain | the losses. The reference runs each sequence alone |
+| train as planned | the same, with the best predicted plan |
+| recompute | the losses with activation checkpointing in all layers |
+| packed | the losses with several texts in one row |
+| encode | the vectors. The reference encodes each text alone |
+| generate | the text of `model.generate()` |
+
+If a model draws random numbers in training, such as the noise of a router, both are compared without them.
+"""
 KINDS = "causal,masked,seq2seq"
 SUITE = "--sample 6 --again"
 QUICK = "gpt2,bert"
@@ -188,17 +211,11 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     lines = [
         "# Model matrix",
         "",
-        f"What Upshift does with {len({model for _, model in tried})} model types of transformers {shown['transformers']} "
-        f"(torch {shown['torch']}), each made tiny with random weights and held against transformers on the same weights.",
-        "This page is written by `python benchmarks/cases/model_matrix.py --write docs/model_matrix.md`; the",
+        LEGEND,
+        f"These are {len({model for _, model in tried})} model types of transformers {shown['transformers']} "
+        f"(torch {shown['torch']}). Each model is tiny, with random weights. Transformers has the same weights.",
+        "`python benchmarks/cases/model_matrix.py --write docs/model_matrix.md` writes this page. The",
         "[rows](../benchmarks/results/model_matrix.jsonl) have every figure.",
-        "",
-        "- **ok**: transformers' own result. Logits for load, losses of a plain loop that runs each sequence alone for the "
-        "training cells, each text alone for encode, `model.generate()` for generate.",
-        "  A model that draws random numbers in training, such as the noise of a router, is compared without them.",
-        "- **refused**: one line says why, before anything slow starts. The words are below the table.",
-        "- **WRONG**: another result, or a crash. The figures are below the table.",
-        "- **none**: transformers alone does not do it.",
         "",
         f"{', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}."
         + (f" {waiting:,} cells have not been run (-)." if waiting else ""),

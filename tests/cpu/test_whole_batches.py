@@ -112,7 +112,7 @@ def test_a_script_whose_batches_stay_whole_gets_a_plan(methods: dict[str, Any], 
         if accumulation == 2:
             assert trainer.batches_seen == 12
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    assert any("trained rows" in line for line in plan_lines(trainer.upshift_choice))
+    assert any("only the training of the model" in line for line in plan_lines(trainer.upshift_choice))
     assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.per_device_train_batch_size == 4
 
 

@@ -279,6 +279,27 @@ def test_each_technique_of_the_guides_is_found_by_its_name() -> None:
     assert [name for line in OF_THE_GUIDES.splitlines() for name in line.split("|") if name.lower() not in text] == []
 
 
+def test_each_technique_says_whether_it_is_used() -> None:
+    text = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    techniques = [row for row in rows if len(row) == 3 and not row[0].startswith(("technique", "---"))]
+    assert len(techniques) > 100
+    assert [row[0] for row in techniques if row[1].rstrip("†") not in ("always", "automatically", "on request", "never")] == []
+
+
+def test_files_that_pages_name_are_there() -> None:
+    names = {(path, name) for path in PAGES for name in re.findall(r"\bexamples/[\w.]+\w", path.read_text(encoding="utf-8"))}
+    assert len({name for _, name in names}) >= 4
+    assert [f"{path.name}: {name}" for path, name in sorted(names) if not (ROOT / name).is_file()] == []
+
+
+def test_pages_install_extras_from_the_clone() -> None:
+    """The package is not on PyPI, so ``pip install upshift`` would fail."""
+    wrong = re.compile(r"pip install [^\n`]*\bupshift\b")
+    assert [place(path, 1 + text.count("\n", 0, found.start())) for path in PAGES
+            for text in [path.read_text(encoding="utf-8")] for found in wrong.finditer(text)] == []  # fmt: skip
+
+
 def test_the_log_is_one_page_of_dated_entries() -> None:
     lines = (ROOT / "docs" / "log.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 300 and max(map(len, lines)) <= 160

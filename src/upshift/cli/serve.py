@@ -222,7 +222,8 @@ def _print_ready(name: str, ready: Any) -> None:
         predicted = "" if ready.predicted_capacity is None else f" (predicted {ready.predicted_capacity:.2f})"
         dim(
             f"holds {ready.capacity:.2f} requests/s of the expected lengths{predicted}; "
-            f"first token of a prompt alone {ready.ttft_ms:.0f} ms, then one in {ready.tpot_ms:.0f} ms with all rows filled",
+            f"first token after {ready.ttft_ms:.0f} ms if nothing else runs, "
+            f"each further token {ready.tpot_ms:.0f} ms under full load",
             tables.err,
         )
     else:

@@ -321,7 +321,8 @@ def _print_record(record: Record, *, as_json: bool) -> None:
         for rewarded_step, accuracy, margin in record.details.get("evaluation_rewards", ()):
             if rewarded_step == step:
                 tables.out.print(
-                    f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}, by {margin:.3f} on average"
+                    f"Held-out pairs: the chosen answer has the larger reward in {accuracy:.0%}; "
+                    f"its reward is larger by {margin:.3f} on average"
                 )
         best = "" if step == record.details["steps"] else f" of the best evaluation, after step {step}"
         loss = tables.number(record.measured.evaluation_loss, 4)

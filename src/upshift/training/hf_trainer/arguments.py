@@ -20,6 +20,7 @@ from upshift.planning.search.space import fixed_value, parse_value
 from upshift.settings import read_ranks
 
 Treatment = Literal["honoured", "planned", "refused"]
+PAGE_WORDS: dict[Treatment, str] = {"planned": "Upshift chooses", "refused": "not supported", "honoured": "works as before"}
 
 
 class Field(NamedTuple):
@@ -39,7 +40,7 @@ FIELDS: dict[str, Field] = {
         "planned", "times gradient_accumulation_steps: the global batch, which Upshift keeps. It chooses how to divide it"
     ),
     "gradient_accumulation_steps": Field("planned", "see per_device_train_batch_size"),
-    "auto_find_batch_size": Field("planned", "always on: if a step runs out of memory, Upshift repeats it in smaller parts"),
+    "auto_find_batch_size": Field("honoured", "always on: if a step runs out of memory, Upshift repeats it in smaller parts"),
     "bf16": Field("planned", "unset: Upshift chooses the precision. tf32=False alone keeps plain fp32"),
     "fp16": Field("planned", "unset: see bf16"),
     "tf32": Field("planned", "False: plain fp32, unless bf16 or fp16 is set"),
@@ -97,7 +98,8 @@ FIELDS: dict[str, Field] = {
     ),
     # refused
     "neftune_noise_alpha": Field("refused", "Upshift plans the model's own mathematics, without noise; leave it unset"),
-    **dict.fromkeys(("deepspeed", "parallelism_config"), OTHER_ENGINE),
+    "deepspeed": Field("refused", "use fsdp=True, or leave it unset: the plan then says how ranks share the model"),
+    "parallelism_config": OTHER_ENGINE,
 }  # fmt: skip
 
 
@@ -205,13 +207,13 @@ def markdown() -> str:
         "",
         "| word | meaning |",
         "| --- | --- |",
-        "| planned | set: Upshift keeps your value. Unset (at its default): Upshift chooses a value, and prints it |",
-        "| refused | If you set the field, you get an error that names it |",
-        "| honoured | The field works as in `transformers.Trainer`, with the differences in the last column |",
+        "| Upshift chooses | if the field is unset (at its default). Upshift prints its choice. A value that you set stays |",
+        "| not supported | If you set the field, you get an error that names it |",
+        "| works as before | as in `transformers.Trainer`, with the differences in the last column |",
         "",
         "| argument | Upshift | details |",
         "| --- | --- | --- |",
-        *(f"| `{name}` | {field.treatment} | {field.description} |" for name, field in rows),
+        *(f"| `{name}` | {PAGE_WORDS[field.treatment]} | {field.description} |" for name, field in rows),
         PAGE_END,
     ]
     return "\n".join(lines) + "\n"

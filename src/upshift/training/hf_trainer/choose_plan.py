@@ -270,8 +270,8 @@ def choose(request: PlanRequest, *, on_trial: Callable[[Tried], None] = lambda t
 
 
 STAND_INS_COVER = (
-    "these numbers are of the trained rows and the model's own loss over all logits, without passes of a reference model, other "
-    "rows of a batch, and the rest of the script's loss"
+    "this speed and memory count only the training of the model, with the model's own loss; a reference model, other rows of a "
+    "batch or other parts of the script's loss would cost more"
 )
 WHOLE_LOGITS = {"loss_chunk_tokens": "0"}  # of a run whose logits Upshift cannot leave out
 

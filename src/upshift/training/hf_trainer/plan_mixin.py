@@ -481,7 +481,7 @@ class PlanMixin(LibraryTrainer):
             changed_name = state.changed()
             state.restore()
         if changed_name is not None and not self._upshift_uses_library_loss:
-            traces.reason = f"the loss keeps a state of its own ({changed_name}), which moves on with each call"
+            traces.reason = f"the loss changes {changed_name} at each call"
         if logged:
             traces.reason = f"the loss logs {', '.join(logged)} of each batch, and a plan calls it for other rows"
 
